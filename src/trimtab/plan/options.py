@@ -158,6 +158,12 @@ class PlanOptions:
     lora: Annotated[Lora | None, LORA] = None
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, SEED] = 0
+    search: Annotated[
+        Literal["exact", "omnibal"],
+        Option("How stages are searched: exactly, or as OmniBal published it (the best ranked near an anchor)."),
+    ] = "exact"
+    radius: Annotated[int, Option("With --search omnibal: move cuts by up to this many layers.", least=0)] = 3
+    top: Annotated[int, Option("With --search omnibal: simulate this many of the best ranked splits.", least=1)] = 10
     profile: "Profile | None" = None  # whose seconds to plan with; None: the formulas'
 
     def __post_init__(self) -> None:
