@@ -58,6 +58,7 @@ def test_state_is_whole_without_the_distributed_optimizer():
         ("--fp8-format hybrid", "dtype", "fp8"),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "dtype", "mxfp8"),
         ("--tp-comm-overlap", "tp_overlap", True),
+        ("--overlap-moe-expert-parallel-comm", "ep_overlap", True),
         ("--context-parallel-size 2", "cp", 2),
         ("--expert-model-parallel-size 4", "ep", 4),
         ("--expert-tensor-parallel-size 1", "etp", 1),

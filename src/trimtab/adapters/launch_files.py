@@ -61,6 +61,7 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
     if said.get("fp8_format", "") not in ("", "0"):
         given["dtype"] = "mxfp8" if said.get("fp8_recipe") == "mxfp8" else "fp8"
     given["tp_overlap"] = "tp_comm_overlap" in said
+    given["ep_overlap"] = "overlap_moe_expert_parallel_comm" in said
     given["fused_kernels"] = said.get("transformer_impl", "transformer_engine") == "transformer_engine"
     if "optimizer" in said:
         given["optimizer"] = _optimizer(said["optimizer"], problems)
