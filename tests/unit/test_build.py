@@ -13,7 +13,6 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PackingError, PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.compare import explain_losses
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import plan_to_yaml
@@ -62,13 +61,13 @@ def test_what_is_left_open_is_chosen_so_that_it_fits(tmp_path: Path) -> None:
     assert [getattr(settings[0], axis) for axis in ("dp", "pp", "tp")] == [parallel.dp, parallel.pp, parallel.tp]
     assert settings[0].zero_stage == made.plan.inputs.training.zero_stage
     # the baseline is the fastest that fits on any of them
-    first, moved = made.plan.estimates.variants[:2]
+    first, moved = made.plan.estimates.compared[:2]
     assert moved.name == "the plan's degrees", "the case is to have a faster baseline on other degrees"
     assert first.epoch_s < moved.epoch_s
     assert first.fits
     elsewhere = next(x for x in settings if x.label in first.packs)
     there = PlanOptions(dp=elsewhere.dp, pp=elsewhere.pp, tp=elsewhere.tp, zero_stage=elsewhere.zero_stage)
-    alone = make_plan(MODEL, tile_samples(), CLUSTER, there).plan.estimates.variants[0]
+    alone = make_plan(MODEL, tile_samples(), CLUSTER, there).plan.estimates.compared[0]
     assert first.samples_per_s == pytest.approx(
         alone.samples_per_s, rel=0.25
     )  # packs, so batch sizes, are others there
@@ -263,14 +262,3 @@ def test_a_file_of_the_plan_that_is_not_here_is_said_to_come_from_the_plan(
     write_plan(dataclasses.replace(made, plan=dataclasses.replace(made.plan, inputs=inputs)), tmp_path)
     with pytest.raises(PlanError, match=f"names its {what} somewhere/model, which is neither here nor beside the plan"):
         load_details(tmp_path)
-
-
-def test_a_row_that_loses_says_why(made: PlanDetails) -> None:
-    first, second, *_ = made.variants
-    slower = dataclasses.replace(second, step_s=1.2 * first.step_s, recompute_rule="full")
-    faster = dataclasses.replace(slower, step_s=0.9 * first.step_s)
-    for above, wanted in (("none", "one switch for all layers"), ("full", "its part is in the rows below")):
-        (sentence,) = explain_losses([dataclasses.replace(first, recompute_rule=above), slower])
-        assert sentence.startswith(f'The row "{second.name}" takes 1.20x as long')
-        assert wanted in sentence
-    assert not explain_losses([first, faster])

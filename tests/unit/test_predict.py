@@ -26,13 +26,13 @@ def run_of(**given) -> GivenRun:
     return GivenRun(**{"pp": 4, "tp": 2, "batch": 2, "num_microbatches": 8, **given})
 
 
-@pytest.mark.parametrize(("batch", "recompute"), [(1, "auto"), (2, "full")])
+@pytest.mark.parametrize(("batch", "recompute"), [(1, "none"), (4, "full")])
 def test_a_baseline_that_is_predicted_alone_takes_what_it_takes_beside_a_plan(batch, recompute):
-    made = make_plan(MODEL, SAMPLES, CLUSTER, PlanOptions(pp=4, tp=2, num_microbatches=8, recompute=recompute))
+    asked = f"random,batch={batch},padded,equal-layers,{recompute}-recompute".replace("none", "no")
+    made = make_plan(MODEL, SAMPLES, CLUSTER, PlanOptions(pp=4, tp=2, num_microbatches=8, baselines=(asked,)))
     baseline = made.variants[0]
-    assert (baseline.packs, baseline.recompute_rule) == (f"random, padded, {batch} a batch", "full")
     per_pack = len(SAMPLES) / made.packing.num_packs  # steps of a baseline hold as many samples as the plan's
-    run = run_of(batch=batch, num_microbatches=round(8 * per_pack / batch), recompute="full")
+    run = run_of(batch=batch, num_microbatches=round(8 * per_pack / batch), recompute=recompute)
     alone = predict_run(MODEL, SAMPLES, CLUSTER, run).variant
     np.testing.assert_array_equal(alone.step_s, baseline.step_s)
     assert (alone.stages, alone.fits, alone.memory) == (baseline.stages, baseline.fits, baseline.memory)

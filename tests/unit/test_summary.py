@@ -9,7 +9,7 @@ import pytest
 from plans import small_plan
 
 from trimtab.plan.decide.assemble import summarise
-from trimtab.plan.estimates import SettingEstimate
+from trimtab.plan.estimates import BASELINE, SettingEstimate
 from trimtab.plan.plan import Plan
 
 
@@ -24,13 +24,13 @@ def headline(plan: Plan, **changed: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     made = small_plan()
-    row = replace(made.estimates.variants[0], name="baseline")
+    row = replace(made.estimates.variants[0], name=BASELINE)
     rows = (row, replace(row, name="balanced packs"), replace(row, name="recompute as needed"))
     return replace(made, estimates=replace(made.estimates, variants=rows))
 
 
 def test_a_longer_step_is_said_first(plan: Plan) -> None:
-    step_ms = plan.estimates.variants[0].step_ms
+    step_ms = plan.estimates.compared[0].step_ms
     first = {"fits": True, "epoch_s": 30.0}
     slow = headline(plan, first=first, last={"step_ms": 1.2 * step_ms, "epoch_s": 20.0})
     assert slow.startswith("A step takes 1.20x as long as that of baseline, at 1.50x its samples/s. ")
@@ -39,7 +39,7 @@ def test_a_longer_step_is_said_first(plan: Plan) -> None:
 
 
 def test_a_gain_is_quoted_against_a_run_that_fits(plan: Plan) -> None:
-    ours, second = plan.estimates.variants[-1], plan.estimates.variants[1]
+    ours, second = plan.estimates.compared[-1], plan.estimates.compared[1]
     against = headline(plan, first={"fits": False}, second={"fits": True})
     assert f"does not fit the memory; {second.name}, which fits, would take" in against
     assert against.endswith(f"{second.epoch_s / ours.epoch_s:.2f}x as long.")

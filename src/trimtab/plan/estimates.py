@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.options import ScheduleName
 from trimtab.units import format_degrees
+
+BASELINE = "baseline"  # the name of the variant that a plan is told against
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +139,7 @@ class Estimates:
     stage_imbalance: float  # slowest / mean - 1, at the mean micro-batch
     stages: tuple[StageEstimate, ...]
     balance: BalanceEstimate
-    variants: tuple[VariantEstimate, ...]  # the baseline, decisions one by one, this plan last
+    variants: tuple[VariantEstimate, ...]  # other baselines, the baseline, decisions one by one, this plan last
     memory_share: float | None = None  # of its memory that the fullest device is expected to fill; null: an older plan
     misfit_chance: float | None = None  # that it needs more than it has
     step_expected_ms: float | None = None  # with jitter of the devices; null: an older plan
@@ -149,8 +152,18 @@ class Estimates:
     @property
     def told(self) -> VariantEstimate:
         """What gains are told against: the baseline, or the first row behind it that fits; this plan if none does."""
-        return next((row for row in self.variants if row.fits), self.variants[-1])
+        return next((row for row in self.compared if row.fits), self.variants[-1])
 
     def gain(self, row: VariantEstimate) -> float:
         """How many times as fast as `told` a row is."""
         return self.told.epoch_s / row.epoch_s
+
+    @property
+    def compared(self) -> tuple[VariantEstimate, ...]:
+        """The baseline that the plan is told against, then each decision added, this plan last."""
+        return self.variants[find_baseline([variant.name for variant in self.variants]) :]
+
+
+def find_baseline(names: Sequence[str]) -> int:
+    """Which variant is the baseline; before it stand others that were asked for and are slower, or do not fit."""
+    return names.index(BASELINE) if BASELINE in names else 0

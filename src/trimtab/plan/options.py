@@ -24,6 +24,7 @@ from trimtab.options import (
     Tower,
     option_problems,
 )
+from trimtab.plan.baseline import parse_baseline
 from trimtab.plan.sharing.choice import VisionChoice
 from trimtab.units import parse_bytes
 
@@ -166,6 +167,16 @@ class PlanOptions:
     ] = "exact"
     radius: Annotated[int, Option("With --search omnibal: move cuts by up to this many layers.", least=0)] = 3
     top: Annotated[int, Option("With --search omnibal: simulate this many of the best ranked splits.", least=1)] = 10
+    baselines: Annotated[
+        tuple[str, ...],
+        Option(
+            "Run to compare with, as in random,batch=4,padded,equal-layers,full-recompute; several times for several. "
+            "Default: random padded batches of the fastest size that fits.",
+            flag="--baseline",
+            read=tuple,
+            typed=list[str],
+        ),
+    ] = ()
     profile: "Profile | None" = None  # whose seconds to plan with; None: the formulas'
 
     def __post_init__(self) -> None:
@@ -177,6 +188,7 @@ class PlanOptions:
         problems += self.vision.problems()
         problems += risk_problems(self.risk)
         problems += self._schedule_problems()
+        problems += [problem for text in self.baselines for problem in parse_baseline(text).problems(text)]
         unknown = [tower for tower in self.frozen_towers if tower not in get_args(Tower)]
         if unknown:
             problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")

@@ -125,6 +125,7 @@ class TrainingInput:
     expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest expert-parallel device over the mean
     dispatcher: Dispatcher = "alltoall"
     lora: Lora | None = None  # adapters alone are trained; null, and no such key: the weights are
+    baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

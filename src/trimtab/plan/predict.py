@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from trimtab.balance.packing import PADDED_METHODS, PackResult, pack_samples
+from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.costs.logs import place_blocks
 from trimtab.errors import PlanError, refuse_type
 from trimtab.options import RecomputedTier
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.jitter import StepSpread
 from trimtab.partition.stages import SplitProblem
+from trimtab.plan.baseline import PADDED
 from trimtab.plan.build import open_epoch
 from trimtab.plan.case import split_problem
 from trimtab.plan.decide.budget import MemoryBudget
@@ -168,9 +169,8 @@ def _batches(epoch: Epoch, run: GivenRun, dims: ParallelDims) -> tuple[PackResul
     if run.batch is None and run.max_tokens is None:
         raise PlanError("it is not said what a micro-batch holds: give --batch (samples) or --max-tokens (of a pack)")
     method = run.method or ("balanced" if run.batch is None else "random")
-    pads = method in PADDED_METHODS
-    if pads != (run.batch is not None):
-        needs = "batches of a size: give --batch" if pads else "packs up to limits: give --max-tokens"
+    if (method in PADDED) != (run.batch is not None):
+        needs = "batches of a size: give --batch" if method in PADDED else "packs up to limits: give --max-tokens"
         raise PlanError(f"method {method} makes {needs}")
     samples = epoch.samples
     made = pack_samples(

@@ -81,12 +81,12 @@ def _header(details: PlanDetails, *, beside_run: bool) -> str:
 
 def _tiles(details: PlanDetails) -> list[str]:
     estimates = details.plan.estimates
-    first, last = estimates.told, estimates.variants[-1]
+    first, last = estimates.told, estimates.compared[-1]
     step, cap = time_scale([first.step_ms / 1e3, last.step_ms / 1e3]), memory_scale([details.memory_cap_bytes])
     rate = count_scale([last.samples_per_s])
     band = f'<span class="nw">± {percent(estimates.time_error, digits=0)}</span>'
     over = "" if last.fits else ' <span class="bad">does not fit:</span>'
-    misfit = "" if estimates.variants[0].fits else ' <span class="bad">(the baseline does not fit)</span>'
+    misfit = "" if estimates.compared[0].fits else ' <span class="bad">(the baseline does not fit)</span>'
 
     def beside(words: str, told: str) -> str:
         return f'{words}<br>{esc(first.name, 40)} <span class="nw">{told}</span>'

@@ -35,7 +35,7 @@ def variants_table(details: PlanDetails) -> Table:
     rows = details.plan.estimates.variants
     step, epoch = time_scale(row.step_ms / 1e3 for row in rows), time_scale(row.epoch_s for row in rows)
     rate, best = count_scale(row.samples_per_s for row in rows), max(row.samples_per_s for row in rows)
-    against = "baseline" if details.plan.estimates.variants[0].fits else "what fits"
+    against = "baseline" if details.plan.estimates.compared[0].fits else "what fits"
     return Table(
         title="Before and after",
         columns=(

@@ -278,7 +278,7 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates, *, tra
     is trained, with a comma before it, if not all that is not frozen.
     """
     parallel, cluster = decisions.parallel, inputs.cluster
-    compared = estimates.variants if len(estimates.variants) > 1 else estimates.variants * 2
+    compared = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
     baseline, *_, ours = compared
     told = estimates.told
     degrees = format_degrees(parallel)

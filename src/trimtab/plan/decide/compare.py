@@ -14,19 +14,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.packing import pack_samples
-from trimtab.options import same_fields
+from trimtab.options import RecomputeMode, same_fields
 from trimtab.partition.baselines import even_stages, full_recompute
 from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.partition.timeline import Timeline
+from trimtab.plan.baseline import Baseline, parse_baseline
 from trimtab.plan.case import Case
 from trimtab.plan.decide.idle import split_idle
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.decide.times import rank_step_s, steps_of, times_of
-from trimtab.plan.decide.work import PATCHES, TOKENS, above_all, padded_work, select_rows
-from trimtab.plan.estimates import SettingEstimate
+from trimtab.plan.decide.work import PATCHES, TOKENS, above_all, packed_work, padded_work, select_rows
+from trimtab.plan.estimates import BASELINE, SettingEstimate
 from trimtab.plan.file.details import Variant
 from trimtab.specs import ClusterSpec, FloatArray, IntArray, ParallelDims, SampleTable, Schedule, Stage
 from trimtab.units import format_number, format_ratio
@@ -78,8 +79,9 @@ def compare_variants(
     The baseline is what a launcher does when nobody decides: random batches padded to their longest, of the batch size
     that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. It is
     the fastest that fits on the plan's degrees and on those of `elsewhere`; where others win, the row behind it moves
-    to the plan's. Steps of all variants hold about equally many samples. `without`: what `choose_split` found for the
-    case without sharing, if it ran.
+    to the plan's. Or it is the fastest that fits of those that were asked for, the others before it. Steps of all
+    variants hold about equally many samples. `without`: what `choose_split` found for the case without sharing, if it
+    ran.
     """
     shared, case = case, case.without_vision()
     if shared.vision is not None and without is None:
@@ -97,7 +99,7 @@ def compare_variants(
     planned = replace(plain, stages=tuple(stages), rules=("balanced", recompute))
     alone = planned if shared.vision is None or without is None else replace(planned, stages=without.split.stages)
     runs = [
-        *_baselines(case, elsewhere),
+        *_baselines(case, balanced, elsewhere),
         _uniform(replace(plain, name="balanced packs")),
         replace(plain, name="balanced stages", stages=balanced.stages, rules=balanced.rules),
         replace(alone, name="recompute as needed" if problem.recompute == "auto" else "the plan"),
@@ -114,8 +116,9 @@ def compare_variants(
 
 def explain_losses(variants: Sequence[Variant]) -> tuple[str, ...]:
     """Why a row of the comparison is slower than the one above it, in a sentence each."""
+    rows = [x for x in variants if x.name != f"other {BASELINE}"]
     said = []
-    for above, row in itertools.pairwise(variants):
+    for above, row in itertools.pairwise(rows):
         if row.epoch_s > _SLOWER * above.epoch_s:
             why = "its part is in the rows below"
             if row.name == DEGREES:
@@ -133,17 +136,25 @@ def explain_losses(variants: Sequence[Variant]) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _baselines(case: Case, elsewhere: Sequence[SettingEstimate]) -> list[Run]:
-    """The fastest on all degrees, then the one on the plan's where others win."""
-    own = _baseline(case)
+def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstimate]) -> list[Run]:
+    """Those that were asked for, the fastest that fits last, as the one that the plan is told against.
+
+    Where none was: the fastest on all degrees, then the one on the plan's.
+    """
+    if asked := [parse_baseline(text) for text in case.options.baselines]:
+        runs = [_baseline(case, baseline, balanced) for baseline in asked]
+        best = _fastest(runs, case.cluster)
+        others = [replace(run, name=f"other {BASELINE}") for run in runs if run is not best]
+        return [*others, replace(best, name=BASELINE)]
+    own = _baseline(case, Baseline(), balanced)
     moved = [(_moved(case, to), to) for to in elsewhere if _dims(to) != case.setting.dims]
     # a part of the data says on which degrees it is fast, all of it whether it fits and is faster than ours
-    tried = [(_baseline(there, most=_TRIED_SAMPLES), there, to) for there, to in moved]
+    tried = [(_baseline(there, Baseline(), balanced, most=_TRIED_SAMPLES), there, to) for there, to in moved]
     tried = [found for found in tried if found[0].fits]
     for _, there, to in sorted(tried, key=lambda found: _estimate_s(found[0], case.cluster)):
-        run = _baseline(there)
+        run = _baseline(there, Baseline(), balanced)
         if run.fits:
-            run = replace(run, packs=f"{run.packs}; on {to.label}")
+            run = replace(run, name=BASELINE, packs=f"{run.packs}; on {to.label}")
             return [own] if _fastest([own, run], case.cluster) is own else [run, replace(own, name=DEGREES)]
     return [own]
 
@@ -164,8 +175,8 @@ def _moved(case: Case, to: SettingEstimate) -> Case:
     return replace(case, options=options, setting=setting)
 
 
-def _baseline(case: Case, *, most: int | None = None) -> Run:
-    """Random padded batches on equal layers; of 1, 2, 4, ... samples up to a pack's mean the size that is fastest.
+def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int | None = None) -> Run:
+    """One baseline; where no batch size is said, the fastest that fits of 1, 2, 4, ... samples up to a pack's mean.
 
     `most`: samples, spread over the data set; None: all.
     """
@@ -176,9 +187,29 @@ def _baseline(case: Case, *, most: int | None = None) -> Run:
         rows = rows[np.linspace(0, len(rows) - 1, num=most).astype(np.int64)]
     if not np.array_equal(rows, np.arange(len(samples))):
         samples, samples_work = select_rows(samples, rows), samples_work[rows]
-    sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
-    runs = [_uniform(_batched(case, per_pack, size, samples, samples_work)) for size in sizes]
+    if baseline.batch is not None or not baseline.is_padded:
+        sizes = [baseline.batch or per_pack]
+    else:
+        sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
+    runs = []
+    for size in sizes:
+        run = _batched(case, baseline, per_pack, size, samples, samples_work)
+        if baseline.stages == "balanced-stages":
+            run = replace(run, stages=balanced.stages, rules=balanced.rules)
+        else:
+            run = _uniform(run)
+        runs.append(_switch(run, baseline.recompute))
     return _fastest(runs, case.cluster)
+
+
+def _switch(run: Run, recompute: RecomputeMode) -> Run:
+    """Everything that can be recomputed, or nothing, whether it fits or not; "auto": as it is."""
+    if recompute == "auto":
+        return run
+    stages = tuple(replace(stage, recompute=()) for stage in run.stages)
+    if recompute == "full":
+        stages = full_recompute(run.problem.profile, stages)
+    return replace(run, stages=stages, rules=(run.rules[0], recompute))
 
 
 def _fastest(runs: Sequence[Run], cluster: ClusterSpec) -> Run:
@@ -197,26 +228,34 @@ def _estimate_s(run: Run, cluster: ClusterSpec) -> float:
     return float(steps_of(times, slots, run.stages, run.problem).mean()) * len(table)
 
 
-def _batched(case: Case, per_pack: float, size: float, samples: SampleTable, samples_work: FloatArray) -> Run:
+def _batched(
+    case: Case,
+    baseline: Baseline,
+    per_pack: float,
+    size: float,
+    samples: SampleTable,
+    samples_work: FloatArray,
+) -> Run:
     """Batches of about `size` samples, so many a step that steps hold as many samples as the plan's; stages to come."""
     problem = case.problem
     unit = microbatch_unit(problem.schedule, problem.num_stages)
     num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
     made = pack_samples(
         samples,
-        limits=above_all(samples),
+        limits=above_all(samples) if baseline.is_padded else (case.setting.max_patches, case.setting.max_tokens),
         dp=problem.profile.dims.dp,
         num_microbatches=num_microbatches,
-        method="random",
+        method=baseline.method,
         batch_size=size,
         oversize=case.options.oversize,
         seed=case.options.seed,
     )
-    work = padded_work(made.packing, samples_work)
+    work = padded_work(made.packing, samples_work) if baseline.is_padded else packed_work(made.packing, samples_work)
+    name = baseline.method.replace("_", "-")
     return Run(
-        name="baseline",
+        name=BASELINE,
         problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
-        packs=f"random, padded, {format_number(size)} a batch",
+        packs=f"{name}, padded, {format_number(size)} a batch" if baseline.is_padded else f"{name}, packed",
         work=work,
         schedule=made.schedule,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.timeline import Timeline
+from trimtab.plan.estimates import find_baseline
 from trimtab.plan.plan import Plan
 from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
 
@@ -64,7 +65,7 @@ class PlanDetails:
     schedule: Schedule
     profile: Profile
     memory_cap_bytes: float  # per device: what it may be expected to hold
-    variants: tuple[Variant, ...]  # the baseline, decisions one by one, the plan last
+    variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
     # file name -> content of what lies beside the plan file, as its hashes name it
     tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
@@ -77,4 +78,4 @@ class PlanDetails:
     @property
     def baseline(self) -> Variant:
         """What the plan is told against."""
-        return self.variants[0]
+        return self.variants[find_baseline([variant.name for variant in self.variants])]

@@ -1,0 +1,125 @@
+"""Tests of `--baseline`: its words, the runs they stand for, and which one a plan is told against."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plan_cases import tile_samples
+
+from trimtab.costs.devices import parse_cluster
+from trimtab.errors import PlanError
+from trimtab.models.describe import describe
+from trimtab.plan.baseline import Baseline, parse_baseline
+from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.decide.compare import explain_losses
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.reload import load_details
+from trimtab.plan.measured.check import check_plan
+from trimtab.plan.options import PlanOptions
+from trimtab.report.html import html_report
+
+PAPER = "random,batch=4,padded,equal-layers,full-recompute"  # OmniBal's own case
+ASKED = (PAPER, "isf", "random,batch=1,no-recompute", "device-group, batch=2, balanced-stages")
+OPTIONS = PlanOptions(pp=4, tp=2, num_microbatches=8)
+
+
+def make(*baselines: str) -> PlanDetails:
+    options = dataclasses.replace(OPTIONS, baselines=baselines)
+    return make_plan(describe("InternVL-Chat-V1-5"), tile_samples(), parse_cluster("32xA100-80GB"), options)
+
+
+@pytest.fixture(scope="module")
+def made() -> PlanDetails:
+    return make(*ASKED)
+
+
+def test_words_in_any_order() -> None:
+    assert parse_baseline(PAPER) == Baseline(batch=4.0, padded=True, recompute="full")
+    assert parse_baseline(" full-recompute , batch=2.5,length-group") == Baseline(
+        method="length_group", batch=2.5, recompute="full"
+    )
+    assert parse_baseline("balanced,balanced-stages") == Baseline(method="balanced", stages="balanced-stages")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("randm", r"has 'randm' in it: its words are balanced, isf, random, "),
+        ("batch=many", r"has 'batch=many' in it"),
+        ("batch=0.5", r"has batches of 0.5 samples: give 1 or more"),
+        ("batch=nan", r"has batches of nan samples"),
+        ("isf,batch=4", r"gives isf a batch size, and it packs up to the plan's limits"),
+        ("isf,padded", r"does not agree with itself, for isf packs without padding"),
+        ("random,packed", r"does not agree with itself, for random pads its batches"),
+        ("", r"has '' in it"),
+    ],
+)
+def test_words_that_cannot_be(text: str, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
+        PlanOptions(baselines=(text,))
+
+
+def test_every_baseline_is_simulated_and_the_fastest_that_fits_is_the_baseline(made: PlanDetails) -> None:
+    *others, baseline, packs, _stages, _plan = made.variants
+    assert [x.name for x in (*others, baseline, packs)] == ["other baseline"] * 3 + ["baseline", "balanced packs"]
+    assert baseline.fits
+    assert baseline.epoch_s == min(x.epoch_s for x in (*others, baseline) if x.fits)
+    assert made.baseline is baseline
+    ratio = baseline.epoch_s / made.variants[-1].epoch_s
+    assert f"would take {ratio:.2f}x as long: balanced packs" in made.plan.summary
+
+
+def test_a_faster_baseline_that_does_not_fit_is_shown_and_not_compared_with() -> None:
+    other, baseline, *_ = make("balanced,balanced-stages,no-recompute", PAPER).variants
+    assert (other.fits, baseline.fits) == (False, True)
+    assert other.epoch_s < baseline.epoch_s
+    assert (other.name, baseline.name) == ("other baseline", "baseline")
+
+
+def test_each_baseline_is_what_its_words_say(made: PlanDetails) -> None:
+    by_packs = {x.packs: x for x in made.variants[:4]}
+    paper = by_packs["random, padded, 4 a batch"]
+    assert len(paper.pack_tokens) == 152  # 600 / 4 in whole rows of 4 ranks
+    assert (paper.stages_rule, paper.recompute_rule) == ("equal layers", "full")
+    assert all(stage.num_recomputed() for stage in paper.stages)
+    assert paper.pack_tokens.sum() > 1.2 * made.samples.num_tokens.sum()  # padding is counted
+    isf = by_packs["isf, packed"]
+    assert isf.pack_tokens.sum() == made.samples.num_tokens.sum()
+    assert isf.pack_tokens.max() <= made.plan.decisions.packing.max_tokens
+    single = by_packs["random, padded, 1 a batch"]
+    assert not any(stage.recompute for stage in single.stages)
+    group = by_packs["device-group, padded, 2 a batch"]
+    assert group.stages_rule == "balanced"
+    assert [x.start for x in group.stages] != [x.start for x in paper.stages]
+
+
+def test_a_plan_with_baselines_is_read_back_with_them(made: PlanDetails, tmp_path: Path) -> None:
+    write_plan(made, tmp_path)
+    assert check_plan(tmp_path) == []
+    loaded = load_details(tmp_path)
+    assert loaded.plan.inputs.training.baselines == ASKED
+    for before, after in zip(made.variants, loaded.variants, strict=True):
+        assert (before.name, before.stages) == (after.name, after.stages)
+        np.testing.assert_array_equal(before.step_s, after.step_s)
+    assert html_report(made).count("other baseline") >= 3
+
+
+def test_without_baselines_the_plan_and_its_file_are_as_they_were(made: PlanDetails) -> None:
+    plain = make()
+    assert plain.plan.decisions == made.plan.decisions
+    assert plain.variants[0].name == "baseline"
+    assert "baselines" not in plain.plan.summary
+
+
+def test_a_row_that_loses_says_why(made: PlanDetails) -> None:
+    first, second, *_ = [x for x in made.variants if not x.name.startswith("other")]
+    slower = dataclasses.replace(second, step_s=1.2 * first.step_s, recompute_rule="full")
+    faster = dataclasses.replace(slower, step_s=0.9 * first.step_s)
+    for above, wanted in (("none", "one switch for all layers"), ("full", "its part is in the rows below")):
+        (sentence,) = explain_losses([dataclasses.replace(first, recompute_rule=above), slower])
+        assert sentence.startswith(f'The row "{second.name}" takes 1.20x as long')
+        assert wanted in sentence
+    assert not explain_losses([first, faster])
