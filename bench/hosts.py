@@ -1,10 +1,10 @@
 """What drifted in the frameworks that plans are exported to: `python bench/hosts.py [--hosts FOLDER] [--download]`.
 
-Every name that an export prints is looked up in the host's own source, and so is what an adapter says of the host:
-which fields and defaults there are, which families have a provider. Sources are read as syntax trees, so that releases
-for other Pythons are read too; nothing of a host is imported or run. FOLDER (default: hosts) holds `NAME-VERSION.whl`
-from the registry (`--download` fetches the newest) and git directories or clones, named `roll` and `mindspeed-mm`, of
-those that are not there.
+Every name that an export prints is looked up in the host's own source, and so is what an adapter says of the host: how
+many arguments a script takes, which fields and defaults there are, which families have a provider. Sources are read as
+syntax trees, so that releases for other Pythons are read too; nothing of a host is imported or run. FOLDER (default:
+hosts) holds `NAME-VERSION.whl` from the registry (`--download` fetches the newest) and git directories or clones, named
+`pai`, `roll` and `mindspeed-mm`, of those that are not there.
 
 Exit code 1 where something drifted; a host without source is named and passed over.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "src")]
 
 from export_cases import by_counts, cut, decide, make_model  # noqa: E402
-from trimtab.adapters import megatron_bridge, mindspeed_mm  # noqa: E402
+from trimtab.adapters import megatron_bridge, mindspeed_mm, pai_megatron, torchtitan  # noqa: E402
 from trimtab.adapters.frameworks import find_target  # noqa: E402
 from trimtab.specs import ParallelDims, RecomputeChoice  # noqa: E402
 
@@ -32,12 +32,15 @@ REGISTRY = (
     "megatron-core",
     "megatron-bridge",
     "ms-swift",
+    "torchtitan",
     "verl",
     "megatron-energon",
     "llamafactory",
     "axolotl",
+    "nemo-automodel",
+    "veomni",
 )
-CLONES = ("roll", "mindspeed-mm")
+CLONES = ("pai", "roll", "mindspeed-mm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,7 @@ def exported(name: str, family: str = "qwen2_5_vl") -> Mapping[str, object]:
     block = model.indices("language", "block")[0]
     chosen = {0: [RecomputeChoice(tier="full", layers=(*model.indices("vision", "block"), block))]}
     stages = by_counts(model, 6, 6, recompute=chosen)
-    dims = ParallelDims(dp=2, pp=2, tp=2, cp=2, ep=2, etp=1)
+    dims = ParallelDims(dp=2, pp=2, tp=2, cp=1 if name == "pai-megatron" else 2, ep=2, etp=1)
     return find_target(name).export(decide(model, stages, dims=dims, max_tokens=4096, dispatcher="deepep"), None).fields
 
 
@@ -192,6 +195,37 @@ def check_swift(source: Source) -> Iterator[str]:
             yield f"swift/dataset/packing.py has no {name}, which the plug-in of swift-packs sets"
 
 
+def check_pai(source: Source) -> Iterator[str]:
+    for family, (folder, names) in pai_megatron.SCRIPTS.items():
+        script = source.read(f"examples/{folder}/run_mcore_qwen.sh")
+        if script is None:
+            yield f"examples/{folder}/run_mcore_qwen.sh is gone ({family})"
+            continue
+        found = {int(number): name for name, number in re.findall(r"^(\w+)=\$\{?(\d+)\}?", script, re.MULTILINE)}
+        order = tuple(found[number] for number in sorted(found))
+        if order != names:
+            yield f"examples/{folder}/run_mcore_qwen.sh takes {len(order)} arguments: {', '.join(order)}"
+        for variable in ("MP_PP0_LAYERS", "MP_AC_LAYERS"):
+            if variable not in script:
+                yield f"examples/{folder}/run_mcore_qwen.sh reads no {variable}"
+
+
+def check_titan(source: Source) -> Iterator[str]:
+    fields = source.fields(*(path for path in source.paths if re.match(r"torchtitan/config/.*\.py", path)))
+    export = exported("torchtitan", "qwen3_5")
+    parallelism = export["parallelism"]
+    assert isinstance(parallelism, Mapping)
+    yield from missing(set(parallelism), set(fields), "ParallelismConfig")
+    older = {"pipeline_parallel_microbatch_size", "local_batch_size"} <= set(fields)
+    newer = {"num_pp_microbatches", "num_tokens_per_microbatch_per_dp_rank"} <= set(fields)
+    if not older and not newer:
+        yield "batches are counted in neither of the two ways that the export prints"
+    folders = {
+        path.split("/")[2] for path in source.paths if path.startswith("torchtitan/models/") and path.count("/") > 2
+    }
+    yield from missing({"qwen3_5"} & set(torchtitan.FAMILIES), folders, "torchtitan.models")
+
+
 def check_verl(source: Source) -> Iterator[str]:
     tree = source.tree("verl/utils/seqlen_balancing.py")
     defined = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "calculate_workload"]
@@ -230,6 +264,22 @@ def check_mindspeed(source: Source) -> Iterator[str]:
     yield from missing(files, converters, "its converter of weights")
 
 
+def check_fields(name: str, *paths: str, sections: bool = False) -> Callable[[Source], Iterator[str]]:
+    """Whether every setting of a recipe is a field of some class of these files."""
+
+    def names(settings: Mapping[str, object]) -> Iterator[str]:
+        for key, value in settings.items():
+            yield key
+            if sections and isinstance(value, Mapping):
+                yield from names(value)
+
+    def check(source: Source) -> Iterator[str]:
+        files = [path for path in source.paths if path.startswith(paths) and path.endswith(".py")]
+        yield from missing(set(names(exported_whole(name))) - {"deepspeed"}, set(source.fields(*files)), name)
+
+    return check
+
+
 def exported_whole(name: str) -> Mapping[str, object]:
     """The settings of a recipe for whole models that recomputes and shards."""
     model = make_model()
@@ -252,24 +302,44 @@ def check_llama_factory(source: Source) -> Iterator[str]:
 
 
 def check_axolotl(source: Source) -> Iterator[str]:
-    files = [path for path in source.paths if path.startswith("axolotl/utils/schemas/") and path.endswith(".py")]
-    yield from missing(set(exported_whole("axolotl")) - {"deepspeed"}, set(source.fields(*files)), "axolotl")
+    yield from check_fields("axolotl", "axolotl/utils/schemas/")(source)
     text = source.read("axolotl/integrations/base.py") or ""
     for name in ("load_datasets", "post_model_load", "post_trainer_create"):
         if f"def {name}(" not in text:
             yield f"BasePlugin has no {name}"
 
 
+def check_automodel(source: Source) -> Iterator[str]:
+    given = exported_whole("automodel")
+    for section, path in (
+        ("distributed", "nemo_automodel/components/distributed/"),
+        ("freeze_config", "nemo_automodel/components/utils/model_utils.py"),
+        ("step_scheduler", "nemo_automodel/components/training/step_scheduler.py"),
+    ):
+        files = [name for name in source.paths if name.startswith(path) and name.endswith(".py")]
+        known = set(source.fields(*files)) | {"strategy"}
+        known |= {
+            a.arg for file in files for n in ast.walk(source.tree(file)) if isinstance(n, ast.arguments) for a in n.args
+        }
+        settings = given[section]
+        assert isinstance(settings, Mapping)
+        yield from missing(set(settings), known, section)
+
+
 CHECKS: Mapping[str, Callable[[Source], Iterator[str]]] = {
     "megatron-core": check_core,
     "megatron-bridge": check_bridge,
     "ms-swift": check_swift,
+    "pai": check_pai,
+    "torchtitan": check_titan,
     "verl": check_verl,
     "megatron-energon": check_energon,
     "roll": check_roll,
     "mindspeed-mm": check_mindspeed,
     "llamafactory": check_llama_factory,
     "axolotl": check_axolotl,
+    "nemo-automodel": check_automodel,
+    "veomni": check_fields("veomni", "veomni/arguments/", "veomni/trainer/vlm_trainer.py", sections=True),
 }
 
 

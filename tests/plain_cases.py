@@ -13,8 +13,7 @@ import pytest
 
 # test function -> how many of its cases the plain command keeps, evenly spread, or which by their names; 0: none
 KEPT: dict[str, int | tuple[str, ...]] = {
-    "cli/test_bad_input.py::test_bad_input_is_one_sentence": 30,  # 22
-    "cli/test_hostile.py::test_hostile_input_ends_in_one_sentence": 12,  # 40
+    "cli/test_hostile.py::test_hostile_input_ends_in_one_sentence": 40,  # 60
     "cli/test_cli.py::test_a_source_key_survives_resume_and_parquet": 0,  # 2
     "cli/test_cli.py::test_every_method_and_order_packs_every_sample": 6,
     "cli/test_cli.py::test_several_saved_tables_keep_what_they_skipped_and_assumed": 0,  # 3
@@ -64,8 +63,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_placement_load.py::test_host_memory_never_holds_a_shard_beside_what_stays_there": 0,  # 10
     "torch/test_placement_memory.py::test_a_devices_bytes_are_those_counted_on_the_real_modules": 6,  # 7
     "torch/test_placement_memory.py::test_every_kind_of_layer_peaks_where_it_is_said_to": 4,  # 5
-    "torch/test_placement_traffic.py::test_a_shortage_of_vision_tower_and_embedding_costs_a_fiftieth": 0,  # 47
-    "torch/test_placement_traffic.py::test_two_gpus_and_deeper_shortages_never_cost_more": 0,  # 5
     "torch/test_probe.py::test_a_budget_that_full_recompute_exceeds_is_refused_with_the_missing_bytes": 0,  # 5
     "torch/test_probe.py::test_an_understated_profile_steps_back_until_a_run_passes": 0,
     "torch/test_probe.py::test_measured_bytes_are_those_that_autograd_keeps": 0,
@@ -119,7 +116,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "unit/test_expressible.py::test_the_next_degrees_are_taken_where_nothing_fits_that_can_be_run": 0,  # 2
     "unit/test_gains_on_real_data.py::test_no_plan_is_slower_than_its_baseline_and_a_slower_row_says_why": 1,  # 30
     "unit/test_jitter.py::test_mean_and_quantile_are_those_of_steps_drawn_one_by_one": 2,
-    "unit/test_host_packs.py::test_the_offline_layout_of_llava_onevision_holds_questions_and_answers": 0,  # 2
     "unit/test_build.py::test_gpipe_fits_with_the_micro_batches_it_was_priced_with": 1,
     "unit/test_build.py::test_interleaved_steps_hold_whole_rounds_of_the_pipeline": 1,  # 4
     "unit/test_build.py::test_no_variant_beats_the_plan": 0,  # 2

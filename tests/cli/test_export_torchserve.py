@@ -41,23 +41,3 @@ def test_workers_batches_and_type_are_written(run: Run, folder: Path, tmp_path: 
     setup = json.loads((tmp_path / "setup_config.json").read_text())
     assert (setup["device_map"], setup["torch_dtype"], setup["max_new_tokens"]) == (None, "float16", 256)
     assert "maxWorkers: 2\nbatchSize: 8\nmaxBatchDelay: 100\n" in (tmp_path / "model-config.yaml").read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["{missing}"], "holds no config.json"),
-        (["{folder}", "--name", "a/b"], "cannot stand in a URL"),
-        (["{folder}", "--map", "{missing}"], "missing"),
-        (["{folder}", "--map", "{config}"], "holds no device map"),
-    ],
-)
-def test_bad_input_ends_in_one_sentence(
-    run: Run, folder: Path, tmp_path: Path, words: list[str], sentence: str
-) -> None:
-    places = {"folder": folder, "missing": tmp_path / "missing", "config": folder / "config.json"}
-    result = run("export", "torchserve", *(x.format(**places) for x in words), "--out", tmp_path / "store")
-    assert result.code == 2
-    assert sentence in result.err
-    assert len(result.err.splitlines()) == 1
-    assert not (tmp_path / "store").exists()

@@ -58,7 +58,7 @@ def split(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", ["megatron", "ms-swift"])
+@pytest.mark.parametrize("name", ["megatron", "ms-swift", "pai-megatron"])
 def test_a_plan_that_megatron_cannot_run_is_refused_and_fitted(
     run: Run, split: Path, tmp_path: Path, name: str
 ) -> None:
@@ -93,10 +93,13 @@ def test_the_vision_trap_fails_the_check_until_the_launcher_is_said_to_clear_it(
     assert run("check", tmp_path / "fit", "--for", "ms-swift").code == 0
 
 
-def test_deepspeed_takes_every_cut(run: Run, split: Path, tmp_path: Path) -> None:
+def test_the_other_frameworks_take_every_cut(run: Run, split: Path, tmp_path: Path) -> None:
     module = tmp_path / "planned.py"
     assert run("export", "deepspeed", split, "--out", module).out.strip() == str(module)
     compile(module.read_text(encoding="utf-8"), module, "exec")
+    titan = run("check", split, "--for", "torchtitan")
+    assert titan.code == 1
+    assert "vision-language models of qwen3_5" in titan.out
 
 
 def test_frameworks_without_stages_take_a_plan_without_pipeline(
@@ -127,7 +130,7 @@ def test_frameworks_without_stages_take_a_plan_without_pipeline(
     assert given["recompute"]
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", [name for name in FRAMEWORKS if name != "torchtitan"])
 def test_an_export_of_a_plan_made_for_it_warns_of_nothing(run: Run, drawn: Path, tmp_path: Path, name: str) -> None:
     runs_whole = find_target(name).can(describe("Qwen2.5-VL-7B"), 1).choices.get("pp") == (1,)
     plan, model = tmp_path / "plan", "Qwen2.5-VL-3B" if runs_whole else "Qwen2.5-VL-7B"
@@ -149,7 +152,8 @@ def test_an_export_of_a_plan_made_for_it_warns_of_nothing(run: Run, drawn: Path,
 @pytest.mark.parametrize(
     ("model", "name", "refusal"),
     [
-        ("Qwen3-VL-30B-A3B", "axolotl", None),
+        ("Qwen3-VL-30B-A3B", "veomni", None),
+        ("Qwen3-VL-30B-A3B", "torchtitan", "vision-language models of qwen3_5, qwen3_5_moe alone"),
         ("LLaVA-OneVision-7B", "ms-swift", None),
         ("LLaVA-OneVision-7B", "megatron-bridge", "is of the family llava_onevision, and Megatron-Bridge 0.6 has"),
         ("InternVL3_5-8B", "mindspeed-mm", "MindSpeed-MM runs stages of qwen2_vl and qwen2_5_vl"),

@@ -253,7 +253,7 @@ def megatron_counts(flags: MegatronFlags) -> list[int] | None:
     given = {
         FIELDS.get(f.name, f.name): value
         for f in dataclasses.fields(flags)
-        if (value := getattr(flags, f.name)) != f.default or f.name == "pipeline_model_parallel_size"
+        if (value := getattr(flags, f.name)) is not None and f.name != "num_layers_per_virtual_pipeline_stage"
     }
     pp = flags.pipeline_model_parallel_size
     try:

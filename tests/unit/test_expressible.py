@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -16,7 +15,6 @@ from trimtab.adapters.running import cost_of_running, cost_of_runs, export_plan,
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
-from trimtab.options import RecomputedTier
 from trimtab.partition.stages import split_stages
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.expressible import (
@@ -29,10 +27,10 @@ from trimtab.plan.decide.stages import epoch_s
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import RecomputeChoice, Stage, recomputing
+from trimtab.specs import RecomputeChoice, stages_between
 
 MODEL = describe("Qwen2.5-VL-7B")
-KEEP_THE_TOWER_WHOLE = ("megatron", "megatron-bridge", "ms-swift")
+KEEP_THE_TOWER_WHOLE = ("megatron", "megatron-bridge", "ms-swift", "pai-megatron")
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +79,11 @@ def test_the_next_degrees_are_taken_where_nothing_fits_that_can_be_run() -> None
     samples, cluster = tile_samples(60), parse_cluster("4xA100-80GB")
     options = PlanOptions(tp=2, num_microbatches=4)
     fastest = make_plan(MODEL, samples, cluster, options).plan.decisions.parallel.pp
-    runs = {pp: Expressible(ladders=lambda _stages: []) if pp == fastest else Expressible() for pp in (1, 2)}
+    runs = {pp: Expressible(splits=()) if pp == fastest else Expressible() for pp in (1, 2)}
     found = make_plan(MODEL, samples, cluster, options, within=lambda _model, pp: runs[pp])
     assert {fastest, found.plan.decisions.parallel.pp} == {1, 2}
     with pytest.raises(PartitionError, match="none of 2 divisions of the devices that fit can run as the framework"):
-        make_plan(MODEL, samples, cluster, options, within=lambda _model, _pp: Expressible(ladders=lambda _stages: []))
+        make_plan(MODEL, samples, cluster, options, within=lambda _model, _pp: Expressible(splits=()))
 
 
 def test_a_pipeline_is_refused_where_there_are_no_stages(found: ReloadedPlan) -> None:
@@ -93,6 +91,11 @@ def test_a_pipeline_is_refused_where_there_are_no_stages(found: ReloadedPlan) ->
         export_plan(found, find_target("transformers"))
     with pytest.raises(PartitionError, match=r"no split that Transformers can run fits 4 pipeline ranks"):
         fit_plan(found, find_target("transformers"))
+
+
+def of_family(found: ReloadedPlan, family: str) -> ReloadedPlan:
+    """The plan as if its model were of a family that the framework has."""
+    return replace(found, case=replace(found.case, model=replace(found.case.model, family=family)))
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +110,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
     return plan
 
 
-def test_a_run_with_other_recompute_is_priced_in_seconds_and_bytes(alone: ReloadedPlan) -> None:
-    told = export_plan(alone, find_target("transformers"))
-    bare = tuple(replace(stage, recompute=()) for stage in alone.stages)
-    cost, full = cost_of_running(alone, replace(told, runs=bare))
+def test_a_framework_of_one_tier_is_priced_in_seconds_and_bytes(alone: ReloadedPlan) -> None:
+    titan = of_family(alone, "qwen3_5")
+    cost, full = cost_of_running(titan, export_plan(titan, find_target("torchtitan")))
     assert re.fullmatch(
         r"as it will run, a step is predicted to take 0\.\d{3} x as long as planned \(.+ s instead of .+ s\), and rank "
         r"0 to hold .+ GiB of .+ GiB instead of .+ GiB: --fit FOLDER writes the best plan found that runs as it says",
@@ -131,11 +133,12 @@ def test_the_costs_of_a_run_are_those_of_its_stages(alone: ReloadedPlan) -> None
     assert "to hold" not in same
 
 
-def test_a_frozen_tower_has_nothing_to_recompute(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["megatron", "pai-megatron"])
+def test_a_frozen_tower_has_nothing_to_recompute(name: str, tmp_path: Path) -> None:
     options = PlanOptions(pp=2, tp=2, num_microbatches=4, frozen_towers=("vision",))
     write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path / "made")
     frozen = reload_plan(tmp_path / "made")
-    write_plan(fit_plan(frozen, find_target("megatron")), tmp_path / "fit")
+    write_plan(fit_plan(frozen, find_target(name)), tmp_path / "fit")
     assert check_plan(tmp_path / "fit") == []
     fitted = reload_plan(tmp_path / "fit")
     tower = set(MODEL.indices("vision"))
@@ -149,25 +152,25 @@ def test_a_frozen_tower_has_nothing_to_recompute(tmp_path: Path) -> None:
     assert overfull_ranks(frozen.case, everywhere) == overfull_ranks(frozen.case, bare)
 
 
-@pytest.mark.parametrize(("attention", "memory", "tier"), [("flash", 36, "attention"), ("eager", 48, "full")])
-def test_the_best_plan_takes_the_tier_that_has_a_price(
-    attention: Literal["flash", "eager"], memory: int, tier: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("attention", "memory", "name", "tier"),
+    [
+        ("flash", 36, "torchtitan", "attention"),
+        ("eager", 48, "torchtitan", "full"),  # unfused attention has no price of its own
+    ],
+)
+def test_a_fitted_plan_takes_the_tier_that_the_framework_has(
+    attention: Literal["flash", "eager"], memory: int, name: str, tier: str, tmp_path: Path
 ) -> None:
-    """Unfused attention has none of its own."""
     options = PlanOptions(pp=2, tp=4, num_microbatches=4, attention=attention, memory_bytes=memory * 2**30)
     options = replace(options, max_patches=6000, max_tokens=6000)
-    write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path)
-    blocks = MODEL.indices("language", "block")
-
-    def one_tier(stages: Sequence[Stage]) -> list[list[tuple[Stage, ...]]]:
-        tiers: list[dict[int, RecomputedTier]] = [{}, dict.fromkeys(blocks, "attention"), dict.fromkeys(blocks, "full")]
-        return [[tuple(recomputing(stage, chosen) for stage in stages) for chosen in tiers]]
-
-    embed = MODEL.indices("language", "embed")[0]
-    can = Expressible(forbidden_cuts=frozenset(range(1, embed + 1)), ladders=one_tier)
-    best = best_expressible(reload_plan(tmp_path).case, can)
-    assert best is not None
-    assert {choice.tier for stage in best for choice in stage.recompute} == {tier}
+    write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path / "made")
+    made = of_family(reload_plan(tmp_path / "made"), "qwen3_5")
+    write_plan(fit_plan(made, find_target(name)), tmp_path / "fit")
+    fitted = of_family(reload_plan(tmp_path / "fit"), "qwen3_5")
+    exported = export_plan(fitted, find_target(name))
+    assert exported.runs == fitted.stages
+    assert {choice.tier for stage in fitted.stages for choice in stage.recompute} == {tier}
 
 
 def test_full_recompute_alone_is_solved_with_the_split(found: ReloadedPlan) -> None:
@@ -178,10 +181,21 @@ def test_full_recompute_alone_is_solved_with_the_split(found: ReloadedPlan) -> N
     assert relative_time(found.case, best, in_full) <= 1.0 + 1e-9
 
 
+def test_of_given_splits_the_fastest_is_taken(found: ReloadedPlan) -> None:
+    case = found.case
+    case = replace(case, budget=replace(case.budget, fill_bytes=2**50))
+    block = MODEL.indices("language", "block")[0]
+    splits = tuple((block + a, block + a + 7, block + a + 14) for a in range(1, 13))
+    best = best_expressible(case, Expressible(splits=splits))
+    assert best is not None
+    times = [epoch_s(case, stages_between((0, *cuts, len(MODEL.layers)))) for cuts in splits]
+    assert epoch_s(case, best) == min(times)
+    assert best_expressible(found.case, Expressible(splits=())) is None
+
+
 def test_too_few_cuts_and_too_little_memory_are_none(found: ReloadedPlan) -> None:
     every = frozenset(range(1, len(MODEL.layers)))
     assert best_expressible(found.case, Expressible(forbidden_cuts=every)) is None
-    assert best_expressible(found.case, Expressible(ladders=lambda _stages: [])) is None
     tight = replace(found.case, budget=replace(found.case.budget, fill_bytes=2**33))
     assert best_expressible(tight, Expressible()) is None
     with pytest.raises(PartitionError):

@@ -10,10 +10,26 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import hosts
+from trimtab.adapters.pai_megatron import SCRIPTS
 
 
 def source(files: dict[str, str]) -> hosts.Source:
     return hosts.Source(version="host-1.0", read=files.get, paths=tuple(files))
+
+
+def pai_scripts(**changed: tuple[str, ...]) -> hosts.Source:
+    files = {}
+    for family, (folder, names) in SCRIPTS.items():
+        lines = [f"{name}=${{{at}}}" for at, name in enumerate(changed.get(family, names), start=1)]
+        files[f"examples/{folder}/run_mcore_qwen.sh"] = "\n".join([*lines, "MP_PP0_LAYERS MP_AC_LAYERS"])
+    return source(files)
+
+
+def test_a_script_with_other_arguments_has_drifted() -> None:
+    assert list(hosts.check_pai(pai_scripts())) == []
+    names = SCRIPTS["qwen2_vl"][1]
+    (said,) = hosts.check_pai(pai_scripts(qwen2_vl=(*names[:12], "ETP", *names[12:])))
+    assert said.startswith("examples/qwen2_vl/run_mcore_qwen.sh takes 25 arguments: ENV, MODEL_SIZE")
 
 
 SWIFT = """
@@ -51,6 +67,16 @@ def test_a_host_without_source_is_named_and_passed_over(
     monkeypatch.setattr(sys, "argv", ["hosts.py", "--hosts", str(tmp_path)])
     assert hosts.main() == 0
     assert f"verl: no source in {tmp_path}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("field", ["fsdp_mode", "reshard"])
+def test_a_setting_of_a_recipe_that_went_has_drifted(field: str) -> None:
+    given = ("train", "micro_batch_size", "global_batch_size", "dyn_bsz", "freeze_vit", "gradient_checkpointing")
+    names = (*given, "enable", "accelerator", "fsdp_config", field)
+    lines = "\n".join(f"    {name}: int = 0" for name in names)
+    files = {"veomni/arguments/arguments_types.py": f"class Arguments:\n{lines}\n"}
+    said = list(hosts.CHECKS["veomni"](source(files)))
+    assert said == ([] if field == "fsdp_mode" else ["veomni has no fsdp_mode"])
 
 
 def test_a_hook_of_axolotl_and_a_name_of_llama_factory_that_went_have_drifted() -> None:

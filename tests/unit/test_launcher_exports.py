@@ -1,18 +1,22 @@
-"""Megatron-Bridge and ms-swift: what each of these launchers is told, and what none can be."""
+"""Megatron-Bridge, ms-swift and Pai-Megatron-Patch: what each of these launchers is told, and what none can be."""
 
 from __future__ import annotations
 
 import shlex
-from types import SimpleNamespace
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from export_cases import by_counts, cut, decide, first_block, make_model
-from trimtab.adapters import megatron_bridge, ms_swift
+from trimtab.adapters import megatron_bridge, ms_swift, pai_megatron, torchtitan
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.launch_files import from_megatron
-from trimtab.adapters.megatron import MegatronExport, megatron_flags
+from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_recompute import megatron_ladders
+from trimtab.adapters.pai_megatron import pai_ladder, pai_splits
 from trimtab.adapters.running import Exported, degree_problems
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
@@ -28,6 +32,10 @@ def bridge(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
 
 def swift(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
     return ms_swift.export(decide(model, stages, **options), None)
+
+
+def pai(model: ModelSpec, stages: tuple[Stage, ...], *, price: float | None = None, **options) -> Exported:
+    return pai_megatron.export(decide(model, stages, **options), price)
 
 
 def full(*layers: int) -> list[RecomputeChoice]:
@@ -148,21 +156,96 @@ def test_swift_recomputes_the_whole_tower_or_nothing():
     assert sum("attention" in w for w in export.warnings) == 2
 
 
-def test_a_family_that_a_host_lacks_is_refused_before_a_plan_is_made():
+# -- Pai-Megatron-Patch ---------------------------------------------------------------------------------------------
+
+
+def test_the_scripts_of_pai_get_24_arguments(tmp_path: Path):
+    export = pai(MODEL, by_counts(MODEL, 3, 3, 3, 3), dims=ParallelDims(dp=2, pp=4, tp=2))
+    assert export.fields["environment"] == {}
+    export = pai(MODEL, by_counts(MODEL, 6, 3, 3), dims=ParallelDims(dp=2, pp=3, tp=2))
+    assert export.fields["environment"] == {"MP_PP0_LAYERS": "6"}
+    assert len(export.fields["arguments"]) == 24
+    script = 'echo "$3 $4 ${10} ${11} ${12} ${13} ${14} ${16} ${24} $MP_PP0_LAYERS $#"\n'
+    (tmp_path / "run_mcore_qwen.sh").write_text(script, encoding="utf-8")
+    command = f"OUTPUT_BASEPATH='a b'; {export.text}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "1 16 2 3 1 false true none a b 6 24"
+
+
+def test_pai_recomputes_everything_or_nothing():
+    export = pai(MODEL, by_counts(MODEL, 6, 6, recompute={1: full(BLOCK + 7)}))
+    assert export.fields["environment"] == {"MP_AC_LAYERS": "1"}
+    assert export.fields["arguments"][15] == "full"
+    assert any("recompute of 1 layers is planned" in w and "all 16 are" in w for w in export.warnings)
+    assert [stage.num_recomputed() for stage in export.runs] == [10, 6]
+    kept = [RecomputeChoice(tier="attention", layers=(BLOCK,))]
+    export = pai(MODEL, by_counts(MODEL, 6, 6, recompute={0: kept}))
+    assert any("1 layers are planned with attention recompute" in w for w in export.warnings)
+    nowhere, everywhere = pai_ladder(MODEL, by_counts(MODEL, 6, 6))
+    assert pai(MODEL, nowhere).runs == nowhere
+    assert pai(MODEL, everywhere).runs == everywhere
+    assert pai(MODEL, everywhere).warnings == ()
+
+
+def test_pai_refuses_other_splits_families_and_chunks_at_once():
+    other = make_model(family="internvl")
+    with pytest.raises(UnsupportedPlanError) as caught:
+        pai(other, by_counts(other, 3, 5, 4), price=1.25)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("tiny is of the family internvl, and Pai-Megatron-Patch has scripts")
+    assert second == (
+        "stages of 3, 5, 4 blocks were planned, and the scripts know a count above 0 for the first stage and even ones "
+        "behind it: export with --fit FOLDER (the best such split takes 1.25 x as long a step)"
+    )
+    with pytest.raises(UnsupportedPlanError, match="stages of 0, 12 blocks were planned"):
+        pai(MODEL, by_counts(MODEL, 0, 12))
+    with pytest.raises(UnsupportedPlanError, match="no letter for vision layers"):
+        pai(MODEL, cut(MODEL, 3))
+    stages = by_counts(MODEL, 3, 3, 3, 3)
+    with pytest.raises(UnsupportedPlanError, match=r"2 chunks a rank were planned, .* plan with 1F1B"):
+        pai(MODEL, stages, dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2)
+
+
+@pytest.mark.parametrize(("name", "adapter"), [("pai-megatron", pai_megatron), ("megatron-bridge", megatron_bridge)])
+def test_a_family_that_a_host_lacks_is_refused_before_a_plan_is_made(name: str, adapter: ModuleType):
     with pytest.raises(UnsupportedPlanError, match="is of the family internvl, and"):
-        find_target("megatron-bridge").can(make_model(family="internvl"), 2)
-    assert find_target("megatron-bridge").can(MODEL, 2).choices["zero_stage"] == (1, 0)
+        adapter.TARGETS[name].can(make_model(family="internvl"), 2)
+    assert adapter.TARGETS[name].can(MODEL, 2).choices["zero_stage"] == (1, 0)
+
+
+def test_the_oldest_script_of_pai_splits_evenly_or_builds_another_tower():
+    old = make_model(family="qwen2_vl")
+    with pytest.raises(UnsupportedPlanError, match="4 vision layers would be built"):
+        pai(old, by_counts(old, 4, 8))
+    assert pai(old, by_counts(old, 6, 6)).warnings == ()
+    assert pai(MODEL, by_counts(MODEL, 4, 8)).warnings == ()
+    assert len(pai_splits(old, 3)) == 1
+
+
+def test_pais_script_for_qwen3_vl_takes_the_experts_degrees_behind_cp():
+    model = make_model(family="qwen3_vl")
+    export = pai(model, by_counts(model, 6, 6), dims=ParallelDims(dp=2, pp=2, tp=2), samples_per_pack=2.5)
+    arguments = export.fields["arguments"]
+    assert len(arguments) == 26
+    assert arguments[9:18] == ("2", "2", "1", "2", "1", "false", "true", "true", "none")
+    assert arguments[20] == "$DATASET_PATH"
+    assert arguments[3] == "40"  # samples: it takes no packs
+    assert export.text.startswith("# in examples/qwen3_vl\n")
 
 
 @pytest.mark.parametrize("dims", [{"ep": 4, "etp": 1}, {"cp": 2, "ep": 2}, {"etp": 4}])
 def test_degrees_of_experts_and_contexts_are_told_and_read_back(dims):
     model = make_model(family="qwen3_vl", experts=8)
     given = decide(model, by_counts(model, 6, 6), dims=ParallelDims(dp=4, pp=2, tp=2, **dims))
-    flags = megatron_flags(given).shell().replace("--pipeline-model-parallel-layout 'Et*6|t*6L'", "")
+    flags = megatron_flags(given).shell()
     read = from_megatron(flags, model)
+    assert "--pipeline-model-parallel-layout 'Et*6|t*6L'" in flags
+    assert read.stages == f"{len(model.indices('vision', 'block'))}v+6l|6l"
     own = given.dims
     assert (read.tp, read.pp, read.cp or 1, read.ep, read.etp) == (2, 2, own.cp, own.ep, own.expert_tp)
     assert ("--sequence-parallel" in flags, "--moe-token-dispatcher-type alltoall" in flags) == (True, own.ep > 1)
+    arguments = pai_megatron.export(given, None).fields["arguments"]
+    assert arguments[11:15] == (str(own.cp), str(own.expert_tp), str(own.ep), "true")
 
 
 def test_hosts_without_these_degrees_refuse_them():
@@ -173,3 +256,19 @@ def test_hosts_without_these_degrees_refuse_them():
         "ep 4 was planned, which this export cannot say for DeepSpeed: plan with --ep 1"
     ]
     assert degree_problems(given.dims, "Megatron-Core", find_target("megatron").can(model, 2).degrees) == []
+    titan = replace(model, family="qwen3_5_moe")
+    folded = replace(given, model=titan, dims=ParallelDims(dp=4, pp=2, ep=2, etp=2))
+    with pytest.raises(UnsupportedPlanError, match=r"torchtitan's experts are whole on their devices: .* --etp 1"):
+        torchtitan.export(folded, None)
+    assert (
+        torchtitan.export(replace(folded, dims=given.dims), None).fields["parallelism"]["expert_parallel_degree"] == 4
+    )
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 5])
+def test_pai_knows_every_split_with_a_first_count_and_even_rest(pp):
+    splits = pai_splits(MODEL, pp)
+    assert len(splits) == {1: 1, 2: 11, 3: 5, 4: 3, 5: 2}[pp]
+    for cuts in splits:
+        assert unsupported_cuts(MODEL).isdisjoint(cuts)
+        assert pai(MODEL, cut(MODEL, *cuts)).runs == cut(MODEL, *cuts)

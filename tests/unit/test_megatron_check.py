@@ -46,9 +46,9 @@ def test_all_unreadable_flags_are_named_at_once():
     with pytest.raises(PlanError) as caught:
         parse_megatron_flags("--num-layers ten --pipeline-model-parallel-size 0 --decoder-first-pipeline-num-layers")
     assert str(caught.value).splitlines() == [
-        "--pipeline-model-parallel-size 0 was given, and it counts something: give 1 or more",
         "--num-layers 'ten' is no whole number: give one, or leave the flag out",
         "--decoder-first-pipeline-num-layers '' is no whole number: give one, or leave the flag out",
+        "--pipeline-model-parallel-size 0 was given, and it counts something: give 1 or more",
     ]
     for name in (
         "num-virtual-stages-per-pipeline-rank",
@@ -176,6 +176,15 @@ def test_a_truncated_vision_tower_is_counted(split, built):
     assert not [m for m in failures(model, text, vision_cleared=True) if "vision layers" in m]
     for launcher in ("ms-swift", "megatron-bridge"):
         assert not [m for m in failures(model, text, launcher=launcher) if "vision layers" in m]
+
+
+def test_which_of_the_scripts_of_pai_truncate():
+    first = "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3"
+    both = f"{first} --decoder-last-pipeline-num-layers 3"
+    old, new = make_model(num_vision=24, family="qwen2_vl"), make_model(num_vision=24)
+    assert any("examples/qwen2_vl" in m for m in failures(old, first, launcher="pai-megatron"))
+    assert not failures(new, first, launcher="pai-megatron")
+    assert any("3 of 24" in m for m in failures(new, both, launcher="pai-megatron"))
 
 
 def test_deepstack_cuts_name_the_count_that_is_enough():

@@ -1,16 +1,18 @@
-"""A run as its own launcher's files say it: Megatron's flags or DeepSpeed's JSON, as a `GivenRun`.
+"""A run as its own launcher's files say it: Megatron's flags, DeepSpeed's JSON, torchtitan's TOML, as a `GivenRun`.
 
 What says nothing about time or memory is passed over. What would change both and cannot be priced is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
-from trimtab.adapters.megatron_check import MegatronFlags, parse_megatron_flags, stage_counts
+from trimtab.adapters.megatron_check import flag_values, parse_megatron_flags, stage_counts
 from trimtab.errors import PlanError, join_problems
 from trimtab.files import read_small
 from trimtab.plan.given import GivenRun
@@ -29,8 +31,8 @@ _OPTIMIZERS = {
 def from_megatron(text: str, model: ModelSpec) -> GivenRun:
     """Megatron-LM's flags, as typed or in a file; also those that Pai-Megatron-Patch and ms-swift pass on.
 
-    The vision tower runs on the first stage, as their launchers build it. `model` says how many blocks there are to
-    split; a split that Megatron-Core refuses is refused in the words of `trimtab check --flags`.
+    The vision tower runs on the first stage, as their launchers build it. `model` says how many blocks a stage has
+    where flags give its first and last stage, and how many chunks follow from layers of a virtual stage.
 
     >>> from trimtab import describe
     >>> flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 1 --bf16"
@@ -38,38 +40,38 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
     >>> run.tp, run.pp, run.stages, run.zero_stage
     (2, 4, 'vision-first', 0)
     """
-    said = _read_flags(text)
-    problems: list[str] = []
-    if said.encoder_pipeline_model_parallel_size:
-        problems.append(
-            f"encoder-pipeline-model-parallel-size {said.encoder_pipeline_model_parallel_size} is not priced yet: "
-            "leave it out, and read the result as without it"
-        )
-    given: dict[str, Any] = {field: getattr(said, flag) for flag, field in _MEGATRON_NUMBERS.items()}
-    counts: tuple[int, ...] = ()
+    typed = text if text.lstrip().startswith("--") else read_small(Path(text)).decode("utf-8", errors="replace")
+    said = flag_values(typed)
+    if not said:
+        raise PlanError(f"{text[:60]!r} holds no flag of Megatron: give a file with them, or the flags in quotes")
+    problems = [
+        f"{flag.replace('_', '-')} {said[flag]} is not priced yet: leave it out, and read the result as without it"
+        for flag in _MEGATRON_UNPRICED
+        if said.get(flag, "1") not in ("0", "1", "")
+    ]
+    given: dict[str, Any] = {
+        field: _number(flag, said[flag], problems) for flag, field in _MEGATRON_NUMBERS.items() if flag in said
+    }
     try:
-        counts = stage_counts(said, len(model.indices("language", "block")))
+        given |= _megatron_split(typed, model)
     except PlanError as error:
-        problems.append(str(error))
-    given["stages"] = _megatron_stages(counts, len(model.indices("vision", "block")))
-    if len(counts) > said.pipeline_model_parallel_size:
-        given["num_chunks"] = len(counts) // said.pipeline_model_parallel_size
-        given["schedule"] = "Interleaved1F1B"
-    given["recompute"] = _megatron_recompute(said, problems)
-    given["zero_stage"] = 1 if said.use_distributed_optimizer else 0
-    given["dtype"] = "bf16" if said.bf16 else "fp16" if said.fp16 else "fp32"
-    if said.fp8_format not in (None, "", "0"):
-        given["dtype"] = "mxfp8" if said.fp8_recipe == "mxfp8" else "fp8"
-    given["tp_overlap"] = said.tp_comm_overlap
-    given["fused_kernels"] = said.transformer_impl == "transformer_engine"
-    if said.optimizer is not None:
-        given["optimizer"] = _optimizer(said.optimizer, problems)
+        problems += str(error).splitlines()
+    given["recompute"] = _megatron_recompute(said, given.get("pp") or 1, problems)
+    given["zero_stage"] = 1 if "use_distributed_optimizer" in said else 0
+    given["dtype"] = "bf16" if "bf16" in said else "fp16" if "fp16" in said else "fp32"
+    if said.get("fp8_format", "") not in ("", "0"):
+        given["dtype"] = "mxfp8" if said.get("fp8_recipe") == "mxfp8" else "fp8"
+    given["tp_overlap"] = "tp_comm_overlap" in said
+    given["ep_overlap"] = "overlap_moe_expert_parallel_comm" in said
+    given["fused_kernels"] = said.get("transformer_impl", "transformer_engine") == "transformer_engine"
+    if "optimizer" in said:
+        given["optimizer"] = _optimizer(said["optimizer"], problems)
     return _run(given, problems, "Megatron's flags")
 
 
 def from_deepspeed(path: Path) -> GivenRun:
     """DeepSpeed's JSON; what it leaves to the launcher ("auto") stays open."""
-    read = _read_deepspeed(path)
+    read = _object(path, parse_json, "DeepSpeed configuration")
     problems: list[str] = []
     zero = read.get("zero_optimization", {})
     given: dict[str, Any] = {
@@ -93,49 +95,89 @@ def from_deepspeed(path: Path) -> GivenRun:
     return _run(given, problems, str(path))
 
 
+def from_torchtitan(path: Path) -> GivenRun:
+    """torchtitan's job file; its data-parallel state is sharded (FSDP) as far as `data_parallel_shard_degree` says."""
+    read = _object(path, lambda content: tomllib.loads(content.decode()), "torchtitan job")
+    problems: list[str] = []
+    parallel, training = read.get("parallelism", {}), read.get("training", {})
+    sizes = {name: training.get(name) for name in ("global_batch_size", "local_batch_size")}
+    sizes |= {name: parallel.get(name) for name in ("pipeline_parallel_degree", "pipeline_parallel_microbatch_size")}
+    problems += [f"{name} is {x!r}: give a whole number" for name, x in sizes.items() if type(x) not in (int, NoneType)]
+    if problems:
+        return _run({}, problems, str(path))
+    pp = sizes["pipeline_parallel_degree"] or 1
+    batch = sizes["pipeline_parallel_microbatch_size"] or sizes["local_batch_size"]
+    given: dict[str, Any] = {
+        "tp": parallel.get("tensor_parallel_degree"),
+        "cp": parallel.get("context_parallel_degree"),
+        "ep": parallel.get("expert_parallel_degree"),
+        "etp": parallel.get("expert_tensor_parallel_degree"),
+        "pp": pp,
+        "zero_stage": 0 if parallel.get("data_parallel_shard_degree", -1) == 1 else 2 if pp > 1 else 3,
+        "global_batch": sizes["global_batch_size"],
+        "batch": batch,
+    }
+    if given["global_batch"] in (-1, None):
+        given["global_batch"] = None
+        if pp > 1 and batch:
+            given["num_microbatches"] = max(1, (sizes["local_batch_size"] or batch) // batch)
+    schedule = parallel.get("pipeline_parallel_schedule")
+    if pp > 1 and schedule is not None:
+        given["schedule"] = schedule
+        given["num_chunks"] = 2 if schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1
+    mode = _inside(read, "activation_checkpoint", "mode") or _inside(read, "activation_checkpoint", "type") or "none"
+    if mode not in ("none", "full", "selective"):
+        problems.append(f"activation_checkpoint.mode {mode!r} is unknown: write none, full or selective")
+    given["recompute"] = mode
+    return _run(given, problems, str(path))
+
+
 _MEGATRON_NUMBERS = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
     "context_parallel_size": "cp",
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
     "micro_batch_size": "batch",
     "global_batch_size": "global_batch",
 }
+_MEGATRON_UNPRICED = ("encoder_pipeline_model_parallel_size",)
 
 
-def _read_flags(text: str) -> MegatronFlags:
-    """Of flags as typed, or of the file that `text` names."""
-    typed = text if text.lstrip().startswith("--") else read_small(Path(text)).decode("utf-8")
-    if "--" not in typed:
-        raise PlanError(f"{text[:60]!r} holds no flag of Megatron: give a file with them, or the flags in quotes")
-    return parse_megatron_flags(typed)
+def _megatron_split(text: str, model: ModelSpec) -> dict[str, Any]:
+    """Degrees, and the blocks of the stages that Megatron-Core makes of the flags: all vision blocks on the first."""
+    flags = parse_megatron_flags(text)
+    pp = flags.pipeline_model_parallel_size
+    degrees = {"tp": flags.tensor_model_parallel_size, "pp": pp}
+    if pp == 1:
+        return degrees
+    first, *others = stage_counts(flags, len(model.indices("language", "block")))
+    tower = f"{len(model.indices('vision', 'block'))}v"
+    stages = "|".join([f"{tower}+{first}l" if first else tower, *(f"{count}l" for count in others)])
+    num_chunks = (1 + len(others)) // pp
+    interleaved = {"num_chunks": num_chunks, "schedule": "Interleaved1F1B"} if num_chunks > 1 else {}
+    return degrees | {"stages": stages} | interleaved
 
 
-def _megatron_stages(counts: Sequence[int], num_vision: int) -> str | None:
-    """Blocks of each stage, the tower on the first; None where there is one stage."""
-    if len(counts) < 2:
-        return None
-    if len(set(counts)) == 1:
-        return "vision-first"
-    first = f"{num_vision}v+{counts[0]}l" if counts[0] else f"{num_vision}v"
-    return "|".join([first, *(f"{number}l" for number in counts[1:])])
-
-
-def _megatron_recompute(said: MegatronFlags, problems: list[str]) -> str | None:
+def _megatron_recompute(said: Mapping[str, str], pp: int, problems: list[str]) -> str | None:
     """All blocks or none: `block` recomputes the first language blocks of each stage, which depend on its cuts."""
-    granularity = said.recompute_granularity or ("selective" if said.recompute_activations else "")
+    granularity = said.get("recompute_granularity", "selective" if "recompute_activations" in said else "")
     if granularity in ("", "selective"):  # of attention's core, which flash attention never keeps
         return "none"
     if granularity != "full":
         problems.append(f"recompute-granularity {granularity!r} is unknown: write full or selective")
         return None
-    if said.recompute_method == "block" and said.pipeline_model_parallel_size > 1:
+    if said.get("recompute_method") == "block" and pp > 1:
         problems.append(
             "recompute-method block recomputes some language blocks of every stage: leave it out, and give --recompute "
             "the number of blocks of each stage"
         )
     return "full"
+
+
+def _number(name: str, value: str, problems: list[str]) -> int:
+    if value.isdecimal() and len(value) < 12 and int(value) > 0:
+        return int(value)
+    problems.append(f"--{name.replace('_', '-')} is {value[:40]!r}: give a whole number of 1 or more")
+    return 1
 
 
 def _optimizer(name: str, problems: list[str]) -> str | None:
@@ -146,10 +188,9 @@ def _optimizer(name: str, problems: list[str]) -> str | None:
     return found
 
 
-def _read_deepspeed(path: Path) -> dict[str, Any]:
-    what = "DeepSpeed configuration"
+def _object(path: Path, parse: Callable[[bytes], Any], what: str) -> dict[str, Any]:
     try:
-        read = parse_json(read_small(path))
+        read = parse(read_small(path))
     except (ValueError, RecursionError) as error:
         raise PlanError(
             f"{path} is no {what} ({' '.join(str(error).split())[:120]}): give the launcher's own file"
@@ -159,7 +200,7 @@ def _read_deepspeed(path: Path) -> dict[str, Any]:
     return read
 
 
-_TABLES = ("zero_optimization", "bf16", "fp16", "optimizer")
+_TABLES = ("zero_optimization", "bf16", "fp16", "optimizer", "parallelism", "training", "activation_checkpoint")
 
 
 def _inside(read: Mapping[str, Any], table: str, key: str) -> Any:

@@ -5,13 +5,12 @@ Checked against megatron-core 0.16.1 by tests/integration/test_megatron_core.py;
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from trimtab.adapters.blocks import head_problems, padded_heads
 from trimtab.adapters.megatron import layout_of
@@ -19,9 +18,8 @@ from trimtab.errors import PlanError, join_problems
 from trimtab.specs import ModelSpec
 from trimtab.units import format_count
 
-Launcher = Literal["megatron", "megatron-bridge", "ms-swift"]
+Launcher = Literal["megatron", "megatron-bridge", "ms-swift", "pai-megatron"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
-_FLAG = re.compile(r"(?<=^--)[^=]+")  # the name of a long flag, which may stand with its value
 _MOST = 10_000  # letters of a layout that is written out: its repeats come from outside
 
 
@@ -35,13 +33,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFlags:
-    """The flags that say how a run is split, batched and kept, named as Megatron-LM's parser stores them."""
+    """The flags that decide which layers a rank builds; named as Megatron-LM's parser stores them."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
-    context_parallel_size: int | None = None
-    expert_model_parallel_size: int | None = None
-    expert_tensor_parallel_size: int | None = None
     num_layers: int | None = None  # None: the model's own
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
@@ -51,24 +46,28 @@ class MegatronFlags:
     num_virtual_stages_per_pipeline_rank: int | None = None
     virtual_pipeline_model_parallel_size: int | None = None  # ms-swift's name of it
     num_layers_per_virtual_pipeline_stage: int | None = None
-    encoder_pipeline_model_parallel_size: int | None = None
-    micro_batch_size: int | None = None
-    global_batch_size: int | None = None
-    recompute_granularity: str | None = None
-    recompute_activations: bool = False
-    recompute_method: str | None = None
-    use_distributed_optimizer: bool = False
-    optimizer: str | None = None
-    bf16: bool = False
-    fp16: bool = False
-    fp8_format: str | None = None
-    fp8_recipe: str | None = None
-    tp_comm_overlap: bool = False
-    transformer_impl: str = "transformer_engine"
 
 
-_MAY_BE_ZERO = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")  # refused with the way out
-_NO_ENCODER = "encoder_pipeline_model_parallel_size"  # 0 is none
+def flag_values(text: str) -> dict[str, str]:
+    """What stands behind each flag of a launch script, "" where nothing does; of a flag said twice, the later one.
+
+    >>> flag_values("--bf16 --lr=1e-5 --micro-batch-size 1")
+    {'bf16': '', 'lr': '1e-5', 'micro_batch_size': '1'}
+    """
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise PlanError(f"the flags cannot be read ({error}): close every quote") from None
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            found[name] = value
+        elif name and not found[name]:
+            found[name] = word
+    return found
 
 
 def parse_megatron_flags(text: str) -> MegatronFlags:
@@ -77,27 +76,26 @@ def parse_megatron_flags(text: str) -> MegatronFlags:
     Underscores may stand for hyphens, `=` for the blank, and a later flag takes the place of an earlier one, as in
     argparse.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    found: dict[str, int | str | bool] = {}
+    said = flag_values(text)
     for field in fields(MegatronFlags):
-        how: dict[str, Any] = {"action": "store_true"} if field.type == "bool" else {"nargs": "?", "const": ""}
-        parser.add_argument(f"--{field.name}", default=None, **how)
-    try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise PlanError(f"the flags cannot be read ({error}): close every quote") from None
-    given, _ = parser.parse_known_args([_FLAG.sub(lambda flag: flag[0].replace("-", "_"), word) for word in words])
-    found: dict[str, int | str | bool] = {name: value for name, value in vars(given).items() if value is not None}
+        if field.name in said:
+            found[field.name] = True if field.type == "bool" else said[field.name]
     problems: list[str] = []
     for name, value in found.items():
-        flag = name.replace("_", "-")
-        if not isinstance(value, str) or "int" not in str(MegatronFlags.__annotations__[name]):
-            continue
-        if not re.fullmatch(r"-?\d{1,9}", value):
-            problems.append(f"--{flag} {value!r} is no whole number: give one, or leave the flag out")
-            continue
-        found[name] = int(value)
-        if int(value) < 1 and name not in (*_MAY_BE_ZERO, _NO_ENCODER):
-            problems.append(f"--{flag} {value} was given, and it counts something: give 1 or more")
+        if isinstance(value, str) and name != "pipeline_model_parallel_layout":
+            if re.fullmatch(r"-?\d{1,9}", value):
+                found[name] = int(value)
+            else:
+                flag = name.replace("_", "-")
+                problems.append(f"--{flag} {value!r} is no whole number: give one, or leave the flag out")
+    for name in (
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers"),
+        *("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"),
+        "num_layers_per_virtual_pipeline_stage",
+    ):
+        if isinstance(number := found.get(name, 1), int) and number < 1:
+            problems.append(f"--{name.replace('_', '-')} {number} was given, and it counts something: give 1 or more")
     if problems:
         raise PlanError(join_problems(problems))
     return MegatronFlags(**found)  # type: ignore[arg-type]
@@ -316,12 +314,27 @@ def built_vision_layers(declared: int, flags: MegatronFlags) -> int:
 def _truncation_findings(model: ModelSpec, flags: MegatronFlags, launcher: Launcher) -> Iterator[Finding]:
     declared = len(model.indices("vision", "block"))
     built = built_vision_layers(declared, flags)
-    if built == declared or declared == 0 or launcher != "megatron":
-        return  # the other two build the tower from Hugging Face's class, or clear the split
-    yield Finding(
-        fails=True,
-        message=f"{built} of {declared} vision layers are built, silently, where the split stays in the vision tower's "
-        "copy of the configuration: Megatron-LM's examples/multimodal and pretrain_vlm.py clear it under names of an "
-        "older Megatron-Core, so clear num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage and "
-        "pipeline_model_parallel_layout there (`trimtab export megatron` prints the lines), then pass --vision-cleared",
+    if built == declared or declared == 0 or launcher in ("ms-swift", "megatron-bridge"):
+        return  # these two build the tower from Hugging Face's class, or clear the split
+    what = (
+        f"{built} of {declared} vision layers are built, silently, where the split stays in the vision tower's "
+        "copy of the configuration"
     )
+    remedy = (
+        "clear num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage and "
+        "pipeline_model_parallel_layout there (`trimtab export megatron` prints the lines), then pass --vision-cleared"
+    )
+    if launcher == "megatron":
+        yield Finding(
+            fails=True,
+            message=f"{what}: Megatron-LM's examples/multimodal and pretrain_vlm.py clear it under names of an older "
+            f"Megatron-Core, so {remedy}",
+        )
+        return
+    only_first = flags.pipeline_model_parallel_layout is None and flags.decoder_last_pipeline_num_layers is None
+    if model.family == "qwen2_vl" or not only_first:
+        yield Finding(
+            fails=True,
+            message=f"{what}: Pai-Megatron-Patch's examples/qwen2_vl clears nothing that today's Megatron-Core reads, "
+            f"its other examples the first stage's count alone, so {remedy}",
+        )

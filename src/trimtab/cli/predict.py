@@ -27,17 +27,22 @@ class LauncherOptions:
         str | None, Option("Megatron's flags, in quotes or in a file (Pai-Megatron-Patch's and ms-swift's too).")
     ] = None
     from_deepspeed: Annotated[Path | None, Option("DeepSpeed's JSON.")] = None
+    from_torchtitan: Annotated[Path | None, Option("torchtitan's job file (TOML).")] = None
 
     def completing(self, run: GivenRun, model: "ModelSpec") -> GivenRun:
         """`run` with what the launcher's file says of the rest."""
-        if self.from_megatron is not None and self.from_deepspeed is not None:
-            raise PlanError("files of megatron and deepspeed were given, and a run has one launcher: give one of them")
-        from trimtab.adapters.launch_files import completed, from_deepspeed, from_megatron
+        names = ("from_megatron", "from_deepspeed", "from_torchtitan")
+        given = [name.removeprefix("from_") for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise PlanError(f"files of {' and '.join(given)} were given, and a run has one launcher: give one of them")
+        from trimtab.adapters.launch_files import completed, from_deepspeed, from_megatron, from_torchtitan
 
         if self.from_megatron is not None:
             return completed(run, from_megatron(self.from_megatron, model))
         if self.from_deepspeed is not None:
             return completed(run, from_deepspeed(self.from_deepspeed))
+        if self.from_torchtitan is not None:
+            return completed(run, from_torchtitan(self.from_torchtitan))
         return run
 
 

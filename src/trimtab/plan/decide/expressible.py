@@ -28,6 +28,7 @@ class Expressible:
     """What a framework can run of a model at given degrees of parallelism."""
 
     forbidden_cuts: frozenset[int] = frozenset()
+    splits: tuple[tuple[int, ...], ...] | None = None  # the cuts of every split it knows; None: any of the other cuts
     tiers: Callable[[LayerSpec], Collection[str]] | None = None
     """The recompute it has of a layer, as the plan means it; None: all that the plan has."""
     ladders: Callable[[Sequence[Stage]], Iterable[Sequence[Stages]]] = lambda stages: [[tuple(stages)]]
@@ -95,10 +96,10 @@ def best_split(case: Case, can: Expressible) -> SplitResult | None:
 def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """The fastest stages found that `can` be run and fit the memory, recompute as the framework would do it.
 
-    Candidates are the exact split, the refined one and those with recompute nowhere and everywhere; on each ladder the
-    lowest rung that fits. The best is improved by moving single cuts until none helps. Those with the least slowest
-    stage are simulated over all packs. Heuristic where recompute is coarse: split and recompute are then not solved as
-    one. None if nothing fits.
+    Candidates are the exact split, the refined one and those with recompute nowhere and everywhere, or all of
+    `can.splits`; on each ladder the lowest rung that fits. Unless the splits are given, the best is improved by moving
+    single cuts until none helps. Those with the least slowest stage are simulated over all packs. Heuristic where
+    recompute is coarse: split and recompute are then not solved as one. None if nothing fits.
     """
     model = replace(case.model, forbidden_cuts=case.model.forbidden_cuts | can.forbidden_cuts)
     case = replace(case, model=model)
@@ -116,9 +117,9 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
         if best is not None and (cuts not in found or best.bottleneck_s < found[cuts].bottleneck_s):
             found[cuts] = best
 
-    for stages in _candidates(case):
+    for stages in _candidates(case, can):
         price(cuts_of(stages), stages)
-    if found:
+    if can.splits is None and found:
         at = min(found, key=lambda cuts: found[cuts].bottleneck_s)
         while True:
             for cuts in _neighbours(at, len(model.layers), problem.forbidden_cuts):
@@ -167,9 +168,15 @@ def _neighbours(cuts: tuple[int, ...], num_layers: int, forbidden: frozenset[int
                 yield (*cuts[: number - 1], place, *cuts[number:])
 
 
-def _candidates(case: Case) -> Iterator[Stages]:
+def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
     # without the cap where recompute is not per layer: ladders and the memory check decide together
     free = replace(case, budget=replace(case.budget, fill_bytes=2.0**62))
+    if can.splits is not None:
+        num_layers = len(case.model.layers)
+        for cuts in can.splits:
+            if case.problem.forbidden_cuts.isdisjoint(cuts):
+                yield stages_between((0, *cuts, num_layers))
+        return
     solvers: list[Callable[[], Iterable[SplitResult]]] = [
         lambda: [split_case(case)],
         lambda: [split_stages(case.problem)],

@@ -1,0 +1,180 @@
+"""A plan's decisions as environment and arguments of Pai-Megatron-Patch's Qwen-VL scripts.
+
+The scripts know one uneven split, a count for the first stage (`MP_PP0_LAYERS`) with even stages behind it, and one
+switch for recompute. Their positional arguments were read at commit a098ca5: examples/qwen2_vl and qwen2_5_vl take 24,
+examples/qwen3_vl takes 26, with the experts' two degrees behind CP. `bench/hosts.py` reads them again.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from trimtab.adapters.blocks import blocks_of, count_by_tier, head_problems, lost_tiers
+from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
+from trimtab.adapters.running import Decided, Exported, Target, full_blocks, refuse
+from trimtab.errors import UnsupportedPlanError
+from trimtab.options import RecomputedTier
+from trimtab.plan.decide.expressible import Expressible
+from trimtab.specs import ModelSpec, Stage, recomputing
+
+_ARGUMENTS = (
+    *("ENV", "MODEL_SIZE", "BATCH_SIZE", "GLOBAL_BATCH_SIZE", "LR", "MIN_LR", "SEQ_LEN", "PAD_LEN", "PR"),
+    *("TP", "PP", "CP", "SP", "DO", "FL", "AC", "OPTIMIZER_OFFLOAD", "SAVE_INTERVAL", "DATASET_PATH"),
+    *("VALID_DATASET_PATH", "PRETRAIN_CHECKPOINT_PATH", "TRAIN_ITERS", "LR_WARMUP_ITERS", "OUTPUT_BASEPATH"),
+)
+_WITH_EXPERTS = (*_ARGUMENTS[:12], "ETP", "EP", *_ARGUMENTS[12:])
+SCRIPTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "qwen2_vl": ("qwen2_vl", _ARGUMENTS),
+    "qwen2_5_vl": ("qwen2_5_vl", _ARGUMENTS),
+    "qwen3_vl": ("qwen3_vl", _WITH_EXPERTS),
+    "qwen3_vl_moe": ("qwen3_vl", _WITH_EXPERTS),
+}
+"""By family the folder under examples/ and the names of its script's arguments, in their order."""
+
+_COPY_THE_COUNT = ("qwen2_vl",)  # the others clear num_layers_in_first_pipeline_stage in the vision tower's copy
+
+
+def pai_splits(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
+    """The cuts of every split that the scripts can say: a first stage of one or more blocks, then even ones."""
+    blocks = model.indices("language", "block")
+    if pp == 1:
+        return ((),)
+    splits = []
+    for first in range(1, len(blocks)):
+        each, rest = divmod(len(blocks) - first, pp - 1)
+        if rest == 0 and each > 0 and (first == each or model.family not in _COPY_THE_COUNT):
+            splits.append(tuple(blocks[0] + first + each * s for s in range(pp - 1)))
+    return tuple(splits)
+
+
+def pai_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
+    """Recompute nowhere, or of every block of both towers."""
+    return [
+        tuple(replace(stage, recompute=()) for stage in stages),
+        tuple(_recompute_all(model, stage) for stage in stages),
+    ]
+
+
+def export(plan: Decided, price: float | None) -> Exported:
+    """Environment and command, quoted; arguments with a $ are the user's own variables, to be set before it."""
+    model, stages, dims = plan.model, plan.stages, plan.dims
+    problems = _unscripted(model, plan.num_chunks)
+    flags: MegatronExport | None = None
+    try:
+        flags = megatron_flags(plan, price)
+    except UnsupportedPlanError as error:
+        problems.append(str(error))
+    counts = [len(blocks_of(model, stage)) for stage in stages]
+    if flags is not None:
+        problems += _uneven(model, counts, price)
+    refuse(problems)
+    assert flags is not None, "else there was a problem"
+
+    recompute = any(stage.recompute for stage in stages)
+    runs = tuple(_recompute_all(model, stage) if recompute else stage for stage in flags.runs)
+    warnings = [w for w in flags.warnings if "recompute" not in w]
+    if recompute:
+        warnings += _recompute_warnings(stages, runs)
+    folder, names = SCRIPTS[model.family]
+    decided = {
+        "PR": "bf16",
+        "FL": "true",
+        "OPTIMIZER_OFFLOAD": "false",
+        "SP": "true" if "sequence_parallel" in flags.settings else "false",
+        "BATCH_SIZE": "1",
+        "GLOBAL_BATCH_SIZE": str(plan.samples_per_step),
+        "TP": str(dims.tp),
+        "PP": str(dims.pp),
+        "CP": str(dims.cp),
+        "ETP": str(dims.expert_tp),
+        "EP": str(dims.ep),
+        "DO": "true" if plan.zero_stage == 1 else "false",
+        "AC": "full" if recompute else "none",
+    }
+    arguments = tuple(decided.get(name, f"${name}") for name in names)
+    environment = {"MP_PP0_LAYERS": str(counts[0])} if len(set(counts)) > 1 else {}
+    if recompute:
+        environment["MP_AC_LAYERS"] = "1"
+    words = [f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in arguments]
+    lines = [*(f"{name}={value}" for name, value in environment.items()), "sh run_mcore_qwen.sh", " ".join(words)]
+    return Exported(
+        text=f"# in examples/{folder}\n" + " \\\n    ".join(lines),
+        fields={"environment": environment, "arguments": arguments},
+        runs=runs,
+        warnings=tuple(warnings),
+    )
+
+
+def _unscripted(model: ModelSpec, num_chunks: int) -> list[str]:
+    problems = []
+    if model.family not in SCRIPTS:
+        problems.append(
+            f"{model.name} is of the family {model.family}, and Pai-Megatron-Patch has scripts with an uneven split "
+            f"for {', '.join(SCRIPTS)}: export to megatron instead"
+        )
+    if num_chunks > 1:
+        problems.append(
+            f"{num_chunks} chunks a rank were planned, and the scripts take interleaving only with an even split of "
+            "the language model alone: plan with 1F1B"
+        )
+    return problems
+
+
+def _uneven(model: ModelSpec, counts: Sequence[int], price: float | None) -> list[str]:
+    """Whether the stages' numbers of blocks are a first one and even ones behind it."""
+    if len(set(counts)) > 1 and model.family in _COPY_THE_COUNT:
+        return [
+            f"stages of {', '.join(map(str, counts))} blocks were planned, and the script of {model.family} leaves the "
+            f"first count in the vision tower's copy of the configuration, so that {counts[0]} vision layers would be "
+            "built: export with --fit FOLDER, which splits evenly"
+        ]
+    if len(set(counts[1:])) <= 1 and counts[0] > 0 and (len(counts) == 1 or counts[1] > 0):
+        return []
+    cost = "" if price is None else f" (the best such split takes {price:.2f} x as long a step)"
+    return [
+        f"stages of {', '.join(map(str, counts))} blocks were planned, and the scripts know a count above 0 for "
+        f"the first stage and even ones behind it: export with --fit FOLDER{cost}"
+    ]
+
+
+def _recompute_warnings(stages: Sequence[Stage], runs: Sequence[Stage]) -> list[str]:
+    tiers = count_by_tier(stages)
+    warnings = list(lost_tiers(tiers, "layers", "the scripts recompute blocks in full"))
+    chosen, total = tiers.total(), sum(stage.num_recomputed() for stage in runs)
+    if chosen < total:
+        warnings.append(
+            f"recompute of {chosen} layers is planned, and the scripts recompute every block of both towers or "
+            f"none: all {total} are, which holds less and takes longer"
+        )
+    return warnings
+
+
+def _recompute_all(model: ModelSpec, stage: Stage) -> Stage:
+    tiers: dict[int, RecomputedTier] = {i: "full" for i, layer in enumerate(model.layers) if layer.kind == "block"}
+    return recomputing(stage, tiers)
+
+
+def _can_run(model: ModelSpec, pp: int) -> Expressible:
+    refuse(_unscripted(model, 1))
+    return Expressible(
+        forbidden_cuts=unsupported_cuts(model),
+        splits=pai_splits(model, pp),
+        tiers=full_blocks,
+        ladders=lambda stages: [pai_ladder(model, stages)],
+        choices={"schedule": ("1F1B",), "zero_stage": (1, 0)},
+        tp_degrees=lambda tp: not head_problems(model, tp),
+        degrees=("cp", "ep", "etp") if "EP" in SCRIPTS[model.family][1] else ("cp",),
+    )
+
+
+TARGETS = {
+    "pai-megatron": Target(
+        title="Pai-Megatron-Patch",
+        checked_with="its scripts at a098ca5, their arguments read by `bench/hosts.py`; not run",
+        packs=None,
+        can=_can_run,
+        export=export,
+    )
+}
