@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.timeline import Timeline
-from trimtab.plan.case import Case
 from trimtab.plan.estimates import find_baseline
 from trimtab.plan.plan import Plan
 from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
@@ -40,7 +39,6 @@ class Variant:
     step_s: FloatArray  # (num_steps,) slowest rank, gradient exchange and optimizer included
     idle_share: float  # of all devices while pipelines run; padding and recompute count as work
     idle: IdleParts
-    rank_s: FloatArray  # (3, dp) least, mean and most seconds of each data-parallel rank's pipeline in a step
     fits: bool  # no device holds more than the cap
     timeline: Timeline  # of the step whose time is nearest the median, on its slowest rank
 
@@ -68,7 +66,6 @@ class PlanDetails:
     profile: Profile
     memory_cap_bytes: float  # per device: what it may be expected to hold
     variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
-    case: Case | None = field(default=None, repr=False)  # to solve and simulate more; None: of a plan made by hand
     # file name -> content of what lies beside the plan file, as its hashes name it
     tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
