@@ -279,7 +279,10 @@ _FAMILIES = """What they say of devices and of parts:
   GB200 and GB300 have their best published product, reduced as the H100's is: {blackwell}.
 - MI300X: {mi300x}; no other row of an AMD device was found with all of its settings (ROCm/cvs prints thresholds of
   tests). Ascend 910B and every device without a curve of its own take the H100's ([devices](devices.md)).
-- Left out: NVFP4, sparse attention, and rows whose batch or degrees are not printed.
+- Left out: NVFP4, sparse attention, and rows whose batch or degrees are not printed; and, because no formula prices
+  it, rows whose host decides: four of MindSpeed-MM on Ascend 910B, one sample of 563 tokens a micro-batch, came out 1.9
+  to 3.6 times too fast (`python bench/published_small.py`). Blocks of dense text rows here take 2.5 ms a pass or more;
+  plans and predictions of shorter ones say so.
 - Looked for and not found in any row: latency of hops, trees against rings, oversubscribed networks. What these rows
   ask of a network is its bandwidth, so that alone is priced.
 """

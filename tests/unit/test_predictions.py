@@ -13,6 +13,7 @@ from trimtab.costs import analytic
 from trimtab.costs.curves import efficiency_of
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import TIME_ERROR
+from trimtab.plan.decide.times import _SHORTEST_S
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))
@@ -20,6 +21,7 @@ sys.path.append(str(ROOT / "bench"))
 import moe_runs as moe  # noqa: E402
 import published_h20 as h20  # noqa: E402
 import published_runs as table  # noqa: E402
+import published_small as small  # noqa: E402
 import published_text as text  # noqa: E402
 
 
@@ -76,6 +78,19 @@ def test_the_hosts_share_of_an_expert_is_what_the_marked_rows_give(monkeypatch):
         squares.append(sum(error**2 for error in moe.errors(fitted)))
     assert len(fitted) == 3
     assert squares[1] == min(squares)
+
+
+def test_micro_batches_too_small_for_the_host_are_said_to_be(fits):
+    for row in small.ROWS:
+        found = small.predicted(row)
+        assert 1.85 <= found.samples_per_s / row.samples_per_s <= 3.65
+        (said,) = found.notes
+        assert "published runs took 1.9 to 3.6 times as long" in said
+    shortest = []
+    for run in (run for fit in fits.values() for run in fit.runs):
+        blocks = len(text.text_model(run.model).indices("language", "block")) / run.pp
+        shortest.append(run.step_s / run.num_microbatches / blocks / (4 if run.recompute == "full" else 3))
+    assert min(shortest) >= 0.95 * _SHORTEST_S
 
 
 def test_the_page_is_what_the_command_writes_and_its_band_is_honest():
