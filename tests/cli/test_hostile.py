@@ -48,8 +48,9 @@ def test_hostile_input_ends_in_one_sentence(
     for name, content in case.get("files", {}).items():
         write(tmp_path / name, content, planned)
     before = sorted(tmp_path.rglob("*"))
-    places = {"tokenizer": drawn / "tokenizer.json", "table": planned / "samples.npz", "plan": planned}
-    words = [re.sub(r"\{(tokenizer|table|plan)\}", lambda m: str(places[m[1]]), x) for x in shlex.split(case["run"])]
+    places = {"{tokenizer}": drawn / "tokenizer.json", "{data}": drawn / "data.jsonl"}
+    places |= {"{table}": planned / "samples.npz", "{plan}": planned}
+    words = [str(places.get(word, word)) for word in shlex.split(case["run"])]
     result = run(*words)
     assert result.code == case["exit"], result
     assert "Traceback" not in result.err
