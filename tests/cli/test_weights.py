@@ -48,6 +48,12 @@ def test_pack_draws_by_weight_and_says_what_repeats(run: Run, lengths: Path, tmp
     assert "mixture" not in run("pack", lengths, *limits, "--json").json
 
 
+def test_pack_wants_both_limits(run: Run, lengths: Path) -> None:
+    refused = run("pack", lengths, "--max-patches", "9")
+    assert refused.code == 2
+    assert "max_patches 9 and max_tokens None were given, and packs need both limits" in refused.err
+
+
 def test_weights_that_cannot_be_are_refused_all_at_once(run: Run, lengths: Path) -> None:
     words = ["pack", lengths, "--max-patches", "8", "--max-tokens", "1024"]
     result = run(*words, "--weights", "web,docs=two", "--weights", "=3")

@@ -148,6 +148,18 @@ def test_a_number_that_is_none_is_refused(tmp_path, value):
         from_deepspeed(file)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["parallelism.pipeline_parallel_degree='2'", "training.local_batch_size=[4]", "training.local_batch_size=1.5"],
+)
+def test_a_number_of_torchtitans_that_is_none_is_refused(tmp_path, line):
+    (tmp_path / "job.toml").write_text(f"{line}\nparallelism.pipeline_parallel_microbatch_size = 2")
+    with pytest.raises(
+        TrimtabError, match=rf"{line[9:].partition('=')[0].partition('.')[2]} is .*: give a whole number"
+    ):
+        from_torchtitan(tmp_path / "job.toml")
+
+
 def test_what_is_typed_goes_before_the_file():
     file = GivenRun(dp=2, pp=4, batch=1, global_batch=64, recompute="full", zero_stage=1)
     both = completed(GivenRun(recompute="none", num_microbatches=4), file)
