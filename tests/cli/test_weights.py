@@ -126,7 +126,7 @@ def test_what_fit_writes_is_checked(run: Run, mixed: Path, tmp_path: Path, monke
 
     assemble = expressible.assemble_plan
     monkeypatch.setattr(expressible, "assemble_plan", lose)
-    result = run("export", "torch-pipelining", mixed, "--fit", tmp_path / "fit", "--json")
+    result = run("export", "deepspeed", mixed, "--fit", tmp_path / "fit", "--json")
     assert result.code == 2
     assert "fit, and it does not hold: make it again from a plan that `trimtab check` passes" in result.json["error"]
 

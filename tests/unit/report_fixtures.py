@@ -83,6 +83,7 @@ def make_variant(
         step_s=np.full(steps, line.makespan_s * 1.04),
         idle_share=line.bubble_ratio,
         idle=IdleParts(bubble=line.bubble_ratio / 2, stages=line.bubble_ratio / 2, packs=0.0, ranks=0.0),
+        rank_s=line.makespan_s * np.outer([0.98, 1.0, 1.02], 1 + skew * np.linspace(0, 0.1, 8)),
         fits=max(device.total_bytes for device in memory) <= 80 * GIB,
         timeline=line,
     )

@@ -27,6 +27,7 @@ SECTIONS = [
     "Before and after",
     "Pipeline timeline",
     "Why devices wait",
+    "Load of the data-parallel ranks",
     "Memory of each pipeline rank",
     "Sizes of the packs",
     "Stages",

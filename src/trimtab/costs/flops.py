@@ -94,6 +94,16 @@ def num_expert_params(layer: LayerSpec) -> int:
     return (3 if m.gated else 2) * layer.hidden_size * m.intermediate_size * m.num_experts
 
 
+def has_expert_biases(layer: LayerSpec) -> bool:
+    """Whether experts have biases (GPT-OSS): no other parameters of a block, its matrices aside, are as many."""
+    m = layer.mlp
+    if m is None or m.num_experts is None:
+        return False
+    chosen = num_expert_params(layer) // m.num_experts * (m.experts_per_token or 1)
+    rest = layer.num_params - num_expert_params(layer) - (layer.num_matmul_params - chosen)
+    return rest >= m.num_experts * (layer.hidden_size + m.intermediate_size)
+
+
 def find_ep_problems(layer: LayerSpec, dims: ParallelDims) -> list[str]:
     """Why the experts of this layer cannot be divided so, in sentences."""
     m = layer.mlp
