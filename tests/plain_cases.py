@@ -63,8 +63,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_placement_load.py::test_host_memory_never_holds_a_shard_beside_what_stays_there": 0,  # 10
     "torch/test_placement_memory.py::test_a_devices_bytes_are_those_counted_on_the_real_modules": 6,  # 7
     "torch/test_placement_memory.py::test_every_kind_of_layer_peaks_where_it_is_said_to": 4,  # 5
-    "torch/test_placement_traffic.py::test_a_shortage_of_vision_tower_and_embedding_costs_a_fiftieth": 0,  # 47
-    "torch/test_placement_traffic.py::test_two_gpus_and_deeper_shortages_never_cost_more": 0,  # 5
     "torch/test_probe.py::test_a_budget_that_full_recompute_exceeds_is_refused_with_the_missing_bytes": 0,  # 5
     "torch/test_probe.py::test_an_understated_profile_steps_back_until_a_run_passes": 0,
     "torch/test_probe.py::test_measured_bytes_are_those_that_autograd_keeps": 0,

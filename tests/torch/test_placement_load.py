@@ -17,10 +17,10 @@ from simulated_devices import counted, simulated
 from spread_cases import GENERATE, make_case, maps_of
 from tiny_models import IMAGE_TOKEN, INTERNVIT, TEXT
 from transformers.integrations.accelerate import expand_device_map
+from trimtab.plan.file.placement import map_json
 
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.placement.placed import Placement
-from trimtab.plan.file.placement import map_json
 from trimtab.runtime.placing.device_units import resolve_units
 from trimtab.runtime.placing.load import load_placed, move_inputs
 from trimtab.runtime.placing.stored_weights import open_weights
@@ -140,17 +140,6 @@ def test_without_an_accelerator_all_runs_on_the_cpu(internvl):
     assert not hasattr(model, "_hf_hook")
 
 
-def test_a_tensor_that_many_layers_read_crosses_once(internvl):
-    placed = {**whole(internvl, 0), **{f"{LLM}.layers.{i}": 1 for i in range(2)}}
-    ids = internvl.inputs["input_ids"]
-    with simulated(), torch.no_grad():
-        model = load_placed(internvl.folder, placed)
-        with counted() as traffic:
-            model(input_ids=ids.to(0), attention_mask=torch.ones_like(ids).to(0))
-    hidden, rotary = ids.numel() * 64 * 4, 2 * ids.numel() * 16 * 4
-    assert traffic.links["sim:0", "sim:1"] <= hidden + rotary + 2 * ids.numel() * 8  # three times the rotary table else
-
-
 # -- maps -------------------------------------------------------------------------------------------------------------
 
 
@@ -245,17 +234,6 @@ def test_a_tower_without_a_device_is_named_once(internvl):
         load_placed(internvl.folder, placed)
     assert str(caught.value).count("gives no device") == 1
     assert "gives no device for model.vision_tower: add it" in str(caught.value)
-
-
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-def test_what_mllama_asks_for_before_it_is_there_may_be_elsewhere(home, tmp_path):
-    """It reads where the patch embedding's weight lies before it calls the module, and stacks states of all blocks."""
-    case = make_case("mllama", tmp_path)
-    tower = "model.vision_model"
-    apart = {f"{tower}.transformer.layers.0": 1, f"{tower}.transformer.layers.1": 2}
-    with simulated():
-        for placed in ({f"{tower}.patch_embedding": home}, {tower: home}, apart):
-            assert answers(load_placed(case.folder, {"": 0, **placed}), case)
 
 
 def test_tied_weights_on_two_devices_are_refused(gemma3):

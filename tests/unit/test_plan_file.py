@@ -119,6 +119,9 @@ def test_a_missing_plan_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="is not text"):
         load_plan(tmp_path)
+    (tmp_path / "plan.yaml").write_bytes(b"x" * (2**24 + 1))
+    with pytest.raises(PlanError, match="16777217 bytes, more than any plan"):
+        load_plan(tmp_path)
 
 
 def test_a_table_is_read_only_if_it_is_the_plans_own(tmp_path: Path) -> None:

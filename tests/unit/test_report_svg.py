@@ -126,6 +126,24 @@ def test_only_what_passes_the_cap_is_outlined():
     assert 'data-t="rank 3, activations: 30 GiB"' in inside
 
 
+@pytest.mark.parametrize("count", [2, 32, 33, 256, 5000])
+def test_columns_are_as_high_as_their_ranks_load_however_many(count):
+    mean = np.linspace(1.0, 4.0, count)
+    values = np.array([0.5 * mean, mean, 1.1 * mean])
+    drawn = plots.columns(values, span=5.0, scale=time_scale([5.0]), label="rank", title="t", css_class="new")
+    assert len(drawn) < 20_000
+    if count <= plots.MAX_COLUMNS:
+        heights = [float(x) for x in re.findall(r'<rect class="new"[^>]* height="([\d.]+)"', drawn)]
+        assert len(heights) == count
+    else:
+        path = re.search(r'<path class="new" d="M0 118(.*?)V118Z"', drawn)
+        heights = [118 - float(y) for y in re.findall(r"V([\d.]+)h1", path[1])]
+        assert len(heights) == min(count, plots.MAX_RANKS)
+    assert heights[0] == pytest.approx(110 * mean[: -(-count // plots.MAX_RANKS)].mean() / 5, abs=0.2)
+    assert heights == sorted(heights)
+    assert f"the highest mean is {time_scale([5.0]).text(4.0)}" in drawn
+
+
 def test_an_empty_timeline_is_drawn_as_nothing():
     none = np.empty(0)
     line = Timeline(
