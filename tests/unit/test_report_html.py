@@ -106,10 +106,6 @@ def test_hostile_names_are_text_and_cannot_steer_a_reader():
     assert max(map(len, re.findall("y+", html))) < 700  # long names are cut
 
 
-def test_same_details_give_same_bytes():
-    assert html_report(fixtures.internvl_details()) == html_report(fixtures.internvl_details())
-
-
 def test_every_drawing_announces_itself_or_is_hidden(html):
     for drawing in re.findall(r"<svg[^>]*>(?:<title>[^<]+</title><desc>[^<]+</desc>)?", html):
         inner = 'role="img"' not in drawing and ("aria-hidden" in drawing or "y=" in drawing or "viewBox" in drawing)

@@ -107,7 +107,3 @@ def test_hostile_names_leave_the_trace_readable():
     text.encode("ascii")
     assert "\\u001b" not in text
     assert "\\ud800" not in text
-
-
-def test_same_details_give_the_same_trace():
-    assert chrome_trace(fixtures.interleaved_details()) == chrome_trace(fixtures.interleaved_details())
