@@ -95,7 +95,7 @@ def test_processes_and_tracks_are_named_once():
     events = json.loads(chrome_trace(details))["traceEvents"]
     processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert processes == [
-        "Baseline: packs random, padded; stages equal layers",
+        "Baseline: packs random, padded, 1 a batch; stages equal layers",
         "Plan: packs balanced, random order; stages balanced",
     ]
     tracks = [(e["pid"], e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"]
