@@ -17,6 +17,7 @@ RecomputedTier = Literal["selective", "attention", "full"]
 DType = Literal["bf16", "fp16", "fp32"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8"]
 """Of a training run. fp8, mxfp8: blocks multiply 8-bit copies; weights and what is kept stay bf16."""
+MapRule = Literal["auto", "balanced", "balanced_low_0", "sequential"]  # by which Accelerate makes a device map
 Optimizer = Literal["adamw", "adamw_8bit", "sgd_momentum", "sgd"]
 Attention = Literal["flash", "sdpa", "eager"]
 AttentionImplementation = Literal["sdpa", "eager", "flash_attention_2"]  # as Transformers spells them

@@ -35,9 +35,33 @@ def test_the_archive_and_its_command_are_printed(run: Run, folder: Path, tmp_pat
     assert (setup["device_map"], setup["runs_on"]) == ({"model": 0, "lm_head": "cpu"}, {"lm_head": 0})
 
 
-def test_workers_batches_and_type_are_written(run: Run, folder: Path, tmp_path: Path) -> None:
-    words = ["--dtype", "fp16", "--workers", "2", "--batch-size", "8"]
+def test_accelerates_rules_and_workers_are_the_recipes(run: Run, folder: Path, tmp_path: Path) -> None:
+    words = ["--device-map", "balanced_low_0", "--dtype", "fp16", "--workers", "2", "--batch-size", "8"]
+    words += ["--max-memory", "0=20GiB", "--max-memory", "cpu=1GiB"]
     assert run("export", "torchserve", folder, "--out", tmp_path, *words).code == 0
     setup = json.loads((tmp_path / "setup_config.json").read_text())
-    assert (setup["device_map"], setup["torch_dtype"], setup["max_new_tokens"]) == (None, "float16", 256)
+    assert (setup["device_map"], setup["torch_dtype"], setup["runs_on"]) == ("balanced_low_0", "float16", {})
+    assert (setup["max_memory"], setup["max_new_tokens"]) == ({"0": "20GiB", "cpu": "1GiB"}, 256)
     assert "maxWorkers: 2\nbatchSize: 8\nmaxBatchDelay: 100\n" in (tmp_path / "model-config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["{missing}"], "holds no config.json"),
+        (["{folder}", "--name", "a/b"], "cannot stand in a URL"),
+        (["{folder}", "--max-memory", "gpu"], "names no device"),
+        (["{folder}", "--max-memory", "0=lots"], "size in bytes"),
+        (["{folder}", "--map", "{missing}"], "missing"),
+        (["{folder}", "--map", "{config}"], "holds no device map"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence(
+    run: Run, folder: Path, tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    places = {"folder": folder, "missing": tmp_path / "missing", "config": folder / "config.json"}
+    result = run("export", "torchserve", *(x.format(**places) for x in words), "--out", tmp_path / "store")
+    assert result.code == 2
+    assert sentence in result.err
+    assert len(result.err.splitlines()) == 1
+    assert not (tmp_path / "store").exists()

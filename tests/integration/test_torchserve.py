@@ -93,7 +93,8 @@ MAPS: dict[str, dict[str, Any]] = {
         "offload_folder": "offload",
     },
     "one device, weights in the archive": {"device_map": {"": "cpu"}, "pack_weights": True},
-    "without a map, batches": {"dtype": "fp32", "batch_size": 3},
+    "auto, batches": {"max_memory": {"cpu": "1GiB"}, "batch_size": 3},
+    "balanced_low_0": {"device_map": "balanced_low_0", "max_memory": {"cpu": "1GiB"}, "dtype": "fp32"},
 }
 
 

@@ -156,13 +156,13 @@ def test_a_batch_of_a_placed_model_is_that_of_the_whole_one(tmp_path: Path, plac
     assert [job.tokens for job in found] == [job.tokens for job in expected]
 
 
-@pytest.mark.parametrize("places", [{"": "cpu"}, None])
+@pytest.mark.parametrize("places", [{"": "cpu"}, "auto", "balanced_low_0", "sequential"])
 def test_torchserves_handler_answers_as_the_model(tmp_path: Path, places: Any) -> None:
     """A batch of three: whole answers, and a refusal with its status."""
     from trimtab.serve.torchserve_handler import ChatHandler
 
     whole = Loaded(tmp_path / "model", "llava")
-    setup = {"model_path": str(tmp_path / "model"), "device_map": places}
+    setup = {"model_path": str(tmp_path / "model"), "device_map": places, "max_memory": {"cpu": "1GiB"}}
     setup |= {"runs_on": {}, "torch_dtype": "float32", "offload_folder": None, "max_new_tokens": 8}
     (tmp_path / "setup_config.json").write_text(json.dumps(setup))
 

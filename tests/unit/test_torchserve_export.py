@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve
-from trimtab.errors import ConfigError
+from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory
+from trimtab.errors import ConfigError, TrimtabError
 from trimtab.models.describe import read_config
 
 
@@ -68,6 +68,7 @@ def test_the_archive_holds_handler_and_settings(folder: Path, tmp_path: Path) ->
         "device_map": places,
         "runs_on": {"lm_head": 1},
         "torch_dtype": "bfloat16",
+        "max_memory": None,
         "offload_folder": "offload",
         "max_new_tokens": 9,
     }
@@ -76,14 +77,14 @@ def test_the_archive_holds_handler_and_settings(folder: Path, tmp_path: Path) ->
 
 
 def test_packed_weights_are_safetensors_alone(folder: Path, tmp_path: Path) -> None:
-    options = TorchServeOptions(name="tiny", pack_weights=True)
+    options = TorchServeOptions(name="tiny", pack_weights=True, max_memory={"0": "1GiB"})
     exported = export_torchserve(folder, tmp_path / "store", options)
     with zipfile.ZipFile(exported.archive) as archive:
         inside = [name for name in archive.namelist() if name.startswith("model/")]
         assert inside == ["model/config.json", "model/model.safetensors"]
         assert archive.read("model/model.safetensors") == (folder / "model.safetensors").read_bytes()
     setup = read_setup(exported.archive)
-    assert (setup["model_path"], setup["device_map"]) == ("model", None)
+    assert (setup["model_path"], setup["device_map"], setup["max_memory"]) == ("model", "auto", {"0": "1GiB"})
 
 
 def test_the_same_input_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
@@ -108,17 +109,30 @@ def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> Non
         export_torchserve(tmp_path, tmp_path, TorchServeOptions(name="tiny"))
     with pytest.raises(ConfigError, match="cannot stand in a URL"):
         export_torchserve(folder, tmp_path, TorchServeOptions(name="../tiny"))
+    both = TorchServeOptions(name="tiny", device_map={"": 0}, max_memory={"0": "1GiB"})
+    with pytest.raises(ConfigError, match=r"max_memory has no say beside a device map, .*: leave one of them out"):
+        export_torchserve(folder, tmp_path, both)
     with pytest.raises(ConfigError, match="--offload-folder"):
         export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map={"": "disk"}))
 
 
-def test_another_models_map_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_another_models_map_is_refused_and_so_is_an_unknown_rule(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(dict(read_config("Qwen2-VL-7B"))))
     with pytest.raises(ConfigError, match=r"says nowhere where lm_head lies \(1 of 65 layers .*another model's"):
         export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map={"model": 0}))
+    with pytest.raises(ConfigError, match="'even' is no rule of Accelerate's: choose one of auto, balanced, "):
+        export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map="even"))  # type: ignore[arg-type]
     assert not list(tmp_path.glob("*.mar"))
     places = {"model.visual": 0, "model.language_model": 1, "lm_head.weight": 1}  # a part of a layer will do
     assert export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map=places)).archive.exists()
+
+
+def test_max_memory_is_read_by_device() -> None:
+    assert parse_max_memory(["0=20GiB", "cpu=64GiB"]) == {"0": "20GiB", "cpu": "64GiB"}
+    with pytest.raises(ConfigError, match="'gpu=1GiB' names no device"):
+        parse_max_memory(["gpu=1GiB"])
+    with pytest.raises(TrimtabError, match="size in bytes"):
+        parse_max_memory(["0=lots"])
 
 
 def test_exporting_needs_no_torch() -> None:

@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from trimtab.errors import ConfigError, TrimtabError
 from trimtab.files import open_atomically, write_atomically, written_together
 from trimtab.models.describe import describe
-from trimtab.options import DType
-from trimtab.units import MIB
+from trimtab.options import DType, MapRule
+from trimtab.units import MIB, parse_bytes
 
 _HANDLER = "torchserve_handler.py"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -38,8 +38,9 @@ class TorchServeOptions:
 
     name: str
     version: str = "1.0"
-    device_map: Mapping[str, int | str] | None = None  # None: one device holds all
+    device_map: Mapping[str, int | str] | MapRule = "auto"  # a rule: Accelerate's, under max_memory, in the worker
     runs_on: Mapping[str, int | str] = field(default_factory=dict)  # of a map's modules on "cpu" or "disk"
+    max_memory: Mapping[str, str] | None = None  # {"0": "20GiB", "cpu": "64GiB"}; read with a rule alone
     offload_folder: str | None = None  # for modules on disk; relative to the unpacked archive
     dtype: DType | None = None  # None: the model's own
     num_workers: int = 1  # each holds the whole model
@@ -65,9 +66,10 @@ def export_torchserve(model_dir: Path, out: Path, options: TorchServeOptions) ->
     _check(model_dir, options)
     setup = {
         "model_path": "model" if options.pack_weights else str(model_dir.resolve()),
-        "device_map": None if options.device_map is None else dict(options.device_map),
+        "device_map": options.device_map if isinstance(options.device_map, str) else dict(options.device_map),
         "runs_on": dict(options.runs_on),
         "torch_dtype": None if options.dtype is None else _DTYPES[options.dtype],
+        "max_memory": None if options.max_memory is None else dict(options.max_memory),
         "offload_folder": options.offload_folder,
         "max_new_tokens": options.max_new_tokens,
     }
@@ -91,6 +93,18 @@ def export_torchserve(model_dir: Path, out: Path, options: TorchServeOptions) ->
     )
 
 
+def parse_max_memory(words: list[str]) -> dict[str, str]:
+    """{"0": "20GiB", "cpu": "64GiB"} of "0=20GiB" and "cpu=64GiB"."""
+    found: dict[str, str] = {}
+    for word in words:
+        device, _, size = word.partition("=")
+        if not (device == "cpu" or device.isdecimal()):
+            raise ConfigError(f"{word!r} names no device: write it as 0=20GiB or cpu=64GiB")
+        parse_bytes(size)
+        found[device] = size
+    return found
+
+
 def _check(model_dir: Path, options: TorchServeOptions) -> None:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} holds no config.json: name the folder of a saved model")
@@ -98,8 +112,15 @@ def _check(model_dir: Path, options: TorchServeOptions) -> None:
         raise ConfigError(f"{model_dir} holds no safetensors: save the model as safetensors, no other format is read")
     if not _NAME.fullmatch(options.name):
         raise ConfigError(f"{options.name!r} cannot stand in a URL: name the model with letters, digits, _ . and -")
-    if options.device_map is None:
+    if isinstance(options.device_map, str):
+        if options.device_map not in get_args(MapRule):
+            raise ConfigError(
+                f"device_map {options.device_map!r} is no rule of Accelerate's: choose one of "
+                f"{', '.join(get_args(MapRule))}, or give a map"
+            )
         return
+    if options.max_memory is not None:
+        raise ConfigError("max_memory has no say beside a device map, which places everything: leave one of them out")
     if "disk" in options.device_map.values() and options.offload_folder is None:
         raise ConfigError("the device map places modules on disk: name a folder for them with --offload-folder")
     try:

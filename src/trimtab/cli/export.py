@@ -11,7 +11,7 @@ from trimtab.cli.check import PlanArgument
 from trimtab.cli.frameworks import add_frameworks
 from trimtab.cli.options import Verbs
 from trimtab.cli.output import JsonOption, log, print_json
-from trimtab.options import DType
+from trimtab.options import DType, MapRule
 
 if TYPE_CHECKING:
     from trimtab.adapters.data_files import Field, WrittenData
@@ -34,11 +34,14 @@ def torchserve(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a saved model.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     device_map: Annotated[
-        Path | None,
-        typer.Option("--map", help="Device map as JSON, from trimtab map --json; without it one device holds all."),
+        Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")
     ] = None,
+    rule: Annotated[MapRule | None, typer.Option("--device-map", help="Without --map: Accelerate's own rule.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; by default the folder's.")] = None,
     version: Annotated[str, typer.Option(help="Version of the archive.")] = "1.0",
+    max_memory: Annotated[
+        list[str] | None, typer.Option(help="Without --map: what a device may hold, as in 0=20GiB or cpu=64GiB.")
+    ] = None,
     offload_folder: Annotated[str | None, typer.Option(help="Folder for modules that the map places on disk.")] = None,
     dtype: Annotated[DType | None, typer.Option(help="Type of the weights; by default the model's own.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes, each with the whole model.")] = 1,
@@ -50,14 +53,15 @@ def torchserve(
     as_json: JsonOption = False,
 ) -> None:
     """Write MODEL_DIR as a TorchServe 0.12 archive. TorchServe is archived: prefer trimtab serve."""
-    from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve
+    from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory
     from trimtab.serve.device_map import WrittenMap, read_device_map
 
     written = WrittenMap(None, {}) if device_map is None else read_device_map(device_map)
     given: dict[str, Any] = {
-        "device_map": written.device_map,
+        "device_map": written.device_map or rule,
         "runs_on": written.runs_on,
         "dtype": dtype,
+        "max_memory": parse_max_memory(max_memory) if max_memory else None,
         "offload_folder": offload_folder,
         "max_new_tokens": max_new_tokens,
     }

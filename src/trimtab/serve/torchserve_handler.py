@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from starlette.exceptions import HTTPException
+from transformers.integrations.accelerate import _get_device_map
 
+from trimtab.runtime.placing.folder import model_class, read_config
 from trimtab.runtime.placing.load import load_placed
 from trimtab.serve.application import Chat, PlacedModel
 from trimtab.serve.chat import ChatProcessor
@@ -33,9 +35,12 @@ class ChatHandler:
         setup = json.loads((archive / "setup_config.json").read_text(encoding="utf-8"))
         folder = archive / setup["model_path"]  # an absolute path stays what it is
         check_config(folder)
+        places = setup["device_map"]
         dtype = None if setup["torch_dtype"] is None else getattr(torch, setup["torch_dtype"])
+        if isinstance(places, str):
+            places = _map_by_rule(folder, places, setup["max_memory"], dtype)
         offload = archive / setup["offload_folder"] if setup["offload_folder"] else None
-        model = load_placed(folder, setup["device_map"], runs_on=setup["runs_on"], dtype=dtype, offload_folder=offload)
+        model = load_placed(folder, places, runs_on=setup["runs_on"], dtype=dtype, offload_folder=offload)
         limits = ServeLimits(max_new_tokens=setup["max_new_tokens"])
         chat = ChatProcessor(load_processor(folder), limits, name=context.model_name)
         self._thread = ModelThread(model, limits)
@@ -65,3 +70,15 @@ class ChatHandler:
         finally:
             self._thread.wanted.discard(request_id)
         return bytes(answer.body).decode()
+
+
+def _map_by_rule(
+    folder: Path, rule: str, max_memory: dict[str, str] | None, dtype: torch.dtype | None
+) -> dict[str, int | str]:
+    """Transformers' own map by `rule` (a private function, 5.23) under `max_memory`, devices named as JSON has them."""
+    config = read_config(folder)
+    with torch.device("meta"):
+        model = model_class(folder, config)(config).to(dtype or config.dtype)
+    model.tie_weights()
+    memory = {int(k) if k.isdigit() else k: v for k, v in (max_memory or {}).items()} or None
+    return dict(_get_device_map(model, rule, memory, None))
