@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory
+from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory, read_recipe
 from trimtab.errors import ConfigError, TrimtabError
 from trimtab.models.describe import read_config
 
@@ -133,6 +133,45 @@ def test_max_memory_is_read_by_device() -> None:
         parse_max_memory(["gpu=1GiB"])
     with pytest.raises(TrimtabError, match="size in bytes"):
         parse_max_memory(["0=lots"])
+
+
+# as pytorch/serve has it, examples/large_models/Huggingface_accelerate
+RECIPE = {
+    "revision": "main",
+    "max_memory": {"0": "10GB", "cpu": "10GB"},
+    "low_cpu_mem_usage": True,
+    "device_map": "balanced_low_0",
+    "offload_folder": "offload",
+    "offload_state_dict": True,
+    "torch_dtype": "float16",
+    "max_length": "80",
+}
+
+
+def test_every_key_of_the_recipe_is_in_the_archive_or_true_anyway(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "setup_config.json").write_text(json.dumps(RECIPE))
+    options = TorchServeOptions(name="tiny", **read_recipe(tmp_path / "setup_config.json"))
+    setup = read_setup(export_torchserve(folder, tmp_path / "store", options).archive)
+    kept = ("max_memory", "device_map", "offload_folder", "torch_dtype")
+    assert {key: setup[key] for key in kept} == {key: RECIPE[key] for key in kept}
+    assert setup["max_new_tokens"] == 80
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"low_cpu_mem_usage": False},
+        {"offload_state_dict": False},
+        {"revision": "v2"},
+        {"torch_dtype": "float64"},
+        {"max_length": "long"},
+        {"parallelType": "pp"},
+    ],
+)
+def test_a_key_that_the_handler_would_not_honour_is_refused(tmp_path: Path, changed: dict[str, object]) -> None:
+    (tmp_path / "setup_config.json").write_text(json.dumps(RECIPE | changed))
+    with pytest.raises(ConfigError, match=rf"has {next(iter(changed))} .*, which the handler would not honour: leave"):
+        read_recipe(tmp_path / "setup_config.json")
 
 
 def test_exporting_needs_no_torch() -> None:

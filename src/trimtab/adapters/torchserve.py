@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trimtab.errors import ConfigError, TrimtabError
-from trimtab.files import open_atomically, write_atomically, written_together
+from trimtab.files import open_atomically, read_small, write_atomically, written_together
 from trimtab.models.describe import describe
 from trimtab.options import DType, MapRule
+from trimtab.typed_json import parse_json
 from trimtab.units import MIB, parse_bytes
 
 _HANDLER = "torchserve_handler.py"
@@ -29,6 +30,7 @@ _NOT_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".py")  # pic
 _MAX_REQUEST_BYTES = 32 * MIB  # TorchServe's own default, 6.5 MB, is less than two photographs
 _RESPONSE_TIMEOUT_S = 300
 _DTYPES: Mapping[DType, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_AS_EVER = (("low_cpu_mem_usage", True), ("offload_state_dict", True), ("revision", "main"))  # so it loads anyway
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip can say
 
 
@@ -102,6 +104,36 @@ def parse_max_memory(words: list[str]) -> dict[str, str]:
             raise ConfigError(f"{word!r} names no device: write it as 0=20GiB or cpu=64GiB")
         parse_bytes(size)
         found[device] = size
+    return found
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Fields of `TorchServeOptions` in the setup_config.json of TorchServe's own recipe for large models.
+
+    `ConfigError` for a key that the handler would not honour.
+    """
+    try:
+        given = parse_json(read_small(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}): give the recipe's setup_config.json") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path} holds no object of keys: give the recipe's setup_config.json")
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in ("device_map", "offload_folder"):
+            found[key] = value
+        elif key == "max_memory" and isinstance(value, dict):
+            found[key] = parse_max_memory([f"{device}={size}" for device, size in value.items()])
+        elif key == "torch_dtype" and value in _DTYPES.values():
+            found["dtype"] = next(ours for ours, theirs in _DTYPES.items() if theirs == value)
+        elif key == "max_length" and str(value).isdecimal():
+            found["max_new_tokens"] = int(value)  # what the recipe's handler takes it for
+        elif (key, value) not in _AS_EVER:
+            known = ", ".join(f"{name} {json.dumps(kept)}" for name, kept in _AS_EVER)
+            raise ConfigError(
+                f"{path} has {key} {json.dumps(value)}, which the handler would not honour: leave it out (taken are "
+                f"device_map, max_memory, offload_folder, torch_dtype, max_length, and {known})"
+            )
     return found
 
 

@@ -37,6 +37,9 @@ def torchserve(
         Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")
     ] = None,
     rule: Annotated[MapRule | None, typer.Option("--device-map", help="Without --map: Accelerate's own rule.")] = None,
+    setup: Annotated[
+        Path | None, typer.Option(help="setup_config.json of TorchServe's recipe; options given here override it.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; by default the folder's.")] = None,
     version: Annotated[str, typer.Option(help="Version of the archive.")] = "1.0",
     max_memory: Annotated[
@@ -53,7 +56,7 @@ def torchserve(
     as_json: JsonOption = False,
 ) -> None:
     """Write MODEL_DIR as a TorchServe 0.12 archive. TorchServe is archived: prefer trimtab serve."""
-    from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory
+    from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory, read_recipe
     from trimtab.serve.device_map import WrittenMap, read_device_map
 
     written = WrittenMap(None, {}) if device_map is None else read_device_map(device_map)
@@ -65,6 +68,7 @@ def torchserve(
         "offload_folder": offload_folder,
         "max_new_tokens": max_new_tokens,
     }
+    recipe = {} if setup is None else read_recipe(setup)
     exported = export_torchserve(
         model_dir,
         out,
@@ -76,7 +80,7 @@ def torchserve(
             max_batch_delay_ms=max_batch_delay,
             pack_weights=pack_weights,
             port=port,
-            **{key: value for key, value in given.items() if value is not None},
+            **{**recipe, **{key: value for key, value in given.items() if value is not None}},
         ),
     )
     if as_json:
