@@ -102,3 +102,28 @@ def test_a_video_is_refused_by_name(plan: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("trimtab.adapters.host_packs.read_conversation", lambda _: read_conversation(clip))
     with pytest.raises(SampleError, match=r"sample \S+: it holds a video, and these packs carry images alone"):
         write_energon_packs(plan, tmp_path / "packs")
+
+
+def test_the_offline_layout_of_llava_onevision_holds_questions_and_answers(
+    drawn: Path, plan: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SampleError, match=r"offline packs hold one image, one question and one answer a sample"):
+        write_energon_packs(plan, tmp_path / "refused", layout="llava-ov")
+    lines = [json.loads(line) for line in drawn.read_text(encoding="utf-8").splitlines()]
+    simple = [r | {"conversations": r["conversations"][:2]} for r in lines if isinstance(r.get("image"), str)]
+    data = drawn.with_name("simple.jsonl")
+    data.write_text("\n".join(map(json.dumps, simple)) + "\n", encoding="utf-8")
+    made = plan_of(data, tmp_path / "plan")
+    write_energon_packs(made, tmp_path / "packs", layout="llava-ov")
+    by_id = {record["id"]: record for record in simple}
+    planned = read_planned(made)
+    loader: dict[str, Any] = {}
+    exec((tmp_path / "packs" / ".nv-meta" / "sample_loader.py").read_text(encoding="utf-8"), loader)
+    for number, sample in enumerate(read_shards(tmp_path / "packs")):
+        rank, at = divmod(number, planned.packing.num_packs // 4)
+        records = [by_id[name] for name in ids_of(planned, rank + 4 * at)]
+        read = {**sample, "json": json.loads(sample["json"]), "__key__": "pack", "__restore_key__": ()}
+        loaded = loader["sample_loader"](read)
+        assert loaded["captions"] == [r["conversations"][1]["value"].strip() for r in records]
+        assert loaded["images"] == [(drawn.parent / r["image"]).read_bytes() for r in records]
+        assert not any("<image>" in prompt for prompt in loaded["prompts"])
