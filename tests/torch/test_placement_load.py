@@ -15,10 +15,10 @@ from simulated_devices import counted, simulated
 from spread_cases import GENERATE, make_case, maps_of
 from tiny_models import IMAGE_TOKEN, INTERNVIT, TEXT
 from transformers.integrations.accelerate import expand_device_map
-from trimtab.plan.file.placement import map_json
 
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.placement.placed import Placement
+from trimtab.plan.file.placement import map_json
 from trimtab.runtime.placing.device_units import resolve_units
 from trimtab.runtime.placing.load import load_placed, move_inputs
 from trimtab.serve.device_map import read_device_map

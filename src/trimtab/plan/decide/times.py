@@ -13,7 +13,6 @@ from trimtab.partition.stages import SplitProblem
 from trimtab.specs import ClusterSpec, FloatArray, IntArray, Profile, Stage, evaluate
 from trimtab.units import format_seconds
 
-
 _SHORTEST_S = 2.5e-3  # a block's pass in dense text runs that hold; bench/published_small.py has shorter ones
 
 
