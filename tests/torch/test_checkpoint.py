@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 
 import pytest
@@ -83,6 +84,19 @@ def test_whatever_happens_to_a_checkpoints_files_is_seen(saved):
         assert re.fullmatch(told, str(check_checkpoint(path, CPU))), told
         file.write_bytes(whole)
     assert isinstance(check_checkpoint(path, CPU), Progress)
+
+
+def test_a_disk_that_takes_no_more_is_named_and_no_checkpoint_is_left(saved):
+    layer, optimizer, path = saved
+    progress = Progress(step=5, loader={"epoch": 0}, optimizer="AdamW")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_checkpoint(path.parent, dict(layer.named_parameters()), {}, optimizer, progress)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list_checkpoints(path.parent) == [path]
 
 
 def test_later_checkpoints_that_were_damaged_do_not_count_among_those_kept(saved):

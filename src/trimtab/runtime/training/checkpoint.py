@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -64,7 +65,7 @@ def save_checkpoint(
     if torch.cuda.is_available():
         content[f"random_cuda/{dist.get_rank()}"] = torch.cuda.get_rng_state()
     with _written_aside(path) as writing:
-        save(content, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
+        _save(content, HuggingFaceStorageWriter(str(writing), save_distributed=True))
         dist.barrier()
         files = _checksums(writing, sorted(file.name for file in writing.glob("*.safetensors")))
         if dist.get_rank() == 0:
@@ -78,6 +79,17 @@ def save_checkpoint(
             shutil.rmtree(old)
     dist.barrier()
     return path
+
+
+def _save(content: dict[str, Tensor], writer: HuggingFaceStorageWriter) -> None:
+    """Collective; what a disk refused any rank is raised on all of them, without what torch has wrapped it in."""
+    try:
+        save(content, storage_writer=writer)
+    except CheckpointException as error:
+        for problem, _ in error.failures.values():
+            if isinstance(problem, OSError):
+                raise problem from None
+        raise
 
 
 @contextmanager
@@ -199,7 +211,7 @@ def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, be
     """
     with _written_aside(folder) as writing:
         writer = HuggingFaceStorageWriter(str(writing), save_distributed=True, enable_consolidation=True)
-        save({name: value.detach() for name, value in tensors.items()}, storage_writer=writer)
+        _save({name: value.detach() for name, value in tensors.items()}, writer)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(writing / "sharded", ignore_errors=True)
