@@ -35,10 +35,18 @@ def parse_json(content: bytes) -> Any:
     >>> parse_json(b'{"a": [1, null]}')
     {'a': [1, None]}
     """
+    text = content.decode("utf-8-sig")
     try:
-        return STRICT.decode(content.decode("utf-8-sig"))
+        return refuse_surrogates(STRICT.decode(text), text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def refuse_surrogates(value: Any, text: str, start: int = 0, end: int | None = None) -> Any:
+    """`value`, parsed of this part of a JSON text; a `ValueError` for half a character, as nothing encodes."""
+    if text.find("\\ud", start, end) >= 0 or text.find("\\uD", start, end) >= 0:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return value
 
 
 def parse_yaml(text: str) -> Any:

@@ -22,7 +22,7 @@ _FACTORS = {
     "gb": 1e9,
     "tb": 1e12,
 }
-_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
+_SIZE = re.compile(r"^\s*([0-9]{1,30}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 
 
 def parse_bytes(text: str) -> int:

@@ -46,7 +46,7 @@ def test_a_limit_on_file_sizes_leaves_no_half_plan(planned: Path, tmp_path: Path
 @pytest.mark.integration
 @pytest.mark.parametrize("target", sorted(SEEDS))
 def test_seeds_and_some_seconds_of_fuzz_find_nothing(target: str) -> None:
-    command = [sys.executable, "-m", "tests.fuzz", "--only", target]
+    command = [sys.executable, "-m", "tests.fuzz", "--target", target]
     runs = [[*command, "--minutes", "0.1"], *([*command, "--seed", str(seed)] for seed in SEEDS[target])]
     for run in runs:
         done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=ROOT)

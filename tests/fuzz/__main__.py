@@ -1,32 +1,37 @@
 """Random damage to whatever trimtab reads: `python -m tests.fuzz --minutes 20`.
 
 Each target takes a seed, makes one damaged input of it and reads that. A finding is any exception but trimtab's own, a
-size that Pillow does not give, or more than 2 GB of memory; its seed is printed and belongs in `seeds.json`, which
-`tests/hostile/test_fuzz.py` reads again.
+wrong answer, more than 5 CPU seconds, or more than 2 GB of memory; its seed is printed and belongs in `seeds.json`,
+which `tests/cli/test_attacks.py` tries again. The first line says which seed comes first, for a process that dies.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import random
+import signal
 import tempfile
 import time
 import traceback
 from pathlib import Path
 
-from tests.fuzz.targets import TARGETS
+from tests.fuzz import files, media, serving, texts
 
-MOST_MEMORY_BYTES = 2 * 10**9
+TARGETS = files.TARGETS | media.TARGETS | serving.TARGETS | texts.TARGETS
+MOST_MEMORY_BYTES, MOST_S, HANGS_S = 2 * 10**9, 5.0, 60
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0, help="For each target.")
-    parser.add_argument("--only", choices=sorted(TARGETS), action="append")
+    parser.add_argument("--target", choices=sorted(TARGETS), action="append")
     parser.add_argument("--seed", type=int, default=None, help="Try this one seed.")
     given = parser.parse_args()
+    faulthandler.enable()
+    signal.signal(signal.SIGALRM, _give_up)
     num_findings = 0
-    for name in given.only or sorted(TARGETS):
+    for name in given.target or sorted(TARGETS):
         with tempfile.TemporaryDirectory(prefix="trimtab-fuzz-") as folder:
             num_findings += attack(name, Path(folder), given.minutes * 60, given.seed)
     raise SystemExit(1 if num_findings else 0)
@@ -36,19 +41,30 @@ def attack(name: str, folder: Path, seconds: float, seed: int | None = None) -> 
     """Findings of one target in so many seconds; each is printed."""
     try_seed = TARGETS[name](folder)
     first = random.SystemRandom().randrange(2**32)
+    print(f"{name}: from seed {first if seed is None else seed}", flush=True)
     end, done, slowest_s, findings = time.monotonic() + seconds, 0, 0.0, 0
     while time.monotonic() < end and (seed is None or not done):
         number = first + done if seed is None else seed
         began = time.process_time()
+        signal.alarm(HANGS_S)
         try:
             try_seed(number)
-        except Exception:
+            took_s = time.process_time() - began
+            assert not done or took_s < MOST_S, f"it took {took_s:.1f} CPU s"  # the first compiles and imports
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a panic of a binding is no Exception
             findings += 1
-            print(f"{name}: seed {number}\n{traceback.format_exc()}")
+            print(f"{name}: seed {number}\n{traceback.format_exc()}", flush=True)
+        signal.alarm(0)
         slowest_s, done = max(slowest_s, time.process_time() - began), done + 1
     peak_bytes = _peak_bytes()
     print(f"{name}: {done} inputs, {findings} findings, slowest {slowest_s:.2f} CPU s, peak {peak_bytes / 1e6:.0f} MB")
     return findings + (peak_bytes > MOST_MEMORY_BYTES)
+
+
+def _give_up(*_: object) -> None:
+    raise TimeoutError(f"it hangs for {HANGS_S} s")
 
 
 def _peak_bytes() -> int:

@@ -180,8 +180,11 @@ def encoded(content: bytes) -> str:
 PNG = base64.b64decode(data_url(picture(1)).split(",")[1])
 MALFORMED: list[tuple[Any, int, str]] = [
     (b"", 400, "must be one JSON object"),
-    (b"[" * 100_000, 400, "error parsing the body"),
+    (b"[" * 100_000, 400, "must be one JSON object"),
     ([], 400, "must be one JSON object"),
+    (b'{"model": "\\ud800"}', 400, "must be one JSON object ('utf-8' codec can't encode"),
+    (b'{"seed": 1, "seed": 2}', 400, "key 'seed' stands twice"),
+    (b'{"temperature": NaN}', 400, "NaN is not a number in JSON"),
     ({}, 400, "cannot be read (KeyError: 'messages')"),
     ({"messages": []}, 400, "cannot be"),
     ({"messages": [3]}, 400, "cannot be read"),

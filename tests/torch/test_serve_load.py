@@ -68,6 +68,7 @@ def test_a_folder_quantised_is_placed_whole_or_not_at_all(folder: Path, tmp_path
         ('{"device_map": [1]}', "holds no device map"),
         ('{"device_map": {"model": 0}, "runs_on": {"model": null}}', "neither numbers, cpu nor disk"),
         ('{"device_map": {"model": 0}, "run_on_cpu": 1}', "holds no device map"),
+        ('{"device_map": {"model": 0}, "run_on_cpu": [null]}', "names something else than modules"),
     ],
 )
 def test_a_bad_device_map_is_refused(tmp_path: Path, content: str, words: str) -> None:

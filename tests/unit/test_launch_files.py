@@ -58,6 +58,7 @@ def test_state_is_whole_without_the_distributed_optimizer():
         ("--fp8-format hybrid", "dtype", "fp8"),
         ("--fp8-format e4m3 --fp8-recipe mxfp8", "dtype", "mxfp8"),
         ("--tp-comm-overlap", "tp_overlap", True),
+        ("--overlap-moe-expert-parallel-comm", "ep_overlap", True),
         ("--context-parallel-size 2", "cp", 2),
         ("--expert-model-parallel-size 4", "ep", 4),
         ("--expert-tensor-parallel-size 1", "etp", 1),
@@ -145,6 +146,18 @@ def test_a_number_that_is_none_is_refused(tmp_path, value):
         return
     with pytest.raises(TrimtabError, match=r"ds.json: batch .* was asked for"):
         from_deepspeed(file)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["parallelism.pipeline_parallel_degree='2'", "training.local_batch_size=[4]", "training.local_batch_size=1.5"],
+)
+def test_a_number_of_torchtitans_that_is_none_is_refused(tmp_path, line):
+    (tmp_path / "job.toml").write_text(f"{line}\nparallelism.pipeline_parallel_microbatch_size = 2")
+    with pytest.raises(
+        TrimtabError, match=rf"{line[9:].partition('=')[0].partition('.')[2]} is .*: give a whole number"
+    ):
+        from_torchtitan(tmp_path / "job.toml")
 
 
 def test_what_is_typed_goes_before_the_file():

@@ -28,6 +28,8 @@ def test_sizes_names_and_what_is_free_on_them():
         ("65x24GiB", "asks for 65 GPUs"),
         ("40x1GiB,40x2GiB", "80 GPUs are more"),
         ("24 stones", "not a size"),
+        ("2²", "not a size"),  # a digit to str.isdigit, not to int
+        ("9" * 5000, "not a size"),
         ("H300", "no device is called"),
         ("24GiB:40GiB", "more free than it holds"),
         ("A100-80GB:90GiB", "more free than a A100-80GB"),

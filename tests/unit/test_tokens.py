@@ -263,6 +263,14 @@ def test_unreadable_tokenizers_and_templates_are_named(tmp_path):
         read_tokenizer(folder, chat_template=tmp_path / "list.json")
 
 
+def test_tokens_that_are_no_list_are_none_and_half_characters_are_refused(tmp_path):
+    folder = write_tokenizer(tmp_path, config={"extra_special_tokens": 7})
+    assert [text for text, _ in read_tokenizer(folder).added] == ["<s>", "</s>"]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"extra_special_tokens": ["\ud800"]}))
+    with pytest.raises(ConfigError, match="surrogates not allowed"):
+        read_tokenizer(folder)
+
+
 def test_the_estimate_counts_bytes_turns_and_markers():
     counter = TokenCounter(None)
     assert not counter.exact

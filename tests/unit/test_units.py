@@ -16,7 +16,7 @@ def test_sizes_are_read_with_their_unit(text: str, value: int) -> None:
     assert parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "80 GX", "1e3", "GiB"])
+@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "80 GX", "1e3", "GiB", "²GiB", "9" * 400 + "GiB"])
 def test_what_is_no_size_says_how_to_write_one(text: str) -> None:
     with pytest.raises(TrimtabError, match="write it as 80GiB"):
         parse_bytes(text)

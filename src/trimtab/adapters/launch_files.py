@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from trimtab.adapters.megatron_check import flag_values, parse_megatron_flags, stage_counts
@@ -61,6 +62,7 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
     if said.get("fp8_format", "") not in ("", "0"):
         given["dtype"] = "mxfp8" if said.get("fp8_recipe") == "mxfp8" else "fp8"
     given["tp_overlap"] = "tp_comm_overlap" in said
+    given["ep_overlap"] = "overlap_moe_expert_parallel_comm" in said
     given["fused_kernels"] = said.get("transformer_impl", "transformer_engine") == "transformer_engine"
     if "optimizer" in said:
         given["optimizer"] = _optimizer(said["optimizer"], problems)
@@ -98,7 +100,13 @@ def from_torchtitan(path: Path) -> GivenRun:
     read = _object(path, lambda content: tomllib.loads(content.decode()), "torchtitan job")
     problems: list[str] = []
     parallel, training = read.get("parallelism", {}), read.get("training", {})
-    pp = parallel.get("pipeline_parallel_degree", 1)
+    sizes = {name: training.get(name) for name in ("global_batch_size", "local_batch_size")}
+    sizes |= {name: parallel.get(name) for name in ("pipeline_parallel_degree", "pipeline_parallel_microbatch_size")}
+    problems += [f"{name} is {x!r}: give a whole number" for name, x in sizes.items() if type(x) not in (int, NoneType)]
+    if problems:
+        return _run({}, problems, str(path))
+    pp = sizes["pipeline_parallel_degree"] or 1
+    batch = sizes["pipeline_parallel_microbatch_size"] or sizes["local_batch_size"]
     given: dict[str, Any] = {
         "tp": parallel.get("tensor_parallel_degree"),
         "cp": parallel.get("context_parallel_degree"),
@@ -106,13 +114,13 @@ def from_torchtitan(path: Path) -> GivenRun:
         "etp": parallel.get("expert_tensor_parallel_degree"),
         "pp": pp,
         "zero_stage": 0 if parallel.get("data_parallel_shard_degree", -1) == 1 else 2 if pp > 1 else 3,
-        "global_batch": training.get("global_batch_size"),
-        "batch": parallel.get("pipeline_parallel_microbatch_size") or training.get("local_batch_size"),
+        "global_batch": sizes["global_batch_size"],
+        "batch": batch,
     }
     if given["global_batch"] in (-1, None):
         given["global_batch"] = None
-        if pp > 1 and given["batch"]:
-            given["num_microbatches"] = max(1, training.get("local_batch_size", given["batch"]) // given["batch"])
+        if pp > 1 and batch:
+            given["num_microbatches"] = max(1, (sizes["local_batch_size"] or batch) // batch)
     schedule = parallel.get("pipeline_parallel_schedule")
     if pp > 1 and schedule is not None:
         given["schedule"] = schedule
@@ -166,9 +174,9 @@ def _megatron_recompute(said: Mapping[str, str], pp: int, problems: list[str]) -
 
 
 def _number(name: str, value: str, problems: list[str]) -> int:
-    if value.isdecimal() and int(value) > 0:
+    if value.isdecimal() and len(value) < 12 and int(value) > 0:
         return int(value)
-    problems.append(f"--{name.replace('_', '-')} is {value!r}: give a whole number of 1 or more")
+    problems.append(f"--{name.replace('_', '-')} is {value[:40]!r}: give a whole number of 1 or more")
     return 1
 
 

@@ -135,7 +135,7 @@ _NODE_LINK = {
 }
 _OTHER_NODE_LINK = 25
 
-_CLUSTER = re.compile(r"^\s*(?:([0-9]+)\s*[xX*]\s*)?([A-Za-z./].*?)\s*$")
+_CLUSTER = re.compile(r"^\s*(?:([0-9]{1,100})\s*[xX*]\s*)?([A-Za-z./].*?)\s*$")
 _PORTS = re.compile(
     r"(?:(?P<before>[0-9]{1,3})\s*x\s*)?(?P<rate>[0-9]{1,5}(?:\.[0-9]+)?)\s*G(?P<unit>[bB])(?:it)?(?:/s|ps)?"
     r"(?:\s*x\s*(?P<behind>[0-9]{1,3}))?"

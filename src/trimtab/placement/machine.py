@@ -89,9 +89,10 @@ def parse_machine(text: str, *, cpu: str | None = None, disk: bool = False, kept
 
 
 def _parse_size(text: str) -> int:
-    if (number := text.strip()).isdigit() and 0 < int(number) < MIB:
+    size = parse_bytes(text)
+    if (number := text.strip()).isdecimal() and 0 < size < MIB:
         raise PartitionError(f"{text!r} names no unit, and so few bytes hold nothing: write {number}GiB")
-    return parse_bytes(text)
+    return size
 
 
 def _parse_gpu(kind: str, free: str | None) -> Gpu:

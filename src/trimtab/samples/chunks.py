@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.typed_json import parse_json
 
 MAX_VALUES = 5_000_000  # of one record: Python takes some 70 bytes for each
-Format = Literal["jsonl", "json", "parquet", "arrow", "lance", "mds", "tar"]
+Format = Literal["jsonl", "json", "parquet", "arrow", "lance", "tar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class Groups:
 
     names: Sequence[str]  # of its columns
     counts: Sequence[int]  # records of each group
-    records: Callable[[range, Sequence[str]], Iterator[Any]]  # of these groups, with these columns; or what is wrong
+    records: Callable[[range, Sequence[str]], Iterator[Any]]  # of these groups, with these columns
     open_group: Callable[[int], Callable[[int], Any]]  # a group -> its records by number, from 0, all columns
 
 
@@ -56,9 +55,6 @@ def parse_record(data: bytes) -> object:
     if len(data) > MAX_VALUES and sum(map(data.count, (b"[", b"{", b","))) > MAX_VALUES:
         raise BadRecordError("json", f"it holds more than {MAX_VALUES:,} values: name files instead")
     try:
-        value = parse_json(data)
-        if b"\\ud" in data or b"\\uD" in data:  # lone surrogates, which no tokenizer takes, do not encode
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return parse_json(data)
     except ValueError as error:
         raise BadRecordError("json", f"not JSON: {shorten(str(error), 120)}; fix or drop the line") from None
-    return value

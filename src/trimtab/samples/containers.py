@@ -39,9 +39,13 @@ def read_frames(file: BinaryIO, name: str, indices: Sequence[int]) -> npt.NDArra
     wanted, found = set(indices), dict[int, npt.NDArray[np.uint8]]()
     with _opened(file, name) as (container, stream):
         stream.thread_type = "AUTO"
+        sides = stream.height, stream.width
         for number, frame in enumerate(container.decode(stream)):
             if number in wanted:
                 found[number] = frame.to_ndarray(format="rgb24")
+                if found[number].shape[:2] != sides:
+                    told = f"frame {number} of {frame.width} x {frame.height} pixels behind a header of another size"
+                    raise BadRecordError("video", f"{name} holds {told}: {_DAMAGED}")
             if len(found) == len(wanted):
                 break
     if len(found) < len(wanted):
@@ -61,8 +65,8 @@ def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
         ) from None
     try:
         with av.open(file, mode="r") as container:
-            if not container.streams.video:
-                raise BadRecordError("video", f"{name} holds no video stream: {_DAMAGED}")
+            if not container.streams.video or container.streams.video[0].codec_context is None:
+                raise BadRecordError("video", f"{name} holds no video stream that can be decoded: {_DAMAGED}")
             yield container, container.streams.video[0]
     except BadRecordError:
         raise

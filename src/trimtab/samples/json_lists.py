@@ -12,7 +12,7 @@ from typing import BinaryIO
 from trimtab.errors import SampleError
 from trimtab.samples.chunks import MAX_VALUES
 from trimtab.samples.problems import shorten
-from trimtab.typed_json import STRICT
+from trimtab.typed_json import STRICT, refuse_surrogates
 
 _BLOCK_BYTES = 1 << 22
 MAX_ELEMENT = 256 << 20  # characters
@@ -87,11 +87,8 @@ class _Text:
                 if end < len(self.text) or self.ended:  # else a number may go on
                     break
             self.more()
-        start = self.at
-        if self.text.find("\\ud", start, end) >= 0 or self.text.find("\\uD", start, end) >= 0:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")  # lone surrogates, which no tokenizer takes
-        self.at = end
-        return value
+        start, self.at = self.at, end
+        return refuse_surrogates(value, self.text, start, end)
 
 
 def _elements(text: _Text) -> Iterator[tuple[object, int]]:

@@ -83,7 +83,8 @@ def read_tokenizer(
             normal = {"normalized": not entry.get("special")}
             added[text] = tuple(flag for flag in _ADDED_FLAGS if {**normal, **entry}.get(flag))
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    for text in [*named.values(), *map(_content, extra.values() if isinstance(extra, dict) else extra)]:
+    extra = extra.values() if isinstance(extra, dict) else extra if isinstance(extra, list) else ()
+    for text in [*named.values(), *map(_content, extra)]:
         if text is not None:
             added.setdefault(text, ("special",))
     return TokenizerFiles(

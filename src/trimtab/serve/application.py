@@ -8,7 +8,6 @@ import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -160,7 +159,7 @@ def build_application(placed: PlacedModel, thread: ModelThread) -> FastAPI:
     )
     app.router.routes[:] = [route for route in app.router.routes if route.path in _ROUTES]
     app.router.redirect_slashes = False
-    for kind in (HTTPException, RequestValidationError, Exception):
+    for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, _refuse)
 
     def one_model(name: str) -> Any:
@@ -174,8 +173,6 @@ def build_application(placed: PlacedModel, thread: ModelThread) -> FastAPI:
 
 async def _refuse(_request: Request, error: Exception) -> JSONResponse:
     """Every error in OpenAI's shape. Of a bug uvicorn writes the traceback into the log."""
-    if isinstance(error, RequestValidationError):
-        error = HTTPException(400, "the body must be one JSON object")
-    elif not isinstance(error, HTTPException):
+    if not isinstance(error, HTTPException):
         error = HTTPException(500, "the server failed on this request: its log says why")
     return refusal(error)

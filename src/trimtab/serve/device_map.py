@@ -26,6 +26,8 @@ def read_device_map(path: Path) -> WrittenMap:
         runs_on = {**content.get("runs_on", {}), **dict.fromkeys(content.get("run_on_cpu", []), "cpu")}
         if not placed or not all(type(x) in (int, str) for x in [*placed.values(), *runs_on.values()]):
             raise ValueError("its devices are neither numbers, cpu nor disk")
+        if not all(isinstance(name, str) for name in runs_on):
+            raise ValueError("run_on_cpu names something else than modules")
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} holds no device map ({error}): write it with trimtab map --json") from None
     return WrittenMap(placed, runs_on)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trimtab.serve.limits import ServeLimits
 from trimtab.serve.problems import refusal
 from trimtab.serve.worker import ModelThread
+from trimtab.typed_json import parse_json
 
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 _SWALLOW = 4  # times max_body_bytes that are read and dropped, so that a refused client gets to read the refusal
@@ -79,6 +80,12 @@ class Gate:
         body, limits, wanted = await self._read(Request(scope, receive)), self._limits, self._thread.wanted
         if sum(body.count(mark) for mark in b"[{,") > limits.max_characters + _MAX_VALUES:
             raise HTTPException(400, f"the body holds more than {_MAX_VALUES:,} values beside its texts: send less")
+        try:
+            if not isinstance(parse_json(body), dict):
+                raise ValueError("it holds something else")
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise HTTPException(400, f"the body must be one JSON object ({reason}): send one") from None
         if len(wanted) >= limits.num_places:
             again_s = max(1, math.ceil(self._thread.last_batch_s))
             raise HTTPException(

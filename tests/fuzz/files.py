@@ -1,8 +1,7 @@
-"""What is attacked: by name a function that prepares a folder and returns what tries one seed there."""
+"""Data files, plans, placements, profiles, descriptions and logs; and what is packed."""
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import shutil
@@ -10,87 +9,30 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
+from tests.fuzz.damage import damaged, reshaped
 
 from trimtab.balance.packing import pack_samples
 from trimtab.costs.devices import parse_cluster, read_device
-from trimtab.errors import ImageError, TrimtabError
+from trimtab.costs.logs import FORMAT, read_runs
+from trimtab.costs.profile import load_profile, profile_bytes, profile_model
+from trimtab.errors import TrimtabError
 from trimtab.models.describe import describe
+from trimtab.models.description import description_bytes
 from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.file.placement import load_placement
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.samples.headers import MAX_PIXELS, image_size
 from trimtab.samples.read import read_lengths
 from trimtab.samples.size import size_samples
-from trimtab.serve.device_map import read_device_map
 from trimtab.specs import SampleTable
+from trimtab.typed_json import parse_yaml
 
 Try = Callable[[int], None]
-_WORDS = (
-    *(b"null", b"true", b"-1", b"0", b"1e999", b"99999999999999999999", b'""', b"[]", b"{}", b'"\\ud800"', b"NaN"),
-    *(b"\xff\xfe", b"\0", b"\xef\xbb\xbf", b"\r", b"&a *a", b"!!python/object:os.system x", b"<image>", b"<video>"),
-)
-
-
-def damaged(content: bytes, draw: random.Random, *, head: int = 2**20) -> bytes:
-    """The content with a few bytes flipped, cut, doubled, or replaced by words that readers stumble over."""
-    changed = bytearray(content)
-    for _ in range(draw.randint(1, 4)):
-        at, kind = draw.randrange(min(len(changed), head) + 1), draw.randrange(6)
-        if kind == 0 and at < len(changed):
-            changed[at] ^= 1 << draw.randrange(8)
-        elif kind == 1:
-            del changed[at : at + draw.choice((1, 2, 40, 10**6))]
-        elif kind == 2:
-            changed[at:at] = changed[at : at + draw.choice((1, 8, 200))]
-        elif kind == 3:
-            end = at + draw.randrange(12)
-            changed[at:end] = draw.choice(_WORDS)
-        elif kind == 4:
-            changed[at : at + 4] = draw.randbytes(4)
-        else:  # another part of the same content
-            start = draw.randrange(len(changed) + 1)
-            changed[at:at] = changed[start : start + draw.randrange(60)]
-    return bytes(changed)
-
-
-def headers(_folder: Path) -> Try:
-    """Images: the size is Pillow's, plain and turned, or an `ImageError`."""
-    images = []
-    noise = Image.effect_noise((64, 48), 60).convert("RGB")
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    for kind in ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF", "JPEG2000", "PPM", "AVIF"):
-        for options in ({}, {"exif": exif.tobytes()}):
-            file = io.BytesIO()
-            with suppress(OSError, KeyError):  # a kind that this Pillow cannot write
-                noise.save(file, kind, **options)
-                images.append(file.getvalue())
-
-    def pillows(content: bytes, turned: bool) -> tuple[int, int] | None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                with Image.open(io.BytesIO(content)) as image:
-                    return ImageOps.exif_transpose(image).size if turned else image.size
-            except Exception:
-                return None
-
-    def try_seed(seed: int) -> None:
-        draw = random.Random(seed)
-        content = damaged(draw.choice(images), draw, head=400)
-        for exif_mode in ("ignore", "apply"):
-            try:
-                size = image_size(content, exif=exif_mode)
-            except ImageError:
-                continue
-            assert size[0] * size[1] <= MAX_PIXELS
-            theirs = pillows(content, exif_mode == "apply")
-            assert theirs in (None, size), f"{exif_mode}: {size}, and Pillow says {theirs}"
-
-    return try_seed
+ROOT = Path(__file__).parents[2]
 
 
 def records(folder: Path) -> Try:
@@ -137,7 +79,10 @@ def plans(folder: Path) -> Try:
         shutil.rmtree(folder / "plan", ignore_errors=True)
         shutil.copytree(folder / "whole", folder / "plan")
         file = folder / "plan" / draw.choice((*names, *["plan.yaml"] * 9))
-        file.write_bytes(damaged(file.read_bytes(), draw))
+        if file.suffix == ".yaml" and draw.random() < 0.5:
+            file.write_text(json.dumps(reshaped(parse_yaml(file.read_text()), draw)))  # JSON is YAML
+        else:
+            file.write_bytes(damaged(file.read_bytes(), draw))
         with suppress(TrimtabError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             check_plan(folder / "plan")
@@ -146,32 +91,50 @@ def plans(folder: Path) -> Try:
 
 
 def small_files(folder: Path) -> Try:
-    """Device maps, devices, profiles, descriptions, configs: read, or a `TrimtabError`."""
-    from trimtab.costs.profile import load_profile, profile_bytes, profile_model
-    from trimtab.models.description import description_bytes
-
+    """Placements, devices, profiles, descriptions, configs, logs: read, or a `TrimtabError`."""
     model = describe("Qwen2.5-VL-7B")
     device = parse_cluster("8xH200").device
     figures = {name: getattr(device, name) for name in device.__dataclass_fields__}
-    readers: dict[str, tuple[bytes, Callable[[Path], object]]] = {
-        "map.json": (
-            b'{"device_map": {"model.visual": 0, "lm_head": "cpu"}, "run_on_cpu": ["lm_head"]}',
-            read_device_map,
-        ),
-        "device.yaml": (json.dumps(figures, default=str).encode(), read_device),
-        "profile.json": (profile_bytes(profile_model(model, device)), load_profile),
-        "model.json": (description_bytes(model), describe),
+    config = json.loads((ROOT / "src" / "trimtab" / "demo" / "tiny_model" / "config.json").read_text())
+    run = {
+        "name": "a",
+        "stages": [{"vision": 32, "language": 4}, {"language": 24}],
+        "num_microbatches": 4,
+        "tp": 2,
+        "work": {"patches": 9000, "tokens": 4000, "patches_per_image": 1000, "tokens_per_sample": 1000},
+        "iteration_s": 2.5,
+        "stage_s": [0.3, 0.4],
+        "peak_bytes": [1e9, 2e9],
+        "recompute": [1, 0],
+    }
+    readers: dict[str, tuple[Any, Callable[[Path], object]]] = {
+        "placement.yaml": (parse_yaml((ROOT / "tests" / "golden" / "placement_v1_0.yaml").read_text()), _placed),
+        "device.yaml": (json.loads(json.dumps(figures, default=str)), read_device),
+        "profile.json": (json.loads(profile_bytes(profile_model(model, device))), load_profile),
+        "model.json": (json.loads(description_bytes(model)), describe),
+        "config.json": (config, describe),
+        "runs.json": ({"format": FORMAT, "runs": [run]}, lambda path: read_runs(path, model, device)),
     }
 
     def try_seed(seed: int) -> None:
         draw = random.Random(seed)
         name = draw.choice(sorted(readers))
         content, read = readers[name]
-        (folder / name).write_bytes(damaged(content, draw))
-        with suppress(TrimtabError):
+        if draw.random() < 0.6:
+            content = reshaped(content, draw)
+        written = json.dumps(content).encode()
+        (folder / name).write_bytes(written if draw.random() < 0.5 else damaged(written, draw))
+        with suppress(TrimtabError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             read(folder / name)
 
     return try_seed
+
+
+def _placed(path: Path) -> None:
+    record = load_placement(path)
+    assert isinstance(record.device_map, dict)
+    assert isinstance(record.runs_on, dict)
 
 
 def packings(_folder: Path) -> Try:
@@ -203,7 +166,6 @@ def packings(_folder: Path) -> Try:
 
 
 TARGETS: dict[str, Callable[[Path], Try]] = {
-    "headers": headers,
     "records": records,
     "plans": plans,
     "small_files": small_files,

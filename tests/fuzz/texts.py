@@ -1,0 +1,182 @@
+"""What people type and other programs write: tokenizers, chat templates, launchers' files, options with a grammar."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.damage import damaged, reshaped
+
+from trimtab.adapters.launch_files import from_deepspeed, from_megatron, from_torchtitan
+from trimtab.cli.image_size import read_size
+from trimtab.cli.pack import parse_filters
+from trimtab.costs.devices import parse_cluster, parse_node_link
+from trimtab.demo.tokenizer import CHAT_TEMPLATE, train_tokenizer
+from trimtab.errors import TrimtabError
+from trimtab.lora import parse_lora
+from trimtab.models.describe import describe
+from trimtab.placement.machine import parse_machine
+from trimtab.placement.workload import parse_images
+from trimtab.plan.baseline import parse_baseline
+from trimtab.plan.given import GivenRun
+from trimtab.plan.options import parse_share, parse_weights
+from trimtab.plan.predict import parse_stages
+from trimtab.samples.encode import ConversationEncoder
+from trimtab.samples.problems import BadRecordError
+from trimtab.samples.rows import read_conversation
+from trimtab.samples.tokens import TokenCounter, read_tokenizer
+from trimtab.units import parse_bytes
+
+Try = Callable[[int], None]
+_PIECES = (
+    *("-1", "0", "1.5", "1e999", "nan", "inf", "9" * 25, "9" * 5000, "--", "--=", "'", "x", "é", "\u202e"),
+    *("٣", "²", "１"),  # digits, to some of Python's functions
+    *"xX,=+|%:.-~*/\\ \n\t\0",
+)
+
+
+def tokenizers(folder: Path) -> Try:
+    """A tokenizer, its settings and chat template: counts of texts and what is learnt of them, or an error of ours."""
+    template = CHAT_TEMPLATE + (
+        "{%- set ns = namespace(n=range(3) | list | tojson) -%}{%- generation -%}{%- endgeneration -%}"
+        "{%- if ns.n == '%5s' % 'a' -%}{{ 'ab' * 2 ** 3 | indent(4) }}{%- endif -%}"
+    )
+    contents = {
+        "tokenizer.json": train_tokenizer(["What is this? A cat."], vocab_size=290).encode(),
+        "tokenizer_config.json": json.dumps(
+            {"eos_token": {"content": "<|im_end|>"}, "extra_special_tokens": ["<a>"], "chat_template": template}
+        ).encode(),
+        "chat_template.jinja": template.encode(),
+    }
+    talk = [{"from": "human", "value": "What is this?\u2028é漢"}, {"from": "gpt", "value": "A cat."}]
+    conversation = read_conversation({"conversations": talk})
+
+    def try_seed(seed: int) -> None:
+        draw = random.Random(seed)
+        name = draw.choice(sorted(contents))
+        for file, content in contents.items():
+            (folder / file).write_bytes(content)
+        if draw.random() < 0.5 and name.endswith(".json"):
+            (folder / name).write_text(json.dumps(reshaped(json.loads(contents[name]), draw)), encoding="utf-8")
+        else:
+            (folder / name).write_bytes(damaged(contents[name], draw))
+        if name == "tokenizer_config.json":
+            (folder / "chat_template.jinja").unlink()
+        with suppress(TrimtabError, BadRecordError):
+            files = read_tokenizer(folder, special_tokens=draw.choice(("template", "processor")))
+            counter = TokenCounter(files)
+            (count,) = counter.count([counter.render(conversation, [])])
+            if isinstance(count, BadRecordError):
+                return
+            assert count >= 0
+            encoded = ConversationEncoder(files).encode(conversation, [])
+            assert len(encoded.input_ids) == len(encoded.learnt) == count
+
+    return try_seed
+
+
+def launchers(folder: Path) -> Try:
+    """Files of other launchers: a `GivenRun`, or a `TrimtabError`."""
+    model = describe("Qwen2.5-VL-7B")
+    deepspeed = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": 64,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    torchtitan = {
+        "parallelism": {
+            "tensor_parallel_degree": 2,
+            "pipeline_parallel_degree": 4,
+            "data_parallel_shard_degree": -1,
+            "pipeline_parallel_schedule": "1F1B",
+            "pipeline_parallel_microbatch_size": 1,
+        },
+        "training": {"local_batch_size": 8, "global_batch_size": -1},
+        "activation_checkpoint": {"mode": "full"},
+    }
+    flags = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 64 "
+        "--decoder-first-pipeline-num-layers 4 --recompute-granularity full --recompute-method block --bf16 "
+        "--use-distributed-optimizer --optimizer adam --num-layers-per-virtual-pipeline-stage 2 --fp8-format hybrid"
+    )
+
+    def toml(tables: Any) -> str:
+        lines = []
+        for name, table in tables.items() if isinstance(tables, dict) else ():
+            if isinstance(table, dict):
+                lines += [f"[{json.dumps(name)}]", *(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in table.items())]
+            else:
+                lines.insert(0, f"{json.dumps(name)} = {json.dumps(table)}")
+        return "\n".join(lines)
+
+    def try_seed(seed: int) -> None:
+        draw = random.Random(seed)
+        file, kind = folder / "launch", draw.randrange(5)
+        with suppress(TrimtabError, OSError):  # OSError: what is meant as flags may be the name of a file
+            if kind == 0:
+                file.write_bytes(damaged(json.dumps(deepspeed).encode(), draw))
+                from_deepspeed(file)
+            elif kind == 1:
+                file.write_text(json.dumps(reshaped(deepspeed, draw)), encoding="utf-8")
+                from_deepspeed(file)
+            elif kind == 2:
+                file.write_bytes(damaged(toml(torchtitan).encode(), draw))
+                from_torchtitan(file)
+            elif kind == 3:
+                file.write_text(toml(reshaped(torchtitan, draw)), encoding="utf-8", errors="replace")
+                from_torchtitan(file)
+            else:
+                words = flags.split()
+                for _ in range(draw.randint(1, 3)):
+                    at = draw.randrange(len(words))
+                    words[at] = draw.choice((*words, *_PIECES))
+                run = from_megatron(" ".join(words), model)
+                assert isinstance(run, GivenRun)
+
+    return try_seed
+
+
+WORDS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
+    "lora": (parse_lora, ("r=16,targets=q_proj+v_proj,bits=4", "r=8,alpha=16,dropout=0.1,weights=bf16,towers=vision")),
+    "cluster": (parse_cluster, ("32xA100-80GB", "4 x H200", "B200+H100")),
+    "link": (lambda text: parse_node_link(text, devices_per_node=8), ("8x400Gb", "400Gb x8", "25GB")),
+    "machine": (parse_machine, ("4x24GiB", "A100-80GB:31GiB,3xA100-80GB", "2x2GiB")),
+    "cpu": (lambda text: parse_machine("2x24GiB", cpu=text), ("64GiB", "100")),
+    "images": (lambda text: parse_images([text]), ("1024x768,4", "1x1")),
+    "size": (read_size, ("1920x1080",)),
+    "bytes": (parse_bytes, ("80GiB", "1.5TB", "100")),
+    "share": (parse_share, ("6%", "0.06")),
+    "weights": (lambda text: parse_weights([text]), ("web=1,docs=2.5",)),
+    "stages": (parse_stages, ("24v|8v+10l|18l",)),
+    "baseline": (lambda text: parse_baseline(text).problems(text), ("random,batch=4,full-recompute", "isf,packed")),
+    "filters": (parse_filters, ("4,8",)),
+    "run": (lambda text: replace(GivenRun(batch=1), stages=text, recompute=text), ("full", "8|8", "vision-first")),
+}
+
+
+def words(_folder: Path) -> Try:
+    """Short languages of options: read, or a `TrimtabError`."""
+
+    def try_seed(seed: int) -> None:
+        draw = random.Random(seed)
+        read, texts = WORDS[draw.choice(sorted(WORDS))]
+        text = draw.choice(texts)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(text) + 1)
+            text = text[:at] + draw.choice(("", draw.choice(_PIECES), *_PIECES)) + text[at + draw.randrange(4) :]
+        with suppress(TrimtabError):
+            read(text)
+
+    return try_seed
+
+
+TARGETS: dict[str, Callable[[Path], Try]] = {"launchers": launchers, "tokenizers": tokenizers, "words": words}
