@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
+from trimtab.files import read_small
 from trimtab.models.ask import INSTALL, is_installed
 from trimtab.models.ask import ask as ask_transformers
 from trimtab.models.description import read_description
@@ -205,7 +206,7 @@ def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
             f"{suggest_shipped(str(source)[:200])}: give a path, or one of {', '.join(shipped_models())}"
         ) from None
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, TrimtabError):
             raise
         raise ConfigError(
             f"{str(source)[:200]!r} cannot be read ({error.__class__.__name__}): give a readable config.json"
@@ -255,12 +256,7 @@ def _read_given(preprocessor: str | Path | Config) -> Config:
 
 def _read_json(path: Path) -> Config:
     """`OSError` where it cannot be read."""
-    with path.open("rb") as file:
-        content = file.read(MAX_CONFIG_BYTES + 1)
-    if len(content) > MAX_CONFIG_BYTES:
-        raise ConfigError(
-            f"{path} is larger than {MAX_CONFIG_BYTES} bytes, and no model's configuration is: give its config.json"
-        )
+    content = read_small(path, most_bytes=MAX_CONFIG_BYTES)
     try:
         value = parse_json(content)
     except ValueError as error:

@@ -18,6 +18,7 @@ import numpy as np
 
 from trimtab.address import Address
 from trimtab.errors import SampleError
+from trimtab.files import refuse_special
 from trimtab.samples.chunks import Groups, parse_record
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.rows import CONVERSATION_KEYS
@@ -80,6 +81,7 @@ def mds_groups(path: Path) -> Groups:
 
 
 def _content(path: Path) -> bytes | mmap.mmap:
+    refuse_special(path)
     codec = CODECS.get(path.suffix)
     if codec is None and not isinstance(path, Address):
         with path.open("rb") as file:
