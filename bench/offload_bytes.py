@@ -20,7 +20,6 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "torch"))
 
 from offload_traffic import FAMILIES, open_shop, run_accelerate, run_ours
-
 from trimtab.errors import PartitionError
 
 NUM_NEW = 64

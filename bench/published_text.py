@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from text_decoder import decoder_of
-from trimtab.costs.curves import Efficiency, efficiency_of, product_line, product_rates
+from trimtab.costs.curves import Efficiency, efficiency_of, product_rates
 from trimtab.costs.devices import parse_cluster
+from trimtab.costs.flops import layer_matmuls
 from trimtab.costs.profile import profile_model
-from trimtab.options import RecomputedTier, ScheduleName
+from trimtab.options import Dispatcher, RecomputedTier, ScheduleName
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.simulate import simulate, stage_times
 from trimtab.plan.decide.setting import link_rates
@@ -34,6 +35,7 @@ from trimtab.specs import (
     ModelSpec,
     ParallelDims,
     Profile,
+    SampleTable,
     Stage,
     recomputing,
 )
@@ -62,6 +64,8 @@ class Run:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    etp: int | None = None
     num_chunks: int = 1
     num_microbatches: int = 1
     recompute: str = "none"  # half: of torchtitan's "op", which keeps every second product
@@ -75,6 +79,12 @@ class Run:
     devices_per_node: int = 8
     node_gbit: float | None = None  # Gbit/s of a node's ports together; None: as the device's vendor describes it
     tp_overlap: bool = False
+    ep_overlap: bool = False
+    dispatcher: Dispatcher = "alltoall"
+
+    @property
+    def dims(self) -> ParallelDims:
+        return ParallelDims(dp=self.dp, pp=self.pp, tp=self.tp, cp=self.cp, ep=self.ep, etp=self.etp)
 
     @property
     def dp(self) -> int:
@@ -107,15 +117,21 @@ def groups() -> list[dict[str, Any]]:
 
 def _read(group: dict[str, Any], row: dict[str, Any]) -> Run:
     row = {"device": group.get("device"), "figures": group.get("figures", {}), **group["settings"], **row}
-    if "global_batch" in row:
-        dp = row["gpus"] // (row.get("tp", 1) * row.get("pp", 1) * row.get("cp", 1))
-        row["num_microbatches"] = row.pop("global_batch") // (dp * row["batch"])
     row["recompute"] = {0: "none", 1: "full"}.get(row.get("recompute", 0), row.get("recompute"))
     row["devices_per_node"] = group.get("devices_per_node", {}).get(row["device"], 8)
     fitted = row["model"] in group.get("fitted_models", ()) and row["gpus"] == 8
     if "fitted_row" in group:
         fitted = all(row[name] == value for name, value in group["fitted_row"].items())
-    return Run(group=group["name"], attention=group["attention"], is_fitted=fitted, **row)
+    return read_run(row, group=group["name"], attention=group["attention"], is_fitted=fitted)
+
+
+def read_run(row: dict[str, Any], **others: Any) -> Run:
+    """A row of a data file; its batch over all devices becomes micro-batches."""
+    row = dict(row)
+    if "global_batch" in row:
+        dp = row["gpus"] // (row.get("tp", 1) * row.get("pp", 1) * row.get("cp", 1))
+        row["num_microbatches"] = row.pop("global_batch") // (dp * row["batch"])
+    return Run(**others, **row)
 
 
 @cache
@@ -141,14 +157,17 @@ def text_model(name: str) -> ModelSpec:
     return decoder_of(name, [block] * num_blocks, vocabulary, tied=bool(tied))
 
 
-def predict(run: Run, *, matmul: float | None = None, attention: float | None = None) -> float:
-    """Seconds of a step; None: what is known of the device."""
+def predict(
+    run: Run, *, model: ModelSpec | None = None, matmul: float | None = None, attention: float | None = None
+) -> float:
+    """Seconds of a step; None: the model of that name, what is known of the device. Routing is balanced."""
     cluster = run.cluster
     e = efficiency_of(cluster.device)
     e = replace(e, matmul=matmul or e.matmul, attention=attention or ATTENTION.get(run.attention, e.attention))
-    dims = ParallelDims(dp=run.dp, pp=run.pp, tp=run.tp, cp=run.cp)
+    dims = run.dims
+    model = model or text_model(run.model)
     profile = profile_model(
-        text_model(run.model),
+        model,
         cluster.device,
         dims=dims,
         dtype=run.dtype,
@@ -157,12 +176,17 @@ def predict(run: Run, *, matmul: float | None = None, attention: float | None = 
         packed=False,
         fused_kernels=run.fused_kernels,
         sequence_parallel=run.sequence_parallel and run.tp > 1,
+        dispatcher=run.dispatcher,
+        expert_imbalance=1.0,
         tp_overlap=run.tp_overlap,
+        ep_overlap=run.ep_overlap,
         efficiency=e,
         **link_rates(cluster, dims),
     )
     tokens = run.batch * run.sequence
-    work = np.array([1, 0, 0, 0, tokens, tokens * run.sequence, tokens * run.sequence], dtype=float)
+    lengths = np.full(run.batch, run.sequence)
+    work = SampleTable.of(0 * lengths, lengths).work(token_window=model.token_window).sum(axis=0)
+    work[0] = 1.0
     stages = _recomputed(profile, even_stages(profile, run.pp * run.num_chunks), run)
     times = stage_times(
         profile,
@@ -174,7 +198,7 @@ def predict(run: Run, *, matmul: float | None = None, attention: float | None = 
     schedule: ScheduleName = "Interleaved1F1B" if run.num_chunks > 1 else "1F1B"
     seconds = simulate(times, schedule=schedule, num_devices=run.pp).makespan_s
     if run.early_stop and run.recompute == "full":
-        seconds -= run.num_microbatches * _last_products_s(run, e, cluster.device.peak_flops, tokens)
+        seconds -= run.num_microbatches * _last_products_s(model, run, e, cluster.device.peak_flops, tokens)
     once = [sum(layer.step_s for layer in profile.layers[stage.start : stage.stop]) for stage in stages]
     return seconds + max(sum(once[rank :: run.pp]) for rank in range(run.pp))
 
@@ -182,18 +206,19 @@ def predict(run: Run, *, matmul: float | None = None, attention: float | None = 
 def _recomputed(profile: Profile, stages: tuple[Stage, ...], run: Run) -> tuple[Stage, ...]:
     blocks = [i for i, layer in enumerate(profile.layers) if layer.kind == "block"]
     tiers: dict[int, RecomputedTier] = {}
-    if run.recompute == "full":
-        tiers = dict.fromkeys(blocks, "full")
+    if run.recompute in ("full", "selective"):
+        tiers = dict.fromkeys(blocks, run.recompute)
     elif run.recompute == "half":  # half of the products are run again: all of half of the blocks
         tiers = {i: "attention" if i % 2 else "selective" for i in blocks}
     return tuple(recomputing(stage, tiers) for stage in stages)
 
 
-def _last_products_s(run: Run, e: Efficiency, peak_flops: float, tokens: float) -> float:
+def _last_products_s(model: ModelSpec, run: Run, e: Efficiency, peak_flops: float, tokens: float) -> float:
     """The last product of every block, which recompute that stops early leaves out."""
-    h, blocks, _, _, f, *_ = _data()["models"][run.model]
-    last = product_line(f, h, *product_rates(e, peak_flops, run.dtype))
-    return float(blocks * (last.row * tokens + last.once))
+    rates = product_rates(e, peak_flops, run.dtype)
+    blocks = [layer for layer in model.layers if layer.kind == "block"]
+    last = layer_matmuls(blocks[0], run.dims)[-1].forward_line(*rates)
+    return float(len(blocks) * (last.row * tokens + last.once))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -30,7 +30,7 @@ maximum_signature_line_length = 100
 # The reference needs docstrings and signatures alone, so the site builds without what the extras bring.
 with (ROOT / "pyproject.toml").open("rb") as file:
     _extras = tomllib.load(file)["project"]["optional-dependencies"]
-_packages = {re.match(r"[\w-]+", line)[0] for name in ("data", "torch", "serve", "ray") for line in _extras[name]}
+_packages = {re.match(r"[\w-]+", line)[0] for name in ("data", "torch", "serve") for line in _extras[name]}
 autodoc_mock_imports = sorted(_packages - {"pillow", "trimtab"} | {"PIL", "huggingface_hub"})
 
 

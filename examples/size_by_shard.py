@@ -1,8 +1,8 @@
-"""Size a data set by the shard, and join the shards: `python examples/size_by_shard.py [--ray] [DATA KEPT]`.
+"""Size a data set by the shard, and join the shards: `python examples/size_by_shard.py [DATA KEPT]`.
 
 DATA is what `trimtab size` takes, KEPT a folder that all machines see; both may be addresses such as s3://bucket/data.
-Started again after a kill it goes on where it was. `--ray` spreads the shards over a Ray cluster (needs ray[data]), and
-any other scheduler can call `size_shard`; without it processes of this machine do. Without DATA a small set is drawn.
+Started again after a kill it goes on where it was. Processes of this machine take the shards here; any scheduler can
+call `size_shard` on the machines of a cluster. Without DATA a small set is drawn.
 """
 
 from __future__ import annotations
@@ -33,19 +33,13 @@ def size_shard(row: dict[str, Any]) -> dict[str, str]:
     return {"told": size(row["data"], row["kept"], (int(row["shard"]), NUM_SHARDS)).assumptions[0]}
 
 
-def run_on_ray(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-    import ray.data
-
-    return ray.data.from_items(rows, override_num_blocks=len(rows)).map(size_shard, num_cpus=1).take_all()
-
-
 def run_here(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     with ProcessPoolExecutor(2) as pool:
         return list(pool.map(size_shard, rows))
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:] if word != "--ray"]
+    words = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         if not words:
             from trimtab.demo.draw import draw_dataset
@@ -53,7 +47,7 @@ def main() -> None:
             words = [str(draw_dataset(Path(folder), num_samples=200).data), f"{folder}/kept"]
         data, kept = words
         rows = [{"data": data, "kept": kept, "shard": number} for number in range(1, NUM_SHARDS + 1)]
-        for done in run_on_ray(rows) if "--ray" in sys.argv else run_here(rows):
+        for done in run_here(rows):
             print(done["told"])
         table = size(data, kept).table  # nothing is read again
         print(f"{len(table)} samples, {int(table.num_patches.sum())} patches, {int(table.num_tokens.sum())} tokens")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from bench.gpu.setting import Case, Setting
-from offload_traffic import open_shop
+from bench.offload_traffic import open_shop
 from simulated_devices import counted, simulated
 
 from trimtab.models.asking.build import complete

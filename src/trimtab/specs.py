@@ -349,24 +349,6 @@ class ClusterSpec:
         members = max(1, self.devices_per_node // stride)
         return min(self.device.link_bytes_per_s, members * self.node_link_bytes_per_s)
 
-    def all_to_all_bytes_per_s(self, degree: int, *, stride: int = 1) -> float:
-        """At what rate a rank's bytes leave it while each of `degree` ranks sends every other one an equal part.
-
-        What stays in the node takes the device's link, what leaves it the device's own share of the node's ports; both
-        at once, and the slower decides.
-
-        >>> from trimtab import parse_cluster
-        >>> cluster = parse_cluster("32xA100-80GB")  # ports of 25 GB/s, links of 300
-        >>> [round(cluster.all_to_all_bytes_per_s(n) / 1e9, 1) for n in (8, 16, 32)]
-        [300.0, 46.9, 32.3]
-        """
-        here = min(degree, max(1, self.devices_per_node // stride))
-        if degree <= here:
-            return self.device.link_bytes_per_s
-        inside_s = (here - 1) / self.device.link_bytes_per_s
-        outside_s = (degree - here) / self.node_link_bytes_per_s
-        return (degree - 1) / max(inside_s, outside_s)
-
 
 # -- data -----------------------------------------------------------------------------------------------------------
 

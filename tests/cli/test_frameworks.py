@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -95,13 +94,9 @@ def test_the_vision_trap_fails_the_check_until_the_launcher_is_said_to_clear_it(
 
 
 def test_the_other_frameworks_take_every_cut(run: Run, split: Path, tmp_path: Path) -> None:
-    spec = json.loads(run("export", "torch-pipelining", split).out)
-    assert spec["num_stages"] == 4
-    assert spec["stages"][-1]["modules"][-1] == "lm_head"
     module = tmp_path / "planned.py"
     assert run("export", "deepspeed", split, "--out", module).out.strip() == str(module)
     compile(module.read_text(encoding="utf-8"), module, "exec")
-    assert run("check", split, "--for", "torch-pipelining", "--json").json["ok"]
     titan = run("check", split, "--for", "torchtitan")
     assert titan.code == 1
     assert "vision-language models of qwen3_5" in titan.out

@@ -71,18 +71,6 @@ function look() {
   };
 }
 
-function slide([microbatches, cap]) {
-  const section = document.querySelector("#what-if");
-  if (!section) return null;
-  const inputs = section.querySelectorAll("input");
-  [microbatches, cap].forEach((value, i) => {
-    inputs[i].value = value;
-    inputs[i].dispatchEvent(new Event("input"));
-  });
-  const read = (name) => section.querySelector(`[data-out="${name}"]`).textContent;
-  return Object.fromEntries(["microbatches", "cap", "step", "rate", "idle", "memory", "fits"].map((x) => [x, read(x)]));
-}
-
 const browser = await puppeteer.launch({
   args: [...chromium.args, "--no-sandbox"], executablePath: await chromium.executablePath(), headless: "shell",
 });
@@ -97,8 +85,7 @@ for (const file of pages) {
       await page.goto(pathToFileURL(file).href);
       const seen = await page.evaluate(look);
       if (shots) await page.screenshot({ path: `${shots}/${file.split("/").pop()}-${width}-${scheme}.png`, fullPage: true });
-      const slid = width === 1024 && scheme === "light" ? await page.evaluate(slide, [3, 0]) : null;
-      console.log(JSON.stringify({ file, width, scheme, errors, slid, ...seen }));
+      console.log(JSON.stringify({ file, width, scheme, errors, ...seen }));
       await page.close();
     }
   }

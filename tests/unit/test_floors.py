@@ -47,7 +47,7 @@ TORCH_FILES = {
         for x in ("blocks", "layers", "model", "blank", "images", "clips", "processors", "internvl_chat")
     ),
 }
-FRAMEWORKS = {"torch", "transformers", "accelerate", "safetensors", "megatron", "deepspeed", "ray", "pandas"}
+FRAMEWORKS = {"torch", "transformers", "accelerate", "safetensors", "megatron", "deepspeed", "pandas"}
 BANNED_NAMES = {"utils.py", "common.py", "base.py", "registry.py", "constants.py", "helpers.py"}
 
 

@@ -95,7 +95,7 @@ def test_equal_screenshots_are_shared_as_well_as_can_be():
 def test_moves_and_swaps_reach_what_longest_first_misses():
     cost = [3, 3, 2, 2, 2]  # longest first: 7 and 5
     assert share_images(cost, 2).max_load == pytest.approx(6)
-    cost = [8, 7, 6, 5, 4]  # Karmarkar-Karp: 16 and 14
+    cost = [8, 7, 6, 5, 4]  # longest first: 17 and 13
     assert share_images(cost, 2).max_load == pytest.approx(15)
 
 

@@ -49,6 +49,9 @@ def test_stages_hold_the_blocks_that_are_named():
         tuple(sum(x.kind == "block" and x.tower == t for x in own) for t in ("vision", "language")) for own in held
     ]
     assert counts == [(half, 0), (VISION - half, quarter), (0, quarter), (0, LANGUAGE - 2 * quarter)]
+    alone = predict_run(MODEL, SAMPLES, CLUSTER, run_of(stages=f"{VISION}v|20l|28l|0l")).variant.stages[-1]
+    assert MODEL.layers[alone.stop - 1].kind == "head"
+    assert all(MODEL.layers[i].kind != "block" for i in range(alone.start, alone.stop))
     first = predict_run(MODEL, SAMPLES, CLUSTER, run_of(stages="vision-first")).variant.stages[0]
     assert first.stop > max(MODEL.indices("vision"))
 

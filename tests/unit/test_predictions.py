@@ -9,15 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trimtab.costs import analytic
 from trimtab.costs.curves import efficiency_of
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import TIME_ERROR
+from trimtab.plan.decide.times import _SHORTEST_S
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))
 
+import moe_runs as moe  # noqa: E402
 import published_h20 as h20  # noqa: E402
 import published_runs as table  # noqa: E402
+import published_small as small  # noqa: E402
 import published_text as text  # noqa: E402
 
 
@@ -35,10 +39,10 @@ def test_blind_text_runs_are_predicted(fits):
     blind = np.abs([x for fit in fits.values() for x in fit.blind()])
     assert len(blind) >= 160
     assert np.median(blind) <= 0.045
-    assert np.quantile(blind, 0.9) <= 0.16
+    assert np.quantile(blind, 0.9) <= 0.17  # 0.13 without MI300X
     assert blind.max() <= 0.40
     for name, fit in fits.items():
-        worst = 0.17 if name.startswith("fms-fsdp") else 0.13
+        worst = {"fms-fsdp, slow networks": 0.17, "FSDP on 8 MI300X and 8 H200": 0.25}.get(name, 0.13)
         assert np.median(np.abs(fit.blind())) <= worst, name
 
 
@@ -66,15 +70,41 @@ def test_a_tower_of_another_width_is_predicted_where_the_host_decides():
     assert abs(h20.predict_held_out(run, wide) / run.iteration_s - 1) <= 0.10
 
 
+def test_the_hosts_share_of_an_expert_is_what_the_marked_rows_give(monkeypatch):
+    fitted = [run for run in moe.runs() if run.is_fitted]
+    squares = []
+    for launch_s in (0.8 * analytic.LAUNCH_S, analytic.LAUNCH_S, 1.2 * analytic.LAUNCH_S):
+        monkeypatch.setattr(analytic, "LAUNCH_S", launch_s)
+        squares.append(sum(error**2 for error in moe.errors(fitted)))
+    assert len(fitted) == 3
+    assert squares[1] == min(squares)
+
+
+def test_micro_batches_too_small_for_the_host_are_said_to_be(fits):
+    for row in small.ROWS:
+        found = small.predicted(row)
+        assert 1.85 <= found.samples_per_s / row.samples_per_s <= 3.65
+        (said,) = found.notes
+        assert "published runs took 1.9 to 3.6 times as long" in said
+    shortest = []
+    for run in (run for fit in fits.values() for run in fit.runs):
+        blocks = len(text.text_model(run.model).indices("language", "block")) / run.pp
+        shortest.append(run.step_s / run.num_microbatches / blocks / (4 if run.recompute == "full" else 3))
+    assert min(shortest) >= 0.95 * _SHORTEST_S
+
+
 def test_the_page_is_what_the_command_writes_and_its_band_is_honest():
     found = table.all_groups()
     experts = np.abs([x for group in found if "experts" in group.kind for x in group.blind])
-    assert np.median(experts) <= 0.20
+    assert np.median(experts) <= 0.10
+    assert np.mean(experts <= 0.20) >= 0.8
     written = (ROOT / "docs/predictions.md").read_text(encoding="utf-8")
     assert written == table.page(found), "write it again: python bench/published_runs.py --write docs/predictions.md"
     blind = np.abs([x for group in found for x in group.blind])
     assert len(blind) >= 40
     assert np.median(blind) <= 0.06
     assert np.mean(blind <= TIME_ERROR) >= 0.9
-    assert max(abs(x) for group in found for x in group.blind if "experts" not in group.kind) <= 0.40
-    assert blind.max() <= 0.55  # Qwen3-30B-A3B in FP8 at pp 2: probably bound by the host
+    assert blind.max() <= 0.40
+    left_out = table.left_out(found)
+    assert max(x.band for x in left_out) <= TIME_ERROR
+    assert sum(x.num_inside for x in left_out) >= 0.9 * len(blind)

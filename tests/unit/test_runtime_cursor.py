@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import small_plan
 
-from trimtab.balance.metrics import dist_ratio
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
 from trimtab.plan.decide.packs import even_steps, pack_contents
 from trimtab.plan.file.yaml import name_table, plan_to_yaml
 from trimtab.runtime.data.cursor import Cursor, Deal, cursor_from_state, cursor_to_state, make_deal
-from trimtab.runtime.data.tables import PlanTables, hold_tables, open_tables, redeal_tables
-from trimtab.specs import Packing, SampleTable, Schedule
+from trimtab.runtime.data.tables import PlanTables, hold_tables, open_tables
+from trimtab.specs import Packing, Schedule
 
 
 def packs_of(num_packs: int, *, dp: int, num_microbatches: int, even: bool = False) -> tuple[Packing, Schedule]:
@@ -307,53 +306,3 @@ def test_a_state_inside_a_step_needs_the_same_ranks() -> None:
     assert cursor_from_state(deal, state) == Cursor(packs_done=4, microbatches_done=1)
     with pytest.raises(PlanError, match="inside a step, after 1 of its 2 micro-batches on 2 ranks"):
         cursor_from_state(make_deal(tables_of(16), dp=4, num_microbatches=1), state)
-
-
-# -- for another number of ranks --------------------------------------------------------------------------------------
-
-
-def samples_of(num_samples: int) -> SampleTable:
-    r = np.random.default_rng(0)
-    patches = r.integers(1, 30, num_samples)
-    return SampleTable.of(patches, 4 * patches + r.integers(5, 60, num_samples), patches_sq=patches)
-
-
-@settings(max_examples=60, deadline=None)
-@given(case=DEALS, order=st.sampled_from(["random", "tolerance", "sorted"]))
-def test_a_plan_dealt_out_anew_has_the_same_packs_once_each(case, order) -> None:
-    tables = deal_of(case).tables
-    anew = redeal_tables(
-        tables,
-        samples_of(len(tables.indices)),
-        dp=case["dp"],
-        num_microbatches=case["num_microbatches"],
-        order=order,
-    )
-    assert (anew.dp, anew.num_microbatches, anew.seed) == (case["dp"], case["num_microbatches"], tables.seed)
-    deal = make_deal(anew, dp=case["dp"], num_microbatches=case["num_microbatches"])
-    planned = [tables.rows(pack) for pack in range(tables.num_packs)]
-    assert sorted(in_order(epoch_of(deal, Cursor()))) == sorted(planned)
-
-
-@pytest.mark.parametrize("order", ["tolerance", "sorted"])
-def test_a_plan_dealt_out_anew_is_more_even_and_the_same_on_every_rank(order: str) -> None:
-    tables = tables_of(2048, dp=8, num_microbatches=4)
-    samples = samples_of(len(tables.indices))
-    packing = Packing(offsets=tables.offsets, indices=tables.indices, limits=())
-    tokens = packing.sums(samples.num_tokens).astype(float)
-
-    def waiting(dealt: PlanTables) -> float:
-        rows = make_deal(dealt, dp=32)
-        return dist_ratio(np.array([[tokens[rows.pack_at(0, 32 * row + i)] for i in range(32)] for row in range(64)]))
-
-    anew = redeal_tables(tables, samples, dp=32, order=order)
-    assert anew.schedule.shape == (64, 32, 1)  # steps keep their number of packs
-    assert waiting(anew) < 0.5 * waiting(tables)
-    again = redeal_tables(tables, samples, dp=32, order=order)
-    assert again.digest == anew.digest != tables.digest
-
-
-def test_the_table_of_another_plan_is_told() -> None:
-    tables = tables_of(16)
-    with pytest.raises(PlanError, match=r"packs row 30, the sample table has 5: give the table it was made from"):
-        redeal_tables(tables, samples_of(5), dp=4)

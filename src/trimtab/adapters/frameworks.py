@@ -32,7 +32,6 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "mindspeed-mm": Framework("mindspeed_mm", "Print arguments and model-file fields of MindSpeed-MM for PLAN."),
     "torchtitan": Framework("torchtitan", "Print torchtitan's parallelism and recompute settings for PLAN."),
     "deepspeed": Framework("deepspeed", "Write a Python module with a PipelineModule that is cut as PLAN says."),
-    "torch-pipelining": Framework("torch_pipelining", "Write each stage as JSON for torch.distributed.pipelining."),
     "transformers": Framework("huggingface", "Print the lines that train PLAN with the Trainer of Transformers."),
     "accelerate": Framework("huggingface", "Print the lines that train PLAN with Accelerate and DDP."),
     "fsdp2": Framework("huggingface", "Print the lines that train PLAN with torch's fully_shard."),

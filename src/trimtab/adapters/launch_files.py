@@ -5,7 +5,6 @@ What says nothing about time or memory is passed over. What would change both an
 
 from __future__ import annotations
 
-import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from trimtab.adapters.megatron_check import flag_values, parse_megatron_flags, stage_counts
 from trimtab.errors import PlanError, join_problems
 from trimtab.files import read_small
 from trimtab.plan.given import GivenRun
@@ -40,30 +40,30 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
     >>> run.tp, run.pp, run.stages, run.zero_stage
     (2, 4, 'vision-first', 0)
     """
-    said = _flags(text)
+    typed = text if text.lstrip().startswith("--") else read_small(Path(text)).decode("utf-8", errors="replace")
+    said = flag_values(typed)
+    if not said:
+        raise PlanError(f"{text[:60]!r} holds no flag of Megatron: give a file with them, or the flags in quotes")
     problems = [
-        f"{flag} {said[flag]} is not priced yet: leave it out, and read the result as without it"
+        f"{flag.replace('_', '-')} {said[flag]} is not priced yet: leave it out, and read the result as without it"
         for flag in _MEGATRON_UNPRICED
         if said.get(flag, "1") not in ("0", "1", "")
     ]
     given: dict[str, Any] = {
         field: _number(flag, said[flag], problems) for flag, field in _MEGATRON_NUMBERS.items() if flag in said
     }
-    pp = given.get("pp") or 1
-    virtual = given.pop("virtual_layers", None)
-    if virtual and not problems:
-        blocks = len(model.indices("language", "block"))
-        given["num_chunks"] = max(1, blocks // (pp * virtual))
-    if given.get("num_chunks", 1) > 1:
-        given["schedule"] = "Interleaved1F1B"
-    given["stages"] = _megatron_stages(said, model, pp, problems)
-    given["recompute"] = _megatron_recompute(said, pp, problems)
-    given["zero_stage"] = 1 if "use-distributed-optimizer" in said else 0
+    try:
+        given |= _megatron_split(typed, model)
+    except PlanError as error:
+        problems += str(error).splitlines()
+    given["recompute"] = _megatron_recompute(said, given.get("pp") or 1, problems)
+    given["zero_stage"] = 1 if "use_distributed_optimizer" in said else 0
     given["dtype"] = "bf16" if "bf16" in said else "fp16" if "fp16" in said else "fp32"
-    if said.get("fp8-format", "") not in ("", "0"):
-        given["dtype"] = "mxfp8" if said.get("fp8-recipe") == "mxfp8" else "fp8"
-    given["tp_overlap"] = "tp-comm-overlap" in said
-    given["fused_kernels"] = said.get("transformer-impl", "transformer_engine") == "transformer_engine"
+    if said.get("fp8_format", "") not in ("", "0"):
+        given["dtype"] = "mxfp8" if said.get("fp8_recipe") == "mxfp8" else "fp8"
+    given["tp_overlap"] = "tp_comm_overlap" in said
+    given["ep_overlap"] = "overlap_moe_expert_parallel_comm" in said
+    given["fused_kernels"] = said.get("transformer_impl", "transformer_engine") == "transformer_engine"
     if "optimizer" in said:
         given["optimizer"] = _optimizer(said["optimizer"], problems)
     return _run(given, problems, "Megatron's flags")
@@ -133,70 +133,39 @@ def from_torchtitan(path: Path) -> GivenRun:
 
 
 _MEGATRON_NUMBERS = {
-    "tensor-model-parallel-size": "tp",
-    "pipeline-model-parallel-size": "pp",
-    "context-parallel-size": "cp",
-    "expert-model-parallel-size": "ep",
-    "expert-tensor-parallel-size": "etp",
-    "micro-batch-size": "batch",
-    "global-batch-size": "global_batch",
-    "num-virtual-stages-per-pipeline-rank": "num_chunks",
-    "num-layers-per-virtual-pipeline-stage": "virtual_layers",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "micro_batch_size": "batch",
+    "global_batch_size": "global_batch",
 }
-_MEGATRON_UNPRICED = ("encoder-pipeline-model-parallel-size", "pipeline-model-parallel-layout")
+_MEGATRON_UNPRICED = ("encoder_pipeline_model_parallel_size",)
 
 
-def _flags(text: str) -> dict[str, str]:
-    """Name -> value of every flag, "" where it has none; `text` may name a file that holds them."""
-    try:
-        typed = text if text.lstrip().startswith("--") else read_small(Path(text)).decode("utf-8")
-        words = shlex.split(typed.replace("\\\n", " "), comments=True)
-    except ValueError as error:  # quotes that do not close
-        raise PlanError(f"Megatron's flags cannot be read ({error}): give them as on the command line") from None
-    found: dict[str, str] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name, _, value = word.removeprefix("--").partition("=")
-            name = name.replace("_", "-")
-            found[name] = value
-        elif name and not found[name]:
-            found[name] = word
-    if not found:
-        raise PlanError(f"{text[:60]!r} holds no flag of Megatron: give a file with them, or the flags in quotes")
-    return found
-
-
-def _megatron_stages(said: Mapping[str, str], model: ModelSpec, pp: int, problems: list[str]) -> str | None:
-    """Blocks of each stage where the first or the last stage has a number of its own."""
-    ends = {"first": "decoder-first-pipeline-num-layers", "last": "decoder-last-pipeline-num-layers"}
-    own = {end: _number(flag, said[flag], problems) for end, flag in ends.items() if flag in said}
-    if pp == 1 or not own:
-        return "vision-first" if pp > 1 else None
-    blocks, middle = len(model.indices("language", "block")), pp - len(own)
-    left = blocks - sum(own.values())
-    if left < 0 or (left % middle if middle else left):
-        problems.append(
-            f"{' and '.join(ends[end] for end in own)} leave {left} of {blocks} language blocks to {middle} stages: "
-            "give numbers that leave equal ones"
-        )
-        return None
-    counts = [own["first"]] if "first" in own else []
-    counts += [left // middle] * middle if middle else []
-    counts += [own["last"]] if "last" in own else []
-    vision = len(model.indices("vision", "block"))
-    return "|".join([f"{vision}v+{counts[0]}l" if counts[0] else f"{vision}v", *(f"{n}l" for n in counts[1:])])
+def _megatron_split(text: str, model: ModelSpec) -> dict[str, Any]:
+    """Degrees, and the blocks of the stages that Megatron-Core makes of the flags: all vision blocks on the first."""
+    flags = parse_megatron_flags(text)
+    pp = flags.pipeline_model_parallel_size
+    degrees = {"tp": flags.tensor_model_parallel_size, "pp": pp}
+    if pp == 1:
+        return degrees
+    first, *others = stage_counts(flags, len(model.indices("language", "block")))
+    tower = f"{len(model.indices('vision', 'block'))}v"
+    stages = "|".join([f"{tower}+{first}l" if first else tower, *(f"{count}l" for count in others)])
+    num_chunks = (1 + len(others)) // pp
+    interleaved = {"num_chunks": num_chunks, "schedule": "Interleaved1F1B"} if num_chunks > 1 else {}
+    return degrees | {"stages": stages} | interleaved
 
 
 def _megatron_recompute(said: Mapping[str, str], pp: int, problems: list[str]) -> str | None:
     """All blocks or none: `block` recomputes the first language blocks of each stage, which depend on its cuts."""
-    granularity = said.get("recompute-granularity", "selective" if "recompute-activations" in said else "")
+    granularity = said.get("recompute_granularity", "selective" if "recompute_activations" in said else "")
     if granularity in ("", "selective"):  # of attention's core, which flash attention never keeps
         return "none"
     if granularity != "full":
         problems.append(f"recompute-granularity {granularity!r} is unknown: write full or selective")
         return None
-    if said.get("recompute-method") == "block" and pp > 1:
+    if said.get("recompute_method") == "block" and pp > 1:
         problems.append(
             "recompute-method block recomputes some language blocks of every stage: leave it out, and give --recompute "
             "the number of blocks of each stage"
@@ -207,7 +176,7 @@ def _megatron_recompute(said: Mapping[str, str], pp: int, problems: list[str]) -
 def _number(name: str, value: str, problems: list[str]) -> int:
     if value.isdecimal() and len(value) < 12 and int(value) > 0:
         return int(value)
-    problems.append(f"--{name} is {value[:40]!r}: give a whole number of 1 or more")
+    problems.append(f"--{name.replace('_', '-')} is {value[:40]!r}: give a whole number of 1 or more")
     return 1
 
 

@@ -5,13 +5,12 @@ Checked against megatron-core 0.16.1 by tests/integration/test_megatron_core.py;
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from trimtab.adapters.blocks import head_problems, padded_heads
 from trimtab.adapters.megatron import layout_of
@@ -21,7 +20,6 @@ from trimtab.units import format_count
 
 Launcher = Literal["megatron", "megatron-bridge", "ms-swift", "pai-megatron"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
-_FLAG = re.compile(r"(?<=^--)[^=]+")  # the name of a long flag, which may stand with its value
 _MOST = 10_000  # letters of a layout that is written out: its repeats come from outside
 
 
@@ -50,22 +48,39 @@ class MegatronFlags:
     num_layers_per_virtual_pipeline_stage: int | None = None
 
 
+def flag_values(text: str) -> dict[str, str]:
+    """What stands behind each flag of a launch script, "" where nothing does; of a flag said twice, the later one.
+
+    >>> flag_values("--bf16 --lr=1e-5 --micro-batch-size 1")
+    {'bf16': '', 'lr': '1e-5', 'micro_batch_size': '1'}
+    """
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise PlanError(f"the flags cannot be read ({error}): close every quote") from None
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            found[name] = value
+        elif name and not found[name]:
+            found[name] = word
+    return found
+
+
 def parse_megatron_flags(text: str) -> MegatronFlags:
     """Flags as they stand in a launch script; the others, which are many, are passed over.
 
     Underscores may stand for hyphens, `=` for the blank, and a later flag takes the place of an earlier one, as in
     argparse.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    found: dict[str, int | str | bool] = {}
+    said = flag_values(text)
     for field in fields(MegatronFlags):
-        how: dict[str, Any] = {"action": "store_true"} if field.type == "bool" else {"nargs": "?", "const": ""}
-        parser.add_argument(f"--{field.name}", **how)
-    try:
-        words = shlex.split(text.replace("\\\n", " "))
-    except ValueError as error:
-        raise PlanError(f"the flags cannot be read ({error}): close every quote") from None
-    given, _ = parser.parse_known_args([_FLAG.sub(lambda flag: flag[0].replace("-", "_"), word) for word in words])
-    found: dict[str, int | str | bool] = {name: value for name, value in vars(given).items() if value is not None}
+        if field.name in said:
+            found[field.name] = True if field.type == "bool" else said[field.name]
     problems: list[str] = []
     for name, value in found.items():
         if isinstance(value, str) and name != "pipeline_model_parallel_layout":

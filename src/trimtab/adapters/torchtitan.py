@@ -153,7 +153,7 @@ def _family_problems(model: ModelSpec) -> list[str]:
         return []
     return [
         f"{model.name} is of the family {model.family}, and torchtitan 0.3 and its main branch have vision-language "
-        f"models of {', '.join(FAMILIES)} alone: export torch-pipelining, or train by `trimtab train`"
+        f"models of {', '.join(FAMILIES)} alone: train by `trimtab train`"
     ]
 
 

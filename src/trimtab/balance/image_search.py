@@ -5,7 +5,6 @@ Symbols: n atoms of integer cost w_i, N ranks. All ties go to the smaller number
 
 from __future__ import annotations
 
-import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -33,20 +32,14 @@ class Found(NamedTuple):
 
 @compiled
 def balance(cost, num_ranks):  # type: ignore[no-untyped-def]
-    """The better of longest-first and Karmarkar-Karp, improved by moves and swaps: `Found`."""
+    """Longest first, improved by moves and swaps: `Found`."""
     largest_first = np.argsort(-cost, kind="mergesort")
     bound = lower_bound(cost, largest_first, num_ranks)
     ranks = longest_first(cost, largest_first, num_ranks)
     load = sums(cost, ranks, num_ranks)
     if _is_open(load, bound):
         bound = attainable_bound(cost, largest_first, bound)
-    if _is_open(load, bound):
-        other = differences(cost, num_ranks)
-        other_load = sums(cost, other, num_ranks)
-        if other_load.max() < load.max():
-            ranks, load = other, other_load
-    if _is_open(load, bound):
-        improve(cost, ranks, load, bound)
+    improve(cost, ranks, load, bound)
     return _in_order(ranks, num_ranks, bound)
 
 
@@ -139,51 +132,6 @@ def longest_first(cost, largest_first, num_ranks):  # type: ignore[no-untyped-de
         rank = np.argmin(load)
         ranks[i] = rank
         load[rank] += cost[i]
-    return ranks
-
-
-@compiled
-def differences(cost, num_ranks):  # type: ignore[no-untyped-def]
-    """Karmarkar-Karp for N sets: the two partial partitions of widest spread are joined, large sums on small ones."""
-    n = len(cost)
-    load = np.zeros((n, num_ranks), np.int64)  # of partial partition i, largest first
-    head = np.full((n, num_ranks), -1, np.int64)  # chains of atoms, one for each sum
-    tail = np.full((n, num_ranks), -1, np.int64)
-    after = np.full(n, -1, np.int64)
-    heap = [(np.int64(0), np.int64(0))]
-    heap.pop()
-    for i in range(n):
-        load[i, 0] = cost[i]
-        head[i, 0] = tail[i, 0] = i
-        heap.append((-cost[i], np.int64(i)))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        a = heapq.heappop(heap)[1]
-        b = heapq.heappop(heap)[1]
-        for s in range(num_ranks):
-            t = num_ranks - 1 - s
-            load[a, s] += load[b, t]
-            if head[a, s] < 0:
-                head[a, s], tail[a, s] = head[b, t], tail[b, t]
-            elif head[b, t] >= 0:
-                after[tail[a, s]] = head[b, t]
-                tail[a, s] = tail[b, t]
-        for s in range(1, num_ranks):  # by insertion: the sums are few and nearly sorted
-            w, first, last = load[a, s], head[a, s], tail[a, s]
-            t = s
-            while t > 0 and load[a, t - 1] < w:
-                load[a, t], head[a, t], tail[a, t] = load[a, t - 1], head[a, t - 1], tail[a, t - 1]
-                t -= 1
-            load[a, t], head[a, t], tail[a, t] = w, first, last
-        heapq.heappush(heap, (load[a, num_ranks - 1] - load[a, 0], a))
-    ranks = np.empty(n, np.int64)
-    if n:
-        a = heap[0][1]
-        for s in range(num_ranks):
-            i = head[a, s]
-            while i >= 0:
-                ranks[i] = s
-                i = after[i]
     return ranks
 
 

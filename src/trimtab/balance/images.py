@@ -89,7 +89,7 @@ def share_images(cost: npt.ArrayLike, num_ranks: int, *, rule: Rule = "balanced"
 
     Use it to divide images among ranks in code of your own; `vision_dp` calls it.
 
-    `balanced`: the better of longest-first and Karmarkar-Karp, then moves and swaps that lower the largest load.
+    `balanced`: longest first, then moves and swaps that lower the largest load.
     At most 4/3 - 1/(3N) times the optimum (longest-first's bound, Graham 1969); mostly within 1 % of `lower_bound`.
     `contiguous`: whole runs of atoms in order, cut where the largest load is least (exact): no row changes place.
     Time or memory is the caller's choice of cost: see `tower_seconds`, `tower_bytes`.

@@ -21,7 +21,7 @@ DataArgument = Annotated[
     typer.Argument(
         parser=place_of,
         metavar="DATA",
-        help="JSONL, JSON, Parquet, Arrow, MDS, tar, InternVL's meta file, or ready-made lengths: files, folders, "
+        help="JSONL, JSON, Parquet, Arrow, tar, InternVL's meta file, or ready-made lengths: files, folders, "
         "addresses (s3://, hf://), names of cached hub data sets; or saved tables.",
     ),
 ]
@@ -84,10 +84,6 @@ class SizingOptions:
     source_key: Annotated[str | None, Option("Field of a record that names its data set; else its file.")] = None
     number_ids: Annotated[bool, Option("Number repeated ids instead of refusing them.")] = False
     workers: Annotated[int | None, WORKERS] = None
-    engine: Annotated[
-        Literal["local", "ray"],
-        Option("Where sizing runs: processes here, or a Ray cluster (RAY_ADDRESS); the result is the same."),
-    ] = "local"
     resume: Annotated[
         Path | None,
         Option(
@@ -114,9 +110,8 @@ def size_data(
     from trimtab.cli.output import log, progress
     from trimtab.models.families.known import family_of
     from trimtab.models.images.clips import clip_rule_of
-    from trimtab.samples.size import MapChunks, size_samples
+    from trimtab.samples.size import size_samples
     from trimtab.samples.table import is_saved_table
-    from trimtab.samples.workers import map_in_order
 
     saved = [path.is_file() and is_saved_table(path) for path in data]
     if all(saved):
@@ -130,12 +125,6 @@ def size_data(
         given = Path(model.origin.config)
         beside = (given if given.is_dir() else given.parent) / "tokenizer.json"
         reading = replace(reading, tokenizer=beside if beside.is_file() else None)
-    workers = sizing.workers or os.cpu_count() or 1
-    map_chunks: MapChunks = map_in_order
-    if sizing.engine == "ray":
-        from trimtab.adapters.ray_data import count_cpus, map_on_ray
-
-        workers, map_chunks = sizing.workers or count_cpus(), map_on_ray
     with progress("sizing, bytes") as advance:
         result = size_samples(
             data,
@@ -147,8 +136,7 @@ def size_data(
             unique_ids=not sizing.number_ids,
             source_key=sizing.source_key,
             on_bad=sizing.on_bad,
-            workers=workers,
-            map_chunks=map_chunks,
+            workers=sizing.workers or os.cpu_count() or 1,
             resume_dir=sizing.resume,
             shard=shard,
             progress=advance,

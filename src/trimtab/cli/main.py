@@ -75,7 +75,6 @@ _INSTALL_HINTS = {
     "transformers": "torch",
     "safetensors": "torch",
     "accelerate": "torch",
-    "ray": "ray",
     "fastapi": "serve",
     "openai": "serve",
     "uvicorn": "serve",

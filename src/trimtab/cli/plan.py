@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trimtab.plan.file.details import PlanDetails
     from trimtab.specs import ModelSpec, Profile
 
-_NOT_IN_THE_PLAN = {"out", "workers", "engine", "resume", "as_json"}
+_NOT_IN_THE_PLAN = {"out", "workers", "resume", "as_json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

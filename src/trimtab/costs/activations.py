@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trimtab.costs.adapters import Adapted, adapt_layer, quantised_params
-from trimtab.costs.flops import layer_matmuls, local_heads, measured_terms
+from trimtab.costs.flops import has_expert_biases, layer_matmuls, local_heads, measured_terms
 from trimtab.costs.settings import CostSettings
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
@@ -341,7 +341,19 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
         moved.append(Traffic(name="activation", row_bytes=per_value * width / settings.dims.tp, num_kernels=2))
         if m.num_experts is not None:
             moved.append(_permutation(layer, m, settings))
+        if has_expert_biases(layer):
+            moved.append(_biased_experts(layer, m, settings))
     return moved
+
+
+def _biased_experts(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffic:
+    """What Megatron-Core runs unfused where experts have biases and a clamped gate (0.16, transformer/moe/experts.py).
+
+    Gate and up are clamped (both read and written) and joined again: 8 values for each of an expert's columns. Biases
+    behind the last product are weighed by the router, added expert by expert, and joined: 6 for each of its width.
+    """
+    each = 8.0 * m.intermediate_size / settings.dims.expert_tp + 6.0 * layer.hidden_size
+    return Traffic(name="expert biases", row_bytes=settings.item_bytes * settings.visits(m) * each, num_kernels=5)
 
 
 def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffic:
@@ -353,7 +365,7 @@ def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffi
     row, visits = settings.item_bytes * layer.hidden_size, settings.visits(m)
     copies = 4 * visits
     if settings.dims.ep > 1 and settings.dispatcher == "deepep":
-        copies = 2 * visits * (1 + settings.sent_copies(m) / (m.experts_per_token or 1))
+        copies = 2 * visits * (1 + settings.reached(m, settings.dims.ep) / (m.experts_per_token or 1))
     elif settings.dims.ep > 1 and m.num_experts != settings.dims.ep:
         copies = 8 * visits
     return Traffic(name="permutation", row_bytes=copies * row, num_kernels=_ROUTING_KERNELS)
@@ -375,6 +387,20 @@ def _activation_bytes(m: MlpSpec, w: int, *, fused: bool) -> float:
     if m.gated:
         return 3 * w if fused else 5 * w  # activate, multiply
     return 7 * w if m.quick_gelu and not fused else 2 * w
+
+
+def expert_launches(layer: LayerSpec, settings: CostSettings) -> float:
+    """Kernels that one forward launches for each expert of this device apart.
+
+    Two products (gate and up are one), as Transformer Engine's grouped linear layer hands them to cuBLAS one by one; a
+    copy in 8 bits before each; two kernels for a bias (`_biased_experts`). Host and device take turns there: every
+    layer waits for the numbers of its experts' rows, so that nothing is launched ahead.
+    """
+    m = layer.mlp
+    if m is None or m.num_experts is None:
+        return 0.0
+    each = 2 + 2 * settings.in_8_bits + 2 * has_expert_biases(layer)
+    return each * m.num_experts / settings.dims.ep
 
 
 def count_kernels(traffic: tuple[Traffic, ...], layer: LayerSpec) -> int:

@@ -10,6 +10,7 @@ from trimtab.costs.activations import (
     attention_result_bytes,
     casts_inputs,
     count_kernels,
+    expert_launches,
     kept_when,
     layer_traffic,
     selective_bytes,
@@ -17,7 +18,7 @@ from trimtab.costs.activations import (
 )
 from trimtab.costs.adapters import Adapted, adapt_layer, quantised_params
 from trimtab.costs.curves import Line, product_rates
-from trimtab.costs.exchange import all_to_all_bytes, expert_tp_bytes, ring_bytes
+from trimtab.costs.exchange import all_to_all_s, expert_tp_bytes, ring_bytes
 from trimtab.costs.flops import Matmul, layer_matmuls, local_heads, pair_flops
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.state import adapter_settings, added_bytes, shares_of, state_bytes, step_seconds
@@ -33,6 +34,9 @@ from trimtab.specs import (
 
 KERNEL_S = 2e-6
 """Assumed: start and drain of a kernel that only moves memory. A host that cannot launch fast enough costs more."""
+
+LAUNCH_S = 16e-6
+"""Host's seconds for a kernel of one expert. Fitted: see bench/moe_runs.py."""
 
 COLLECTIVE_S = 10e-6
 """Assumed: latency of one collective among the devices of a node."""
@@ -241,7 +245,7 @@ class _LayerSeconds:
     regather: float  # sequence parallel gathers the inputs of column-parallel products once more in backward
     attention: float
     pair_traffic: float
-    kernels: float  # starts of those that are no product
+    kernels: float  # starts of those that are no product, and launches of experts' kernels
     waits: float  # latency of collectives
     unpack: float  # of 4-bit weights, into the model's dtype
     gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped
@@ -275,8 +279,7 @@ class _LayerSeconds:
             gather = sum(x.stored_bytes * x.away_s(e) for x in shares)
             scatter = sum(x.trained_bytes * x.away_s(e) for x in shares)
         between = (settings.cp_bytes_per_s or device.link_bytes_per_s) * e.link
-        all_to_all, gathered = all_to_all_bytes(layer, settings), expert_tp_bytes(layer, settings)
-        of_experts = all_to_all / ((settings.ep_bytes_per_s or device.link_bytes_per_s) * e.link) + gathered / link
+        all_to_all, gathered = all_to_all_s(layer, device, settings), expert_tp_bytes(layer, settings)
         num_messages = num_collectives + 2 * (all_to_all > 0) + 2 * (gathered > 0)
         ring_sent = ring_bytes(layer, settings)
         num_messages += dims.cp - 1 if ring_sent else 0
@@ -291,6 +294,10 @@ class _LayerSeconds:
         added = sum(x.trained for x in shares) * added_bytes(adapter_settings(settings)) / bandwidth
         unpacked = quantised_params(layer, settings.lora, tp)
         forward = [p.forward_line(products, peak) for p in matmuls] + [p.forward_line(e, plain_peak) for p in factors]
+        of_experts = all_to_all + gathered / link
+        if settings.ep_overlap:  # both directions hide behind products and traffic, three forwards of them in all
+            hidden = 1.5 * (sum(forward, Line()).row + sum(t.row_bytes for t in traffic) / bandwidth)
+            of_experts = max(0.0, of_experts - hidden)
         return cls(
             forward=sum(forward, Line()),
             inputs=sum((line for enters, line in backward if not enters), Line()),
@@ -303,7 +310,7 @@ class _LayerSeconds:
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
             attention=pair_flops(layer, tp) / (plain_peak * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
-            kernels=count_kernels(traffic, layer) * KERNEL_S,
+            kernels=count_kernels(traffic, layer) * KERNEL_S + expert_launches(layer, settings) * LAUNCH_S,
             waits=num_messages * COLLECTIVE_S,
             unpack=unpacked * (NF4_BYTES + w) / bandwidth,
             gather=gather,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from trimtab.costs.flops import local_heads
 from trimtab.costs.settings import CostSettings
-from trimtab.specs import LayerSpec, ParallelDims
+from trimtab.specs import DeviceSpec, LayerSpec, ParallelDims
 
 
 def document_multiple(dims: ParallelDims) -> int:
@@ -37,17 +37,26 @@ def ring_bytes(layer: LayerSpec, settings: CostSettings) -> float:
     return (dims.cp - 1) * kv_bytes
 
 
-def all_to_all_bytes(layer: LayerSpec, settings: CostSettings) -> float:
-    """Sent for each row in forward by dispatch and combine, as much again in backward: 2 k h w (ep - 1) / ep.
+def all_to_all_s(layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> float:
+    """Seconds of dispatch and combine for each row in forward, and as many in backward.
 
-    A row is sent once to each of its k experts (to each device that has some: `CostSettings.sent_copies`), from the one
-    tensor-parallel device that holds it (sequence parallel).
+    A row is sent to each of its k experts from the one tensor-parallel device that holds it (sequence parallel); what
+    stays in the node takes the device's link, what leaves it the device's own share of the node's ports, both at once,
+    and the slower decides. DeepEP and HybridEP send a row once to each node that has some of its experts, to the device
+    of the sender's place there, and from it once to each device that has some (deepseek-ai/DeepEP, README).
     """
     m, dims = layer.mlp, settings.dims
-    if m is None or m.num_experts is None:
+    if m is None or m.num_experts is None or dims.ep == 1:
         return 0.0
-    row = settings.sent_copies(m) * layer.hidden_size * settings.item_bytes / dims.tp
-    return 2.0 * row * (dims.ep - 1) / dims.ep * settings.busiest_experts
+    here = min(dims.ep, settings.ep_in_node or dims.ep)  # devices of a node, among those that share experts
+    k, nodes = m.experts_per_token or 1, dims.ep / here
+    inside, outside = k * (here - 1) / dims.ep, k * (dims.ep - here) / dims.ep
+    if settings.dispatcher == "deepep":
+        inside = settings.reached(m, dims.ep) * (here - 1) / here
+        outside = settings.reached(m, nodes) * (nodes - 1) / nodes
+    ports = settings.ep_bytes_per_s or device.link_bytes_per_s
+    row = 2.0 * layer.hidden_size * settings.item_bytes / dims.tp * settings.busiest_experts
+    return row * max(inside / device.link_bytes_per_s, outside / ports) / settings.efficiency_on(device).link
 
 
 def expert_tp_bytes(layer: LayerSpec, settings: CostSettings) -> float:

@@ -167,8 +167,8 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
     which no block is counted loses all its layers. Raises `TrimtabError` where the counts do not fit the forward order.
     """
     totals = {tower: sum(stage.get(tower, 0) for stage in counts) for tower in _COUNTED}
-    if any(sum(stage.values()) == 0 for stage in counts) or not counts:
-        raise TrimtabError("a stage holds no block: give every stage one block or more")
+    if any(sum(stage.values()) == 0 for stage in counts[:-1]) or not counts:
+        raise TrimtabError("a stage holds no block: give every stage but the last, which has the head, one or more")
     for tower, total in totals.items():
         declared = len(model.indices(tower, "block"))
         if total > declared:

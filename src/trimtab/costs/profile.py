@@ -287,7 +287,8 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
     if settings.dims.is_folded:
         said.append(
             f"The busiest device of {settings.dims.ep} that share experts gets {settings.expert_imbalance:g} times the "
-            f"mean's rows; rows are sent by {settings.dispatcher}, not overlapped with computing: an upper bound."
+            f"mean's rows; rows are sent by {settings.dispatcher}, "
+            + ("beside products: switch overlap on." if settings.ep_overlap else "not overlapped: an upper bound.")
         )
     if settings.dims.cp > 1:
         said.append(

@@ -34,12 +34,14 @@ class CostSettings:
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Liger, Transformer Engine); else PyTorch's
     sequence_parallel: bool = False  # of the language model, over the tp devices
     tp_overlap: bool = False  # its messages go in tp parts beside the products: one part in tp is waited for
+    ep_overlap: bool = False  # experts' rows of one micro-batch are sent beside the products of another
     frozen_towers: frozenset[Tower] = frozenset()
     lora: Lora | None = None  # adapters alone are trained
     dp_bytes_per_s: float | None = None  # to data-parallel neighbours, read by ZeRO-3; None: those of its own node
     expert_dp_bytes_per_s: float | None = None  # the same between copies of experts
     cp_bytes_per_s: float | None = None  # to neighbours that share a pack's tokens
-    ep_bytes_per_s: float | None = None  # between devices that share experts, all to all
+    ep_bytes_per_s: float | None = None  # out of the node, of a device that shares experts with others
+    ep_in_node: float | None = None  # devices of a node that share experts; None: all that do
     expert_imbalance: float = EXPERT_IMBALANCE
     dispatcher: Dispatcher = "alltoall"
     efficiency: Efficiency | None = None  # None: what is known of the device (`efficiency_of`)
@@ -88,15 +90,13 @@ class CostSettings:
         """Rows of the busiest device's experts for each row of its own; k where all devices have all experts."""
         return (m.experts_per_token or 1) * self.dims.expert_tp / self.dims.tp * self.busiest_experts
 
-    def sent_copies(self, m: MlpSpec) -> float:
-        """Of each row, to the devices of ep in the mean, its own among them: one for each expert, or for each device.
+    def reached(self, m: MlpSpec, parts: float) -> float:
+        """Of `parts` that hold equal shares of the experts, how many have some of a row's k, in the mean.
 
-        A device has none of a row's k experts, of E in all, in C(E - E / ep, k) of C(E, k) equally likely choices.
+        One has none in C(E - E / parts, k) of C(E, k) equally likely choices.
         """
-        k, E, ep = m.experts_per_token or 1, m.num_experts or 1, self.dims.ep
-        if self.dispatcher == "alltoall":
-            return k
-        return ep * (1.0 - comb(E - E // ep, k) / comb(E, k))
+        k, E = m.experts_per_token or 1, m.num_experts or 1
+        return parts * (1.0 - comb(E - round(E / parts), k) / comb(E, k))
 
     @property
     def busiest_experts(self) -> float:

@@ -206,7 +206,7 @@ def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
             f"{suggest_shipped(str(source)[:200])}: give a path, or one of {', '.join(shipped_models())}"
         ) from None
     except (OSError, ValueError) as error:
-        if isinstance(error, TrimtabError):
+        if isinstance(error, ConfigError):
             raise
         raise ConfigError(
             f"{str(source)[:200]!r} cannot be read ({error.__class__.__name__}): give a readable config.json"
@@ -256,7 +256,10 @@ def _read_given(preprocessor: str | Path | Config) -> Config:
 
 def _read_json(path: Path) -> Config:
     """`OSError` where it cannot be read."""
-    content = read_small(path, most_bytes=MAX_CONFIG_BYTES)
+    try:
+        content = read_small(path, most_bytes=MAX_CONFIG_BYTES)
+    except TrimtabError as error:
+        raise ConfigError(str(error)) from None
     try:
         value = parse_json(content)
     except ValueError as error:

@@ -23,6 +23,7 @@ from trimtab.plan.options import (
     ATTENTION,
     DISPATCHER,
     DTYPE,
+    EP_OVERLAP,
     FREEZE,
     FUSED_KERNELS,
     IMBALANCE,
@@ -87,6 +88,7 @@ class GivenRun:
     attention: Annotated[Attention | None, ATTENTION] = None
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
     tp_overlap: Annotated[bool, TP_OVERLAP] = False
+    ep_overlap: Annotated[bool, EP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
     dispatcher: Annotated[Dispatcher, DISPATCHER] = "alltoall"

@@ -88,6 +88,7 @@ DTYPE = Option("Of weights and activations; fp8, mxfp8: of the blocks' products,
 ATTENTION = Option("Attention as it will run.")
 FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
 TP_OVERLAP = Option("tp's messages run beside the products, as with Megatron's --tp-comm-overlap.")
+EP_OVERLAP = Option("Experts' rows are sent beside products, as with --overlap-moe-expert-parallel-comm.")
 FREEZE = Option(
     "Towers that are not trained, as in vision,projector.", flag="--freeze", read=parse_towers, typed=list[str]
 )
@@ -153,6 +154,7 @@ class PlanOptions:
     attention: Annotated[Attention, ATTENTION] = "flash"
     fused_kernels: Annotated[bool, FUSED_KERNELS] = False
     tp_overlap: Annotated[bool, TP_OVERLAP] = False
+    ep_overlap: Annotated[bool, EP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
     dispatcher: Annotated[Dispatcher, DISPATCHER] = "alltoall"

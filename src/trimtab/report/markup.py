@@ -18,9 +18,7 @@ def esc(text: object, limit: int = 400) -> str:
 def page(title: str, body: str) -> str:
     """One self-contained page; `title` and `body` are HTML, escaped already."""
     package = files("trimtab.report")
-    names = ("report.css", "report.js", "what_if.js")
-    style, *scripts = (package.joinpath(name).read_text(encoding="utf-8") for name in names)
-    script = "".join(scripts)
+    style, script = (package.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
@@ -36,19 +34,14 @@ def page(title: str, body: str) -> str:
     )
 
 
-def section(title: str, note: str, body: str, *, css_class: str = "", name: str = "") -> str:
+def section(title: str, note: str, body: str, *, css_class: str = "") -> str:
     lead = f'<p class="note">{note}</p>' if note else ""
-    place = f' id="{name}"' if name else ""
-    return f'<section class="{css_class}"{place}><h2>{title}</h2>{lead}{body}</section>\n'
+    return f'<section class="{css_class}"><h2>{title}</h2>{lead}{body}</section>\n'
 
 
 def tile(name: str, big: str, sub: str, *, look: str = "") -> str:
     """One figure that stands out."""
     return f'<div class="tile {look}"><dt>{name}</dt><dd class="big">{big}</dd><dd class="sub">{sub}</dd></div>'
-
-
-def facts(pairs: Iterable[tuple[str, str]], *, look: str = "") -> str:
-    return f'<dl class="facts {look}">' + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in pairs) + "</dl>"
 
 
 def legend(entries: Iterable[tuple[tuple[str, ...], str]]) -> str:

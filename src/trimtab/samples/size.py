@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,6 @@ from trimtab.models.images.clips import AskedClips
 from trimtab.models.images.written import write_rule
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.chunks import Chunk
-from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
 from trimtab.samples.problems import BadSample, refuse_bad, shorten
 from trimtab.samples.records import list_chunks
@@ -34,10 +33,6 @@ from trimtab.specs import ClipRule, ImageMarkup, ImageRule
 
 _MAX_BAD = 1000  # samples: when so many are bad, something is wrong with all of them
 Progress = Callable[[int, int], None]
-MapChunks = Callable[
-    [Callable[[], Callable[[Chunk], Part]], Iterable[Chunk], int, Callable[[Chunk, Part], None]], Iterator[Part]
-]
-"""How chunks are spread: `map_in_order` over processes here, or another that gives the same results in order."""
 
 
 def size_samples(
@@ -52,13 +47,11 @@ def size_samples(
     media_root: MediaRoot = None,
     allow_outside: bool = False,
     exif: Exif = "ignore",
-    max_pixels: int = MAX_PIXELS,
     max_tokens: int | None = None,
     unique_ids: bool = True,
     source_key: str | None = None,
     on_bad: Literal["error", "skip"] = "error",
     workers: int = 1,
-    map_chunks: MapChunks = map_in_order,
     resume_dir: Path | str | None = None,
     shard: tuple[int, int] | None = None,
     progress: Progress | None = None,
@@ -77,8 +70,7 @@ def size_samples(
     kept there: a killed pass started again takes them over, unless data file, tokenizer or settings have changed
     (images are not looked at again). With `shard` (i, n) only every n-th chunk from the i-th is sized and kept there,
     for any scheduler to spread over machines; the result holds no samples, and a last call without `shard` joins what
-    is kept. `map_chunks` spreads the chunks over processes of this machine, or elsewhere (`adapters.ray_data`). The
-    result does not depend on `workers`, `map_chunks` nor on interruptions.
+    is kept. The result does not depend on `workers` nor on interruptions.
 
     >>> import json, tempfile
     >>> from trimtab import describe
@@ -105,12 +97,11 @@ def size_samples(
             media_root=whole_root(sources, media_root),
             allow_outside=allow_outside,
             exif=exif,
-            max_pixels=max_pixels,
             clip_rule=clip_rule,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
         most_bad = _MAX_BAD if on_bad == "error" and shard is None else None
-        parts = _size_conversations(sources, settings, workers, map_chunks, kept_in, shard, progress, most_bad)
+        parts = _size_conversations(sources, settings, workers, kept_in, shard, progress, most_bad)
         if shard is not None:
             return _kept_shard(sources, shard, sum(map(len, parts)))
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
@@ -198,7 +189,6 @@ def _size_conversations(
     sources: Sequence[SourceFile],
     settings: SizerSettings,
     workers: int,
-    map_chunks: MapChunks,
     resume_dir: Path | None,
     shard: tuple[int, int] | None,
     progress: Progress | None,
@@ -207,9 +197,9 @@ def _size_conversations(
     rule = settings.image_rule
     if isinstance(rule, AskedImages):  # one question about all images, before any text is encoded
         alone = replace(settings, image_rule=SizesAlone(), clip_rule=None, tokenizer=None)
-        seen = _size_files(sources, alone, workers, map_chunks, resume_dir, shard, None, most_bad)
+        seen = _size_files(sources, alone, workers, resume_dir, shard, None, most_bad)
         rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
-    return _size_files(sources, settings, workers, map_chunks, resume_dir, shard, progress, most_bad)
+    return _size_files(sources, settings, workers, resume_dir, shard, progress, most_bad)
 
 
 _EXIF_ASSUMPTION: dict[Exif, str] = {
@@ -225,7 +215,6 @@ def _size_files(
     sources: Sequence[SourceFile],
     settings: SizerSettings,
     workers: int,
-    map_chunks: MapChunks,
     resume_dir: Path | None,
     shard: tuple[int, int] | None,
     progress: Progress | None,
@@ -258,7 +247,7 @@ def _size_files(
     lines = [0] * len(files)
     bad: list[BadSample] = []
     with _one_core_a_worker():
-        results = map_chunks(partial(_make_work, settings, resume_dir, most_bad), chunks(), workers, advance)
+        results = map_in_order(partial(_make_work, settings, resume_dir, most_bad), chunks(), workers, advance)
         for position, part in enumerate(results):
             number = order[position]
             parts[number].append(_place(part, files[number], lines[number]))

@@ -120,7 +120,6 @@ def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, table
         profile=case.setting.profile,
         memory_cap_bytes=case.budget.fill_bytes,
         variants=variants,
-        case=case,
         tables=tables,
     )
 

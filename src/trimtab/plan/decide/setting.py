@@ -230,7 +230,8 @@ def link_rates(cluster: ClusterSpec, dims: ParallelDims) -> dict[str, float]:
         "dp_bytes_per_s": cluster.ring_bytes_per_s(dims.replicas, stride=dims.tp),
         "expert_dp_bytes_per_s": cluster.ring_bytes_per_s(dims.expert_replicas, stride=dims.ep * dims.expert_tp),
         "cp_bytes_per_s": cluster.ring_bytes_per_s(dims.cp, stride=dims.tp),
-        "ep_bytes_per_s": cluster.all_to_all_bytes_per_s(dims.ep, stride=dims.expert_tp),
+        "ep_bytes_per_s": cluster.node_link_bytes_per_s,
+        "ep_in_node": max(1, cluster.devices_per_node // dims.expert_tp),
     }
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.timeline import Timeline
-from trimtab.plan.case import Case
 from trimtab.plan.estimates import find_baseline
 from trimtab.plan.plan import Plan
 from trimtab.specs import FloatArray, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
@@ -68,7 +67,6 @@ class PlanDetails:
     profile: Profile
     memory_cap_bytes: float  # per device: what it may be expected to hold
     variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
-    case: Case | None = field(default=None, repr=False)  # to solve and simulate more; None: of a plan made by hand
     # file name -> content of what lies beside the plan file, as its hashes name it
     tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils.operations import send_to_device
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from trimtab.errors import PlanError, SampleError, TrimtabError
@@ -150,7 +151,7 @@ class PlanDataLoader(DataLoader[Any]):
         self._settle()
 
     def _placed(self, batch: Any) -> Any:
-        return batch if self._device is None else _to_device(batch, self._device)
+        return batch if self._device is None else send_to_device(batch, self._device, non_blocking=True)
 
     def state_dict(self) -> dict[str, str | int]:
         """The place behind the last batch that was handed out."""
@@ -166,18 +167,6 @@ class PlanDataLoader(DataLoader[Any]):
         sampler.cursor = sampler.deal.advance(sampler.cursor, self._num_used)
         self._num_used = 0
         return sampler
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Every tensor of a batch, in dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        moved = {key: _to_device(item, device) for key, item in value.items()}
-        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
-    if type(value) in (list, tuple):
-        return type(value)(_to_device(item, device) for item in value)
-    return value
 
 
 def collate_packs(collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Mapping[str, Any]]], Any]:

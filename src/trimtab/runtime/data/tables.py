@@ -8,15 +8,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.balance.cost import LinearCost
-from trimtab.balance.dispatch import redispatch
-from trimtab.balance.packing import cost_column
 from trimtab.errors import PlanError
 from trimtab.files import blake2b, fingerprint_file
-from trimtab.options import Order
 from trimtab.plan.decide.packs import pack_contents
 from trimtab.plan.file.yaml import load_plan, read_npy, table_path
-from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
+from trimtab.specs import IntArray, Packing, Schedule
 
 _NAMES = ("offsets.npy", "indices.npy", "schedule.npy")
 
@@ -87,38 +83,6 @@ def hold_tables(packing: Packing, schedule: Schedule) -> PlanTables:
     return _tables(
         packing.offsets, packing.indices, schedule.table, digest=digest, seed=packing.seed, origin="the schedule"
     )
-
-
-def redeal_tables(
-    tables: PlanTables,
-    samples: SampleTable,
-    *,
-    dp: int,
-    num_microbatches: int | None = None,
-    order: Order = "tolerance",
-    cost: LinearCost | FloatArray | None = None,
-) -> PlanTables:
-    """The same packs in rows of alike ones for dp ranks that run at the same time; `samples` is the plan's table.
-
-    For many more ranks than planned, where ranks wait for one another otherwise. `sorted` evens most, `tolerance`
-    disturbs the shuffle least, `random` only closes gaps (see `dispatch_packs`); `cost` as in `pack_samples`.
-    Without `num_microbatches` a step keeps its number of packs where dp divides it, but not its very packs: they move
-    within 512 rows. So this is another plan with states of its own. Deterministic, so each rank may make it; reads the
-    whole plan: 0.15 CPU s for 1.24 M samples.
-    """
-    if len(tables.indices) and int(tables.indices.max()) >= len(samples):
-        raise PlanError(
-            f"the plan packs row {int(tables.indices.max())}, the sample table has {len(samples)}: give the table it "
-            "was made from (open_records(plan).samples)"
-        )
-    packing = Packing(offsets=tables.offsets, indices=tables.indices, limits=(), seed=tables.seed)
-    per_sample = (samples.num_patches, samples.num_tokens, cost_column(samples, cost))
-    columns = np.stack([packing.sums(column).astype(np.float64) for column in per_sample], axis=1)
-    schedule = Schedule(table=tables.schedule, order=order)
-    dealt = redispatch(
-        schedule, dp, columns=columns, num_microbatches=num_microbatches, keep_steps=False, seed=tables.seed
-    )
-    return hold_tables(packing, dealt)
 
 
 def _tables(

@@ -1,23 +1,25 @@
-"""Makes a model whose weights lie on several devices run: Accelerate's hook mechanism, one hook a unit of the map.
+"""Makes a model whose weights lie on several devices run: Accelerate's own hooks, one for each unit of the map.
 
-Accelerate's own hooks do the same for every leaf module. Here a unit's weights arrive together and leave together, a
-module of host memory may run there, and a tensor that many layers of a device read crosses to it once a forward.
+Between units a model's own code joins what they made: image features into embedded text, hidden states of several
+blocks, a table of positions with the patches. There, and in `generate`, operands that meet go to one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
-from accelerate.utils.operations import find_device, send_to_device
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode  # no public way to see the mode on top
+from torch.utils._pytree import tree_leaves, tree_map  # nested arguments; torch has no public way to walk them
 
 from trimtab.runtime.placing.device_units import CPU, DeviceUnit, DeviceUnits
-from trimtab.runtime.placing.meeting import Absent, Copies, Meeting
 from trimtab.runtime.placing.stored_weights import StoredTensor
+
+PIXELS = "pixel_values"  # and pixel_values_videos: what the vision tower alone reads, and the largest input by far
 
 
 def dispatch(model: Any, placed: DeviceUnits, stored: Mapping[str, StoredTensor]) -> None:
@@ -27,30 +29,33 @@ def dispatch(model: Any, placed: DeviceUnits, stored: Mapping[str, StoredTensor]
     """
     if all(device == CPU for device in (*(unit.runs_on for unit in placed.units), *placed.loose.values())):
         return  # nothing has to move
-    copies = Copies()
-    meeting = Meeting(copies)
-    skip_keys = frozenset(_names(getattr(model, "_skip_keys_device_placement", None)))
+    meeting, kept = Meeting(), _names(getattr(model, "_skip_keys_device_placement", None))
     for i, unit in enumerate(placed.units):
         module = model.get_submodule(unit.name)
-        hook = UnitHook(
-            unit.runs_on,
-            copies=copies,
-            meeting=meeting,
-            skip_keys=skip_keys,
-            streamed=_streamed(module, unit.name, unit.runs_on, stored) if unit.streamed else (),
-            leave_on=_next_gpu(placed.units[i + 1 :]) if unit.runs_on == CPU else None,
+        weights = _Weights(module, unit.name, stored) if unit.streamed else None
+        hook = AlignDevicesHook(
+            unit.runs_on, offload=unit.streamed, weights_map=weights, place_submodules=True, skip_keys=kept
         )
         add_hook_to_module(module, hook)
+        module.forward = meeting.paused_in(module.forward)
+        gpu = _next_gpu(placed.units[i + 1 :])
+        if unit.runs_on == CPU and gpu is not None:  # so that many layers do not each fetch what is made of it
+            module.register_forward_hook(functools.partial(_leave, gpu))
     if model.device != placed.main:  # that of the first parameter, which `generate` takes for that of the inputs
         where = torch.empty(0, dtype=model.dtype, device=placed.main)
         model.register_parameter("_where", nn.Parameter(where, requires_grad=False))
-    add_hook_to_module(model, RootHook(placed.main, copies=copies, skip_keys=skip_keys))
-    model.forward = meeting.around(model.forward)
+    root = AlignDevicesHook(placed.main, io_same_device=True, skip_keys=[PIXELS, f"{PIXELS}_videos", *kept])
+    add_hook_to_module(model, root)
+    model.forward = meeting.open_in(model.forward)
     if hasattr(model, "generate"):  # which may call parts of the model itself
-        model.generate = meeting.around(model.generate)
+        model.generate = meeting.open_in(model.generate)
 
 
-def _names(keys: object) -> Sequence[str]:
+def _leave(gpu: torch.device, _: nn.Module, __: Any, output: Any) -> Any:
+    return output.to(gpu) if isinstance(output, torch.Tensor) else output
+
+
+def _names(keys: object) -> list[str]:
     return [keys] if isinstance(keys, str) else list(keys) if isinstance(keys, (list, tuple, set)) else []
 
 
@@ -58,97 +63,78 @@ def _next_gpu(units: Sequence[DeviceUnit]) -> torch.device | None:
     return next((unit.runs_on for unit in units if unit.runs_on != CPU), None)
 
 
-PIXELS = "pixel_values"  # and pixel_values_videos: what the vision tower alone reads, and the largest input by far
+class _Weights(Mapping[str, torch.Tensor]):
+    """Parameters of a unit by their names in it; those that stay on disk are mapped when they are asked for."""
+
+    def __init__(self, module: nn.Module, prefix: str, stored: Mapping[str, StoredTensor]) -> None:
+        self._found = {
+            name: stored.get(f"{prefix}.{name}".lstrip("."), parameter.data)
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        found = self._found[name]
+        return found.map() if isinstance(found, StoredTensor) else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Streamed:
-    """A parameter that is on its device only while its unit runs."""
+# -- between units ----------------------------------------------------------------------------------------------------
 
-    owner: nn.Module
-    name: str
-    absent: Absent
-
-    def bring(self) -> None:
-        self.owner._parameters[self.name] = nn.Parameter(self.absent.bring(), requires_grad=False)
-
-    def drop(self) -> None:
-        self.owner._parameters[self.name] = self.absent
+_MIXED = frozenset({"to", "copy_", "type_as", "set_", "__get__", "__set__"})  # take tensors of two devices
+_IN_PLACE = frozenset({"__setitem__", "__getitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__"})
 
 
-def _streamed(
-    module: nn.Module, prefix: str, device: torch.device, stored: Mapping[str, StoredTensor]
-) -> tuple[_Streamed, ...]:
-    """Takes the parameters off a module, and puts its buffers where it runs."""
-    found = []
-    for path, owner in module.named_modules(prefix=prefix):
-        owner._buffers.update({k: b if b is None else b.to(device) for k, b in owner._buffers.items()})
-        for name, parameter in list(owner._parameters.items()):
-            if parameter is None:
-                continue
-            source = stored.get(f"{path}.{name}".lstrip("."), parameter.data)
-            absent = Absent.of(parameter, source, device)
-            found.append(_Streamed(owner, name, absent))
-            owner._parameters[name] = absent
-    return tuple(found)
+class Meeting(TorchFunctionMode):
+    """Before an operation on tensors of several devices, all go to that of the tensor which it changes, or else of the
+    largest. Units move their inputs by themselves, so nothing is watched inside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open = False
+
+    def open_in(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._open:
+                return call(*args, **kwargs)
+            self._open = True
+            try:
+                with self:
+                    return call(*args, **kwargs)
+            finally:
+                self._open = False
+
+        return watched
+
+    def paused_in(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def unwatched(*args: Any, **kwargs: Any) -> Any:
+            if _get_current_function_mode() is not self:  # type: ignore[no-untyped-call] # another mode lies above it
+                return call(*args, **kwargs)
+            self.__exit__(None, None, None)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.__enter__()  # type: ignore[no-untyped-call]
+
+        return unwatched
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        leaves = [] if name in _MIXED else tree_leaves((args, kwargs))
+        operands = [x for x in leaves if _has_a_place(x)]
+        if len({x.device for x in operands}) > 1:
+            changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+            first = operands[0] if changes else max(operands, key=lambda x: x.numel() * x.element_size())
+            args, kwargs = tree_map(lambda x: x.to(first.device) if _has_a_place(x) else x, (args, kwargs))
+        return func(*args, **kwargs)
 
 
-class RootHook(ModelHook):  # type: ignore[misc]
-    """Inputs to the main device, results back to where they came from; pixels straight to the unit that reads them."""
-
-    def __init__(self, main: torch.device, *, copies: Copies, skip_keys: frozenset[str]) -> None:
-        self.execution_device = main
-        self._copies, self._skip_keys = copies, skip_keys
-        self._came_from: torch.device | None = None
-
-    def pre_forward(
-        self,
-        _module: nn.Module,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tokens = [kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None]
-        self._came_from = find_device([tokens, args, kwargs])
-        stays = {key for key in kwargs if key.startswith(PIXELS)} | self._skip_keys
-        return self._copies.move_inputs(args, kwargs, self.execution_device, stays)
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
-        self._copies.forget()
-        return output if self._came_from is None else send_to_device(output, self._came_from, skip_keys=self._skip_keys)
-
-
-class UnitHook(ModelHook):  # type: ignore[misc] # Accelerate's hooks are untyped
-    """Inputs and streamed weights to where the unit runs, before it runs; the weights dropped behind it."""
-
-    def __init__(
-        self,
-        runs_on: torch.device,
-        *,
-        copies: Copies,
-        meeting: Meeting,
-        skip_keys: frozenset[str],
-        streamed: tuple[_Streamed, ...],
-        leave_on: torch.device | None,
-    ) -> None:
-        self.execution_device = runs_on
-        self._copies, self._skip_keys, self._streamed, self._leave_on = copies, skip_keys, streamed, leave_on
-        self._meeting, self._paused = meeting, False
-
-    def pre_forward(
-        self,
-        _module: nn.Module,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._paused = self._meeting.pause()
-        for weight in self._streamed:
-            weight.bring()
-        return self._copies.move_inputs(args, kwargs, self.execution_device, self._skip_keys)
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
-        for weight in self._streamed:
-            weight.drop()
-        moved = output if self._leave_on is None else self._copies.move(output, self._leave_on)
-        if self._paused:
-            self._meeting.resume()
-        return moved
+def _has_a_place(x: Any) -> bool:
+    """Scalars of the host go with any tensor."""
+    return isinstance(x, torch.Tensor) and (x.dim() > 0 or x.device.type != "cpu")
