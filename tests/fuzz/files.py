@@ -116,9 +116,12 @@ def small_files(folder: Path) -> Try:
         "runs.json": ({"format": FORMAT, "runs": [run]}, lambda path: read_runs(path, model, device)),
     }
 
+    # Transformers is asked for an odd configuration, in a process of its own
+    names = [name for name in sorted(readers) for _ in range(1 if name == "config.json" else 20)]
+
     def try_seed(seed: int) -> None:
         draw = random.Random(seed)
-        name = draw.choice(sorted(readers))
+        name = draw.choice(names)
         content, read = readers[name]
         if draw.random() < 0.6:
             content = reshaped(content, draw)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -90,8 +91,12 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def main() -> None:
     """Run the command line; the one place where errors become messages and exit codes."""
     warnings.showwarning = lambda message, *_: print(f"trimtab: warning: {message}", file=sys.stderr)
-    if sys.stdout is None:  # `>&-`
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open to the end)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # `>&-`
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open to the end)
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of characters that the terminal lacks
     try:
         try:
             app()
