@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trimtab.costs.profile import FORMAT
+from trimtab.plan.file.placement import PlacementFile
 from trimtab.plan.plan import Plan
 from trimtab.specs import Profile
 from trimtab.typed_json import has_default
@@ -58,7 +59,7 @@ def schemas() -> dict[str, dict[str, Any]]:
     """By file name; a profile carries its format too."""
     profile = schema_of(Profile)
     profile["properties"] = {"format": {"const": FORMAT}, **profile["properties"]}
-    found = {"plan": schema_of(Plan), "profile": profile}
+    found = {"plan": schema_of(Plan), "placement": schema_of(PlacementFile), "profile": profile}
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {f"{name}.schema.json": {"$schema": draft, "title": name, **schema} for name, schema in found.items()}
 

@@ -111,6 +111,7 @@ from trimtab.placement.machine import parse_machine as parse_machine
 from trimtab.placement.workload import Workload as Workload
 from trimtab.placement.place import place as place
 from trimtab.placement.placed import Placement as Placement
+from trimtab.plan.file.placement import load_placement as load_placement
 from trimtab.runtime.placing.load import (
     load_placed as load_placed,
     move_inputs as move_inputs,

@@ -79,13 +79,13 @@ def test_finished_chunks_are_kept_behind_an_address(store: Path, monkeypatch: py
 
 def test_a_plan_leads_to_its_addresses(store: Path, tmp_path: Path) -> None:
     from trimtab.cli.show import data_files
-    from trimtab.plan.file.yaml import plan_to_yaml
+    from trimtab.plan.file.yaml import record_to_yaml
     from trimtab.samples.sources import find_sources
 
     sources = find_sources("memory://bucket/data.jsonl", "memory://bucket/data.jsonl=memory://bucket")
     (file,) = data_files(sources)
     assert (file.path, file.media_root) == ("memory://bucket/data.jsonl", "memory://bucket")
-    assert "memory://bucket" in plan_to_yaml(file)
+    assert "memory://bucket" in record_to_yaml(file)
 
 
 def test_no_image_lies_outside_the_address(store: Path) -> None:

@@ -11,7 +11,6 @@ from trimtab.cli.check import PlanArgument
 from trimtab.cli.frameworks import add_frameworks
 from trimtab.cli.options import Verbs
 from trimtab.cli.output import JsonOption, log, print_json
-from trimtab.errors import ConfigError
 from trimtab.options import DType, MapRule
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def torchserve(
 
 # -- serving engines -------------------------------------------------------------------------------------------------
 
-PlacedArgument = Annotated[Path, typer.Argument(help="Folder that `trimtab map --out` wrote, or its map.json.")]
+PlacedArgument = Annotated[Path, typer.Argument(help="Folder that `trimtab map --out` wrote, or its placement.yaml.")]
 
 
 @app.command("vllm")
@@ -112,12 +111,9 @@ def sglang(placed: PlacedArgument, as_json: JsonOption = False) -> None:
 
 def _print_stages(placed: Path, engine: Literal["vllm", "sglang"], as_json: bool) -> None:
     from trimtab.adapters.engines import count_placed_layers
-    from trimtab.serve.device_map import read_device_map
+    from trimtab.plan.file.placement import load_placement
 
-    placed = placed / "map.json" if placed.is_dir() else placed
-    if not placed.is_file():
-        raise ConfigError(f"there is no map at {placed}: give the folder, or the map.json, of `trimtab map --out`")
-    stages = count_placed_layers(read_device_map(placed).device_map or {})
+    stages = count_placed_layers(load_placement(placed).device_map)
     if as_json:
         print_json({"environment": stages.environment(engine), "layers": stages.layers, "gpus": stages.gpus})
         return

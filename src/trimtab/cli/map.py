@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trimtab import __version__
 from trimtab.cli.data import ImageOptions
 from trimtab.cli.describe import ConfigArgument
 from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, given_command, log, print_json
 from trimtab.errors import TrimtabError
-from trimtab.files import write_atomically
 from trimtab.placement.workload import Workload
 
 if TYPE_CHECKING:
@@ -53,7 +50,7 @@ def map_model(
     ] = "auto",
     reserve: Annotated[float, typer.Option(min=0, max=90, help="Per cent of each GPU to keep free.")] = 3,
     compare: Annotated[bool, typer.Option("--compare", help="Compare with the maps of public tools.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for map.json, which loaders and servers read.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for placement.yaml and map.json.")] = None,
     counting: ImageOptions,
     as_json: JsonOption = False,
 ) -> None:
@@ -70,12 +67,10 @@ def map_model(
         placement = place(model, machine, workload, objective=objective)
     compared = compare_maps(config, model, machine, workload) if compare else []
     if out is not None:
-        content = {
-            "created_by": f"trimtab {__version__}",
-            "command": given_command(context, without=("out", "as_json")),
-            **_as_json(placement, compared),
-        }
-        write_atomically(out / "map.json", json.dumps(content, indent=1) + "\n")
+        from trimtab.plan.file.placement import placement_file, write_placement
+
+        command = given_command(context, without=("out", "as_json"))
+        write_placement(out, placement_file(model, machine, workload, placement, compared, command), placement)
     if as_json:
         print_json(_as_json(placement, compared))
         return
@@ -83,7 +78,7 @@ def map_model(
 
     print_placement(placement, compared, console())
     if out is not None:
-        log(f"wrote {out / 'map.json'}")
+        log(f"wrote {out / 'placement.yaml'} and {out / 'map.json'}")
 
 
 def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Workload) -> list[Assessed]:

@@ -12,6 +12,7 @@ from trimtab.placement.device_bytes import DeviceUse
 from trimtab.placement.placed import Placement
 from trimtab.placement.split_model import Assessed
 from trimtab.plan.file.modules import fold_modules
+from trimtab.plan.file.placement import summary
 from trimtab.report.table import Cell, Column, Table, numeric, print_table
 from trimtab.report.words import clean, memory_scale
 from trimtab.units import format_bytes
@@ -84,7 +85,7 @@ def _device_name(use: DeviceUse) -> str:
 
 def print_placement(placement: Placement, compared: Sequence[Assessed], console: Console) -> None:
     """What `trimtab map` prints: a summary, bytes and modules of every device, then the public maps."""
-    console.print(Text(clean(_summary(placement), limit=800)))
+    console.print(Text(clean(summary(placement), limit=800)))
     print_table(_devices_table(placement), console)
     for use in placement.uses:
         if use.modules:
@@ -93,19 +94,3 @@ def print_placement(placement: Placement, compared: Sequence[Assessed], console:
         console.print(Text(f"computed in host memory: {clean(', '.join(placement.run_on_cpu))}"))
     if compared:
         print_table(_rules_table(placement, compared), console)
-
-
-def _summary(placement: Placement) -> str:
-    used = [use for use in placement.uses if isinstance(use.device, int) and use.total_bytes]
-    num = sum(isinstance(use.device, int) for use in placement.uses)
-    text = (
-        f"{placement.model} on {len(used)} of {num} GPUs; the fullest takes {100 * placement.fullest:.1f} % of what is "
-        f"free on it."
-    )
-    if placement.spilled:
-        size = sum(x.weight_bytes for x in placement.spilled)
-        text += (
-            f" {format_bytes(size)} of weights lie elsewhere, and {format_bytes(placement.moved_bytes)} move for each "
-            "batch of requests."
-        )
-    return text

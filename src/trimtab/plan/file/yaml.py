@@ -7,7 +7,7 @@ import io
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,10 @@ import numpy.typing as npt
 from trimtab.errors import PlanError, join_problems, refuse_type
 from trimtab.files import blake2b
 from trimtab.plan.plan import PLAN_VERSION, Plan, TableFile
-from trimtab.typed_json import parse_yaml, read_typed
+from trimtab.typed_json import ReadNumber, parse_yaml, read_typed
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _MAX_BYTES = 16 * 2**20
 _MAX_INLINE_KEYS = 7
@@ -78,6 +81,11 @@ def table_path(folder: Path, name: str) -> Path:
 
 def plan_to_yaml(plan: Plan) -> str:
     """The plan as text; the same plan gives the same bytes on every machine."""
+    return record_to_yaml(plan)
+
+
+def record_to_yaml(record: DataclassInstance) -> str:
+    """A plan, or another record of the same kind of file, a key of the text for each field."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -100,8 +108,8 @@ def plan_to_yaml(plan: Plan) -> str:
         _Prose, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style=">")
     )
     parts: list[str] = []
-    for field in dataclasses.fields(plan):
-        value = getattr(plan, field.name)
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
         width = 1_000_000  # a row is a line, however long
         if field.name == "summary":
             value, width = _Prose(value), 100
@@ -158,23 +166,28 @@ def _plain(value: Any, *, name: str, in_list: bool = False) -> Any:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
+def read_file(path: Path | str, what: str, *, wrote: str) -> tuple[str, str]:
+    """Path and text of a file of this kind ("plan"), or of `plan.yaml` in a folder; `wrote` is the command for it."""
+    refuse_type(what, path, Path | str, f"the path of a {what}.yaml")
+    path = Path(path)
+    path = path / f"{what}.yaml" if path.is_dir() else path
+    if not path.is_file():
+        raise PlanError(f"there is no {what} at {path}: give a {what}.yaml, or the folder that `{wrote}` wrote")
+    if path.stat().st_size > _MAX_BYTES:
+        raise PlanError(f"{path} has {path.stat().st_size} bytes, more than any {what}: give a {what}.yaml")
+    try:
+        return str(path), path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path} is not text: give a {what}.yaml") from error
+
+
 def load_plan(path: Path | str) -> Plan:
     """The plan in a file, or in the `plan.yaml` of a folder; all problems of the file are named at once.
 
     Use it to read the decisions of a plan in your own code; `write_plan` has an example. Raises `PlanError`.
     """
-    refuse_type("plan", path, Path | str, "the path of a plan.yaml")
-    path = Path(path)
-    path = path / "plan.yaml" if path.is_dir() else path
-    if not path.is_file():
-        raise PlanError(f"there is no plan at {path}: give a plan.yaml, or the folder that `trimtab plan` wrote")
-    if path.stat().st_size > _MAX_BYTES:
-        raise PlanError(f"{path} has {path.stat().st_size} bytes, more than any plan: give a plan.yaml")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path} is not text: give a plan.yaml") from error
-    return plan_from_yaml(text, origin=str(path))
+    origin, text = read_file(path, "plan", wrote="trimtab plan")
+    return plan_from_yaml(text, origin=origin)
 
 
 def open_plan(path: Path | str) -> tuple[Plan, Path]:
@@ -189,27 +202,8 @@ def plan_folder(path: Path) -> Path:
 
 def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
     """Parse and validate a plan; an unknown key is a warning, an unknown major version or wrong type an error."""
-    try:
-        content = parse_yaml(text)
-    except ValueError as error:
-        raise PlanError(f"{origin} is not YAML ({error}): give a plan that `trimtab plan` wrote") from None
-    if not isinstance(content, dict):
-        raise PlanError(f"{origin} holds no mapping at its top: give a plan that `trimtab plan` wrote")
-    written = content.get("plan_version")
-    if not isinstance(written, str):
-        raise PlanError(f"{origin} has no plan_version in quotes: give a plan that `trimtab plan` wrote")
-    if written.split(".")[0] != PLAN_VERSION.split(".")[0]:
-        raise PlanError(f"{origin} has plan_version {written}, this trimtab reads {PLAN_VERSION}: make the plan again")
-    problems, unknown = list[str](), list[str]()
-    plan = read_typed(Plan, content, "", problems, read_number=_read_number, unknown=unknown)
-    for key in unknown:
-        if removed := _REMOVED_KEYS.get(key.rpartition(".")[2]):
-            raise PlanError(f"{origin}: {key} asks for {removed}, which trimtab has no more: make the plan again")
-    if problems:
-        raise PlanError(join_problems([f"{origin}: {problem}" for problem in problems]))
-    for key in unknown:
-        warnings.warn(f"{origin}: key {key} is unknown and ignored", stacklevel=2)
-    assert isinstance(plan, Plan)
+    version = ("plan_version", PLAN_VERSION)
+    plan = record_from_yaml(text, Plan, origin=origin, version=version, verb="plan", read_number=_read_number)
     if not plan.decisions.stages:
         raise PlanError(f"{origin}: decisions.stages is empty: make the plan again")
     return plan
@@ -245,3 +239,44 @@ def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> fl
     if value == 0 and name in _ABOVE_ZERO:
         problems.append(f"{place} is 0, and a plan has 1 or more: make the plan again")
     return value if kind is int else float(value)
+
+
+_Record = TypeVar("_Record")
+
+
+def record_from_yaml(
+    text: str,
+    kind: type[_Record],
+    *,
+    origin: str,
+    version: tuple[str, str],
+    verb: str,
+    read_number: ReadNumber = lambda _place, kind, value, _problems: kind(value),
+) -> _Record:
+    """What `record_to_yaml` wrote of a `kind`; `version` is its key and our own value, `verb` the one that writes it.
+
+    The file is called a `verb` in messages too.
+    """
+    try:
+        content = parse_yaml(text)
+    except ValueError as error:
+        raise PlanError(f"{origin} is not YAML ({error}): give a {verb} that `trimtab {verb}` wrote") from None
+    if not isinstance(content, dict):
+        raise PlanError(f"{origin} holds no mapping at its top: give a {verb} that `trimtab {verb}` wrote")
+    key_name, ours = version
+    written = content.get(key_name)
+    if not isinstance(written, str):
+        raise PlanError(f"{origin} has no {key_name} in quotes: give a {verb} that `trimtab {verb}` wrote")
+    if written.split(".")[0] != ours.split(".")[0]:
+        raise PlanError(f"{origin} has {key_name} {written}, this trimtab reads {ours}: make the {verb} again")
+    problems, unknown = list[str](), list[str]()
+    record = read_typed(kind, content, "", problems, read_number=read_number, unknown=unknown)
+    for key in unknown:
+        if removed := _REMOVED_KEYS.get(key.rpartition(".")[2]):
+            raise PlanError(f"{origin}: {key} asks for {removed}, which trimtab has no more: make the {verb} again")
+    if problems:
+        raise PlanError(join_problems([f"{origin}: {problem}" for problem in problems]))
+    for key in unknown:
+        warnings.warn(f"{origin}: key {key} is unknown and ignored", stacklevel=2)
+    assert isinstance(record, kind)
+    return record

@@ -1,0 +1,122 @@
+"""placement.yaml: written the same everywhere, read back whole, refused with all its problems at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from trimtab.errors import PlanError
+from trimtab.models.describe import describe
+from trimtab.placement.machine import parse_machine
+from trimtab.placement.place import place
+from trimtab.placement.split_model import assess_map, split_model_map
+from trimtab.placement.workload import Workload
+from trimtab.plan.file.placement import load_placement, placement_file, write_placement
+from trimtab.plan.file.yaml import record_to_yaml
+
+MODEL = describe("Qwen2.5-VL-7B")
+MACHINE = parse_machine("12GiB,2xA100-80GB:8GiB", cpu="16GiB")
+WORK = Workload(batch=2, seq_len=512, images=((1024, 1024), (1024, 1024), (640, 480)))
+
+
+def written(folder: Path, machine=MACHINE):
+    placement = place(MODEL, machine, WORK)
+    other = assess_map(MODEL, machine, WORK, split_model_map(MODEL, len(machine.gpus)), rule="split_model")
+    record = placement_file(MODEL, machine, WORK, placement, [other], "trimtab map")
+    write_placement(folder, record, placement)
+    return placement, record
+
+
+def test_what_was_written_is_what_is_read(tmp_path):
+    placement, record = written(tmp_path)
+    found = load_placement(tmp_path)
+    assert found == record == load_placement(tmp_path / "placement.yaml")
+    assert found.device_map == dict(placement.device_map)
+    assert found.inputs.model.config_blake2b == MODEL.config_blake2b
+    assert found.inputs.workload.images == ("1024x1024,2", "640x480")
+
+
+def test_a_spilled_map_says_which_gpu_each_layer_is_copied_to(tmp_path):
+    placement, _ = written(tmp_path, parse_machine("7GiB,6GiB", cpu="16GiB"))
+    assert set(placement.runs_on.values()) == {0, 1}
+    assert set(placement.runs_on) | set(placement.run_on_cpu) == {
+        name for name, home in placement.device_map.items() if home == "cpu"
+    }
+    found = load_placement(tmp_path)
+    assert found.runs_on == placement.runs_on
+    assert found.decisions.run_on_cpu == placement.run_on_cpu
+    assert json.loads((tmp_path / "map.json").read_text()) == {
+        "device_map": dict(placement.device_map),
+        "runs_on": placement.runs_on,
+        "run_on_cpu": list(placement.run_on_cpu),
+    }
+    rows = [line for line in (tmp_path / "placement.yaml").read_text().splitlines() if "runs_on" in line]
+    assert [re.search(r"device: cpu, runs_on: \d, modules", line) is not None for line in rows] == [True] * 2
+
+
+def test_the_same_placement_gives_the_same_bytes_and_rows_take_a_line(tmp_path):
+    written(tmp_path / "a")
+    written(tmp_path / "b")
+    text = (tmp_path / "a" / "placement.yaml").read_text()
+    assert text == (tmp_path / "b" / "placement.yaml").read_text()
+    assert text.startswith('placement_version: "1.0"\n')
+    assert re.search(r"^    - \{device: 0, modules: \[.*\]\}$", text, re.M)
+    assert "'model.visual.blocks[0..31]'" in text or "model.visual.blocks[" in text
+
+
+def test_placement_v1_0_still_loads():
+    found = load_placement(Path(__file__).parents[1] / "golden" / "placement_v1_0.yaml")
+    assert found.inputs.model.name == "Qwen2.5-VL-7B"
+    assert len(found.device_map) == len(MODEL.layers) + 2
+    assert set(found.device_map) >= {layer.name for layer in MODEL.layers}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (('placement_version: "1.0"', 'placement_version: "2.0"'), "this trimtab reads 1.0"),
+        (('placement_version: "1.0"', "placement_version: 1.0"), "no placement_version in quotes"),
+        (("batch: 2", "batch: many"), r"inputs.workload.batch"),
+        (("  objective: memory\n", ""), "objective"),
+    ],
+)
+def test_a_file_that_is_no_placement_is_refused(tmp_path, change, reason):
+    written(tmp_path)
+    path = tmp_path / "placement.yaml"
+    path.write_text(path.read_text().replace(*change))
+    with pytest.raises(PlanError, match=reason):
+        load_placement(path)
+
+
+def test_an_unknown_key_is_a_warning(tmp_path):
+    written(tmp_path)
+    path = tmp_path / "placement.yaml"
+    path.write_text(path.read_text() + "mood: good\n")
+    with pytest.warns(UserWarning, match="key mood is unknown"):
+        load_placement(path)
+
+
+def test_a_missing_binary_or_huge_file_is_refused(tmp_path):
+    with pytest.raises(PlanError, match="there is no placement at"):
+        load_placement(tmp_path)
+    path = tmp_path / "placement.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match="is not text"):
+        load_placement(path)
+    path.write_bytes(b"x" * (16 * 2**20 + 1))
+    with pytest.raises(PlanError, match="more than any placement"):
+        load_placement(path)
+
+
+def test_estimates_add_up_to_the_placement():
+    placement = place(MODEL, MACHINE, WORK)
+    record = placement_file(MODEL, MACHINE, WORK, placement)
+    for row, use in zip(record.estimates.devices, placement.uses, strict=True):
+        parts = row.weights_gib + row.kv_gib + row.activations_gib + row.streamed_gib + row.reserve_gib
+        assert parts == pytest.approx(row.total_gib, abs=0.003)
+        assert row.total_gib == pytest.approx(use.total_bytes / 2**30, abs=0.001)
+    assert f"{100 * placement.fullest:.1f} %" in record.summary
+    assert record_to_yaml(record).count("\n") < 60
