@@ -89,7 +89,7 @@ def told_of_compiling() -> Iterator[None]:
     """Says once that loops are being compiled, should any be: the reason why a machine's first run takes longer."""
     from numba.core import event
 
-    class Teller(event.Listener):  # type: ignore[misc]  # numba has no types  # type: ignore[misc]  # numba has no types
+    class Teller(event.Listener):  # type: ignore[misc]  # numba has no types
         is_told = False
 
         def on_start(self, _: event.Event) -> None:
