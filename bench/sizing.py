@@ -142,7 +142,7 @@ def time_parts(data: Path, model: Path) -> None:
     start = clock()
     conversations = [read_conversation(record.value) for record in records]
     times["conversations"] = clock() - start
-    media = MediaFolder(data.parent, allow_outside=False, exif="ignore", max_pixels=10**8)
+    media = MediaFolder(data.parent, allow_outside=False, exif="ignore")
     start = clock()
     sizes = [[media.image_size(image) for image in conversation.images] for conversation in conversations]
     times["image headers"] = clock() - start

@@ -37,18 +37,3 @@ def test_options_reach_the_writer(run: Run, planned: Path, drawn: Path, tmp_path
         record = json.loads(file.readline())
     assert {"pack", "num_patches"} <= record.keys()
     assert "length" not in record
-
-
-def test_a_plan_of_saved_sizes_leads_to_its_data(run: Run, drawn: Path, tmp_path: Path) -> None:
-    sizes = tmp_path / "sizes.npz"
-    words = ["--model", "Qwen2.5-VL-7B", "--tokenizer", drawn / "tokenizer.json", "--out", sizes]
-    assert run("size", drawn / "data.jsonl", *words).code == 0
-    words = ["--cluster", "8xA100-80GB", "--pp", "2", "--num-microbatches", "4", "--out", tmp_path / "plan"]
-    assert run("plan", "Qwen2.5-VL-7B", sizes, *words).code == 0
-    result = run("export", "npy", tmp_path / "plan", "--out", tmp_path / "npy")
-    assert result.code == 0, result.err
-    result = run("export", "npy", tmp_path / "plan", "--out", tmp_path / "npy", "--data", sizes)
-    assert result.code == 2
-    assert "sizes.npz holds sizes and no records: name the data files that were sized" in result.err
-    result = run("export", "npy", tmp_path / "plan", "--out", tmp_path / "npy", "--data", drawn / "data.jsonl")
-    assert result.code == 0, result.err

@@ -49,7 +49,10 @@ def test_hostile_input_ends_in_one_sentence(
         write(tmp_path / name, content, planned)
     before = sorted(tmp_path.rglob("*"))
     places = {"tokenizer": drawn / "tokenizer.json", "table": planned / "samples.npz", "plan": planned}
-    words = [re.sub(r"\{(tokenizer|table|plan)\}", lambda m: str(places[m[1]]), x) for x in shlex.split(case["run"])]
+    places["data"] = drawn / "data.jsonl"
+    words = [
+        re.sub(r"\{(data|tokenizer|table|plan)\}", lambda m: str(places[m[1]]), x) for x in shlex.split(case["run"])
+    ]
     result = run(*words)
     assert result.code == case["exit"], result
     assert "Traceback" not in result.err
@@ -57,5 +60,11 @@ def test_hostile_input_ends_in_one_sentence(
     assert sorted(tmp_path.rglob("*")) == before, "something was written"
 
 
+def test_with_json_the_sentence_is_on_stdout_too(run: Run) -> None:
+    result = run("describe", "no-such-model", "--json")
+    assert result.code == 2
+    assert result.err == f"trimtab: {result.json['error']}\n"
+
+
 def test_the_corpus_holds_as_many_cases_as_it_should() -> None:
-    assert len(CASES) >= 150
+    assert len(CASES) >= 320

@@ -114,28 +114,6 @@ def test_a_map_that_spills_onto_host_memory_is_no_set_of_stages(run: Run, tmp_pa
     assert "keeps modules on cpu" in found.err
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--gpus", "lots"], "no device is called"),
-        (["--gpus", "4x24"], "'24' names no unit, and so few bytes hold nothing: write 24GiB"),
-        (["--gpus", "4x24GiB", "--cpu", "64"], "'64' names no unit"),
-        (["--gpus", "4x24GiB", "--images", "big"], "names no images"),
-        (["--gpus", "4x24GiB", "--images", "100x100,0"], "names no images"),
-        (["--gpus", "4x24GiB", "--quant", "gguf"], "quant 'gguf' has no formula"),
-        (["--gpus", "2x6GiB"], "of weights find no place"),
-        (["--gpus", "2x6GiB", "--cpu", "lots"], "size in bytes"),
-        (["--gpus", "0GiB"], "no GPU has memory free"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_code_2(run: Run, words: list[str], reason: str, tmp_path: Path):
-    found = run("map", MODEL, *words, "--out", tmp_path / "p")
-    assert found.code == 2
-    assert reason in found.err
-    assert "Traceback" not in found.err
-    assert not (tmp_path / "p").exists()
-
-
 def test_export_needs_something_that_was_placed(run: Run, tmp_path: Path):
     found = run("export", "vllm", tmp_path)
     assert found.code == 2

@@ -127,37 +127,6 @@ def test_logged_runs_are_fitted_and_shown_beside_the_fit(run: Run, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*QWEN], "no device was named: give --device as in H200, or --timed"),
-        ([*QWEN, "--device", "Abacus"], "no device is called 'Abacus'"),
-        (
-            [*QWEN, "--device", "H200", "--sizes", "64"],
-            "--sizes were given, and rows are chosen where nothing is timed",
-        ),
-        ([*QWEN, "--timed", "--from-logs", "x.json"], "--timed and --from-logs were both given"),
-        ([*QWEN, "--timed", "--tp", "2"], "tp 2 was to be timed on one device"),
-        ([*QWEN, "--timed", "--fused-kernels"], "fused kernels were to be timed"),
-        ([*QWEN, "--traced"], "no device was named: give --device as in H200"),
-        ([*QWEN, "--device", "H200", "--traced", "--timed"], "--timed and --traced were both given"),
-        ([*QWEN, "--device", "H200", "--traced", "--from-logs", "x.json"], "--traced and --from-logs were both given"),
-        ([*QWEN, "--device", "H200", "--traced", "--tp", "2"], "tp 2 was to be traced, and real layers are whole"),
-        ([*QWEN, "--device", "H200", "--traced", "--sizes", "64"], "--sizes were given, and rows are chosen"),
-        (["check", "--flags", "--x", "--for", "megatron", "--memory"], "--memory was asked for with --flags"),
-        ([*QWEN, "--device", "H200", "--from-logs", "no-such.json"], "no-such.json"),
-        ([*QWEN, "--device", "H200", "--tp", "3"], "tp 3 cannot share"),
-        (["profile", "no-such-model", "--device", "H200"], "config.json"),
-        (["plan", "Qwen2.5-VL-7B", "x.jsonl", "--cluster", "8xH200", "--profile", "no-such.json"], "no-such.json"),
-    ],
-)
-def test_bad_input_is_one_sentence(run: Run, words: list[str], message: str) -> None:
-    result = run(*words, "--json")
-    assert result.code == 2, result
-    assert "Traceback" not in result.err
-    assert message in result.json["error"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
         (["--device", "tpu"], "which torch does not call so: give cpu, cuda or cuda:1"),
         (["--device", "cpu", "--sizes", "many"], "sizes 'many' are not numbers of rows: write them as 1024,4096"),
         (["--device", "cpu", "--sizes", "2"], "each of 16 rows or more"),

@@ -43,18 +43,3 @@ def test_a_model_that_the_rule_cannot_divide(run):
 )
 def test_flags_that_say_the_split(counts, flags):
     assert megatron_flags(counts)[0] == flags
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["Qwen2-VL-7B", "--pp", "29"], "splits into 2 to 28 stages"),
-        (["Qwen2-VL-7B", "--first", "40"], "cannot have 40 of 28 language layers"),
-        (["Qwen2-VL-7B", "--image", "224"], "is not an image size"),
-        (["Qwen3-VL-30B-A3B"], "has experts or none"),
-    ],
-)
-def test_bad_input(run, words, sentence):
-    done = run("uneven", *words)
-    assert done.code == 2
-    assert sentence in done.err

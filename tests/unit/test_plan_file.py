@@ -17,11 +17,6 @@ from trimtab.plan.file.yaml import array_bytes, load_array, load_plan, name_tabl
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def test_a_plan_reads_back_as_it_was_written() -> None:
-    plan = small_plan()
-    assert plan_from_yaml(plan_to_yaml(plan)) == plan
-
-
 def test_keys_keep_the_order_of_the_fields_and_rows_stay_on_one_line() -> None:
     text = plan_to_yaml(small_plan())
     keys = [line.split(":")[0] for line in text.splitlines() if line and not line.startswith((" ", "-"))]
@@ -32,12 +27,8 @@ def test_keys_keep_the_order_of_the_fields_and_rows_stay_on_one_line() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("plan_v*.yaml")), ids=lambda p: p.stem)
-def test_every_golden_plan_still_loads(path: Path) -> None:
-    assert load_plan(path).decisions.stages
-
-
-def test_the_golden_plan_of_this_version_is_what_we_write() -> None:
-    assert plan_to_yaml(small_plan()) == (GOLDEN / "plan_v1_0.yaml").read_text(encoding="utf-8")
+def test_every_golden_plan_still_loads_and_is_what_we_write(path: Path) -> None:
+    assert plan_to_yaml(load_plan(path)) == path.read_text(encoding="utf-8")
 
 
 def test_an_unknown_key_is_a_warning_that_names_it() -> None:
@@ -118,6 +109,9 @@ def test_a_missing_plan_says_what_to_give(tmp_path: Path) -> None:
         load_plan(tmp_path)
     (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="is not text"):
+        load_plan(tmp_path)
+    (tmp_path / "plan.yaml").write_bytes(b"x" * (2**24 + 1))
+    with pytest.raises(PlanError, match="16777217 bytes, more than any plan"):
         load_plan(tmp_path)
 
 

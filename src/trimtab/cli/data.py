@@ -21,7 +21,7 @@ DataArgument = Annotated[
     typer.Argument(
         parser=place_of,
         metavar="DATA",
-        help="JSONL, JSON, Parquet, Arrow, MDS, tar, InternVL's meta file, or ready-made lengths: files, folders, "
+        help="JSONL, JSON, Parquet, Arrow, tar, InternVL's meta file, or ready-made lengths: files, folders, "
         "addresses (s3://, hf://), names of cached hub data sets; or saved tables.",
     ),
 ]

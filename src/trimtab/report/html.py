@@ -9,9 +9,10 @@ from __future__ import annotations
 from html import escape
 
 from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.measured.run_log import RunLog
 from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, rank_columns, timelines
-from trimtab.report.markup import esc, facts, page, section, tile
+from trimtab.report.markup import esc, page, section, tile
 from trimtab.report.plan_tables import (
     SEARCHED_NOTE,
     packing_note,
@@ -23,7 +24,7 @@ from trimtab.report.plan_tables import (
 )
 from trimtab.report.run import run_section
 from trimtab.report.table import on_page
-from trimtab.report.vision import vision_section, vision_words
+from trimtab.report.vision import vision_section
 from trimtab.report.words import (
     GAIN_NOISE,
     count_scale,
@@ -32,9 +33,10 @@ from trimtab.report.words import (
     percent,
     time_scale,
 )
-from trimtab.units import format_bytes, format_count, format_ratio
+from trimtab.units import format_ratio
 
-MAX_LISTED = 12  # data files, assumptions' overflow: the plan file has them all
+MAX_LINES = 150  # of the plan file
+MAX_ASSUMPTIONS = 48  # the plan file has them all
 MAX_STAGE_ROWS = 128
 
 
@@ -54,8 +56,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _stages(details),
         _searched(details),
         _packing(details),
-        _decisions(details),
-        _inputs(details),
+        _plan_file(details),
         _assumptions(details),
     )
     return page(f"Plan for {esc(details.plan.inputs.model.name, 80)}", "".join(sections))
@@ -157,63 +158,25 @@ def _packing(details: PlanDetails) -> str:
 # -- lists ----------------------------------------------------------------------------------------------------------
 
 
-def _decisions(details: PlanDetails) -> str:
-    parallel, schedule = details.plan.decisions.parallel, details.plan.decisions.schedule
-    recompute = sum(stage.num_recomputed() for stage in details.variants[-1].stages)
-    vision = details.plan.decisions.vision_data_parallel
-    pairs = (
-        ("Data parallel", f"{parallel.dp}"),
-        ("Pipeline parallel", f"{parallel.pp}"),
-        ("Tensor parallel", f"{parallel.tp}"),
-        ("Context parallel", f"{parallel.cp}"),
-        *((("Expert parallel", f"{parallel.ep}"),) if parallel.ep > 1 else ()),
-        *((("Tensor parallel of an expert", f"{parallel.etp}"),) if parallel.etp is not None else ()),
-        ("Schedule", esc(schedule.name)),
-        ("Micro-batches", f"{schedule.num_microbatches} per rank and step"),
-        ("Virtual stages", f"{schedule.num_chunks} per device"),
-        ("Recompute", f"{recompute} of {len(details.model.layers)} layers"),
-        *((("Images shared", vision_words(vision)),) if vision is not None else ()),
-    )
-    return section("Decisions", "", facts(pairs, look="two"))
+def _plan_file(details: PlanDetails) -> str:
+    """Inputs and decisions in the plan file's own words: what a reviewer reads is what training reads."""
+    lines = plan_to_yaml(details.plan).partition("\nestimates:")[0].splitlines()
+    # two lines in three are inputs; the last ones are the packs' tables
+    hidden = range(MAX_LINES * 2 // 3, len(lines) - MAX_LINES // 3) if len(lines) > MAX_LINES else range(0)
+    shown = [_indented(line) for number, line in enumerate(lines) if number not in hidden]
+    if hidden:
+        shown.insert(hidden.start, f"… {len(hidden):,} lines more in the plan file …")
+    text = "\n".join(shown)
+    return section("Plan file", "", f"<pre>{text}</pre>", css_class="long")
 
 
-def _inputs(details: PlanDetails) -> str:
-    given = details.plan.inputs
-    data, cluster, training = given.data, given.cluster, given.training
-    names = [f"<code>{esc(f.path, 160)}</code> ({format_bytes(f.num_bytes)})" for f in data.files[:MAX_LISTED]]
-    if len(data.files) > MAX_LISTED:
-        names.append(f"… and {len(data.files) - MAX_LISTED:,} more")
-    skipped = f", {data.num_skipped:,} skipped" if data.num_skipped else ""
-    counted = "counted by the tokenizer" if data.tokens_exact else "estimated without a tokenizer"
-    frozen = ", ".join(esc(tower, 40) for tower in training.frozen_towers) or "none"
-    adapters = () if training.lora is None else (("LoRA", esc(str(training.lora), 160)),)
-    pairs = (
-        ("Model", f"{esc(given.model.name, 120)} ({esc(given.model.family, 60)})"),
-        ("Described from", f"<code>{esc(given.model.config, 160)}</code>"),
-        ("Size", f"{format_count(given.model.num_params)} parameters in {given.model.num_layers} layers"),
-        ("Data", "<br>".join(names) or "none"),
-        ("Samples", f"{data.num_samples:,}{skipped}"),
-        ("Tokens", counted),
-        ("Cluster", f"{cluster.num_nodes} × {cluster.devices_per_node} {esc(cluster.device, 60)}"),
-        (
-            "Memory",
-            f"{format_bytes(cluster.memory_bytes)} per device, "
-            + (f"risk {percent(cluster.risk)}" if cluster.risk else f"{format_bytes(cluster.reserve_bytes or 0)} free"),
-        ),
-        ("Number format", esc(training.dtype, 40)),
-        ("Optimizer", f"{esc(training.optimizer, 40)}, ZeRO stage {training.zero_stage}"),
-        ("Attention", esc(training.attention, 40)),
-        ("Frozen towers", frozen),
-        *adapters,
-        ("Costs", esc(training.costs, 40)),
-        ("Command", f"<code>{esc(details.plan.command)}</code>"),
-    )
-    return section("Inputs", "", facts(pairs), css_class="long")
+def _indented(line: str) -> str:
+    return " " * (len(line) - len(line.lstrip())) + esc(line, 300)
 
 
 def _assumptions(details: PlanDetails) -> str:
     sentences = details.plan.assumptions
-    shown = [f"<li>{esc(sentence)}</li>" for sentence in sentences[: 4 * MAX_LISTED]]
+    shown = [f"<li>{esc(sentence)}</li>" for sentence in sentences[:MAX_ASSUMPTIONS]]
     if len(sentences) > len(shown):
         shown.append(f"<li>… and {len(sentences) - len(shown)} more in the plan file.</li>")
     if not shown:

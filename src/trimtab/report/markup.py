@@ -44,10 +44,6 @@ def tile(name: str, big: str, sub: str, *, look: str = "") -> str:
     return f'<div class="tile {look}"><dt>{name}</dt><dd class="big">{big}</dd><dd class="sub">{sub}</dd></div>'
 
 
-def facts(pairs: Iterable[tuple[str, str]], *, look: str = "") -> str:
-    return f'<dl class="facts {look}">' + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in pairs) + "</dl>"
-
-
 def legend(entries: Iterable[tuple[tuple[str, ...], str]]) -> str:
     items = ("".join(f'<i class="{look}"></i>' for look in looks) + text for looks, text in entries)
     return '<ul class="legend">' + "".join(f"<li>{item}</li>" for item in items) + "</ul>"

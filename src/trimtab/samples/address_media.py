@@ -18,8 +18,8 @@ from trimtab.samples.problems import shorten
 class AddressFolder(MediaFolder):
     """A media folder behind an address; a name that leads out of it is refused unless `allow_outside`."""
 
-    def __init__(self, root: Address, *, allow_outside: bool, exif: Exif, max_pixels: int) -> None:
-        super().__init__(root, allow_outside=allow_outside, exif=exif, max_pixels=max_pixels)
+    def __init__(self, root: Address, *, allow_outside: bool, exif: Exif) -> None:
+        super().__init__(root, allow_outside=allow_outside, exif=exif)
         self._root = str(root)
 
     def _descriptor(self, image: str | bytes, kind: Literal["image", "video"] = "image") -> int:

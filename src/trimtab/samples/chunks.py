@@ -11,7 +11,7 @@ from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.typed_json import parse_json
 
 MAX_VALUES = 5_000_000  # of one record: Python takes some 70 bytes for each
-Format = Literal["jsonl", "json", "parquet", "arrow", "lance", "mds", "tar"]
+Format = Literal["jsonl", "json", "parquet", "arrow", "lance", "tar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Groups:
 
     names: Sequence[str]  # of its columns
     counts: Sequence[int]  # records of each group
-    records: Callable[[range, Sequence[str]], Iterator[Any]]  # of these groups, with these columns; or what is wrong
+    records: Callable[[range, Sequence[str]], Iterator[Any]]  # of these groups, with these columns
     open_group: Callable[[int], Callable[[int], Any]]  # a group -> its records by number, from 0, all columns
 
 

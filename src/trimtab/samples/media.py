@@ -21,7 +21,7 @@ from trimtab.address import Address
 from trimtab.errors import ImageError
 from trimtab.options import Exif
 from trimtab.samples.containers import read_clip, read_frames
-from trimtab.samples.headers import MAX_PIXELS, image_size
+from trimtab.samples.headers import image_size
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.videos import Video
 from trimtab.specs import Clip
@@ -34,10 +34,10 @@ _NOFOLLOW: int | None = getattr(os, "O_NOFOLLOW", None)
 class MediaFolders:
     """The media folder of each data file: the one stated for it, or else `root`, or else the file's own folder."""
 
-    def __init__(self, root: Path | None, *, allow_outside: bool, exif: Exif, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(self, root: Path | None, *, allow_outside: bool, exif: Exif) -> None:
         self._root = root
         self._made: dict[Path, MediaFolder] = {}
-        self._how: dict[str, Any] = {"allow_outside": allow_outside, "exif": exif, "max_pixels": max_pixels}
+        self._how: dict[str, Any] = {"allow_outside": allow_outside, "exif": exif}
 
     def of(self, file: Path, stated: Path | None = None) -> MediaFolder:
         root = stated or self._root or file.parent
@@ -58,11 +58,10 @@ class MediaFolder:
     `allow_outside`. It remembers where folders lead, because resolving a path costs more than reading a header.
     """
 
-    def __init__(self, root: Path, *, allow_outside: bool, exif: Exif, max_pixels: int) -> None:
+    def __init__(self, root: Path, *, allow_outside: bool, exif: Exif) -> None:
         self._root = os.path.realpath(root)
         self._allow_outside = allow_outside
         self._exif: Exif = exif
-        self._max_pixels = max_pixels
         self._real_folders: dict[str, str] = {}
 
     def image_size(self, image: str | bytes) -> tuple[int, int]:
@@ -70,10 +69,10 @@ class MediaFolder:
         try:
             content = _carried(image)
             if content is not None:
-                return image_size(content, exif=self._exif, max_pixels=self._max_pixels)
+                return image_size(content, exif=self._exif)
             fd = self._descriptor(image)
             try:
-                return image_size(fd, exif=self._exif, max_pixels=self._max_pixels)
+                return image_size(fd, exif=self._exif)
             finally:
                 os.close(fd)
         except ImageError as error:
@@ -114,13 +113,13 @@ class MediaFolder:
             raise BadRecordError("video", str(error)) from None
 
     def read(self, image: str | bytes) -> bytes:
-        """The encoded image, once its header is known to be one with no more than `max_pixels`."""
+        """The encoded image, once its header is known to be one of a size that trainers open."""
         try:
             content = _carried(image)
             if content is None:
                 with os.fdopen(self._descriptor(image), "rb") as file:
                     content = file.read()
-            image_size(content, exif=self._exif, max_pixels=self._max_pixels)
+            image_size(content, exif=self._exif)
         except ImageError as error:
             raise _bad_image(image, error) from None
         return content

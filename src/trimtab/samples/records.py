@@ -20,7 +20,6 @@ from trimtab.errors import SampleError
 from trimtab.samples.chunks import Chunk, Format, Groups, Record, parse_record
 from trimtab.samples.columns import arrow_groups, lance_groups, parquet_groups
 from trimtab.samples.json_lists import read_json_list
-from trimtab.samples.mds import CODECS, mds_groups
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.rows import KNOWN_KEYS
 from trimtab.samples.tars import read_tar
@@ -46,14 +45,13 @@ class FileFormat:
 FORMATS = (
     FileFormat(name="parquet", endings=(".parquet",), begins=(b"PAR1",)),
     FileFormat(name="arrow", endings=(".arrow", ".feather", ".ipc"), begins=(b"ARROW1", b"\xff\xff\xff\xff")),
-    FileFormat(name="mds", endings=(".mds", *(f".mds{codec}" for codec in CODECS))),
     FileFormat(name="lance", endings=(".manifest",)),  # of the version that is read
     FileFormat(name="tar", endings=(".tar",), begins=(b"ustar",), begins_at=257),
     FileFormat(name="jsonl", endings=(".jsonl", ".ndjson")),
     FileFormat(name="json", endings=(".json",)),  # a list if its first character is [, else one object a line
 )
 GROUPED: Mapping[Format, Callable[[Path], Groups]] = MappingProxyType(
-    {"parquet": parquet_groups, "arrow": arrow_groups, "lance": lance_groups, "mds": mds_groups}
+    {"parquet": parquet_groups, "arrow": arrow_groups, "lance": lance_groups}
 )
 
 
@@ -63,8 +61,18 @@ def format_of_name(path: Path) -> Format | None:
     return next((known.name for known in FORMATS if name.endswith(known.endings)), None)
 
 
+def refuse_mosaic(path: Path) -> None:
+    """`SampleError` for a shard of Mosaic's MDS, also a compressed one."""
+    if ".mds" in path.suffixes:
+        raise SampleError(
+            f"{path} is a shard of Mosaic's MDS, which is not read: write its samples as JSON Lines or Parquet, from a "
+            "loop over streaming's StreamingDataset"
+        )
+
+
 def detect_format(path: Path) -> Format:
     """The format of a file by `FORMATS`; `SampleError` for one of no known format, or that cannot be read."""
+    refuse_mosaic(path)
     try:
         with path.open("rb") as file:
             head = file.read(512)
@@ -211,8 +219,7 @@ def _read_groups(chunk: Chunk, more_columns: tuple[str, ...]) -> Iterator[Record
     columns = [name for name in groups.names if name in (*KNOWN_KEYS, *more_columns)]
     try:
         for value in groups.records(range(chunk.start, chunk.stop), columns):
-            is_bad = isinstance(value, BadRecordError)
-            yield Record(line=line, problem=value) if is_bad else Record(line=line, value=value)
+            yield Record(line=line, value=value)
             line += 1
     except (OSError, ValueError) as error:
         reason = f"row groups {chunk.start} to {chunk.stop - 1} end here: {shorten(str(error), 120)}; write them again"
@@ -250,9 +257,6 @@ def rows_of(path: Path) -> Iterator[object]:
         return
     groups = GROUPED[kind](path)
     try:
-        for value in groups.records(range(len(groups.counts)), groups.names):
-            if isinstance(value, BadRecordError):
-                raise value
-            yield value
+        yield from groups.records(range(len(groups.counts)), groups.names)
     except (OSError, ValueError) as error:
         raise SampleError(f"{path} is not readable as {kind}: {shorten(str(error), 200)}; write it again") from None

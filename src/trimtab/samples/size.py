@@ -19,7 +19,6 @@ from trimtab.models.images.clips import AskedClips
 from trimtab.models.images.written import write_rule
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.chunks import Chunk
-from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
 from trimtab.samples.problems import BadSample, refuse_bad, shorten
 from trimtab.samples.records import list_chunks
@@ -48,7 +47,6 @@ def size_samples(
     media_root: MediaRoot = None,
     allow_outside: bool = False,
     exif: Exif = "ignore",
-    max_pixels: int = MAX_PIXELS,
     max_tokens: int | None = None,
     unique_ids: bool = True,
     source_key: str | None = None,
@@ -99,7 +97,6 @@ def size_samples(
             media_root=whole_root(sources, media_root),
             allow_outside=allow_outside,
             exif=exif,
-            max_pixels=max_pixels,
             clip_rule=clip_rule,
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts

@@ -35,7 +35,6 @@ class SizerSettings:
     media_root: Path | None
     allow_outside: bool
     exif: Exif
-    max_pixels: int
     clip_rule: ClipRule | None
 
     def key(self) -> str:
@@ -77,12 +76,7 @@ class Sizer:
         self._counter = TokenCounter(settings.tokenizer)
         self._count_image = image_counter(settings.image_rule)
         self._clip_rule = settings.clip_rule
-        self._media = MediaFolders(
-            settings.media_root,
-            allow_outside=settings.allow_outside,
-            exif=settings.exif,
-            max_pixels=settings.max_pixels,
-        )
+        self._media = MediaFolders(settings.media_root, allow_outside=settings.allow_outside, exif=settings.exif)
 
     def size(self, chunk: Chunk, most_bad: int | None = None) -> Part:
         """The chunk's samples; of its bad ones no more than one above `most_bad`, behind which nothing is read."""

@@ -18,7 +18,7 @@ from trimtab.samples.chunks import parse_record
 from trimtab.samples.hub import cached_place
 from trimtab.samples.meta_file import MetaSource, read_meta
 from trimtab.samples.problems import BadRecordError, shorten
-from trimtab.samples.records import format_of_name
+from trimtab.samples.records import format_of_name, refuse_mosaic
 from trimtab.samples.table import is_saved_table, source_names_of
 
 MediaRoot = Path | str | Sequence[Path | str] | None
@@ -156,6 +156,8 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
         return
     files = sorted(name for name in entries if name not in _NO_DATA and format_of_name(entries[name]) is not None)
     files = [name for name in files if not entries[name].is_dir()]  # a link to nowhere is told when it is read
+    for entry in entries.values():
+        refuse_mosaic(entry)
     if files:
         kinds = sorted({str(format_of_name(entries[name])) for name in files})
         if len(kinds) > 1:
@@ -168,7 +170,7 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
     if not kept or depth == _MAX_DEPTH:
         raise SampleError(
             f"{folder} holds no data: name .jsonl, .json, .parquet, .arrow or .tar files, a folder of them, or one "
-            "that `datasets`, Mosaic's MDSWriter or Lance wrote"
+            "that `datasets` or Lance wrote"
         )
     for name in kept:  # one folder in it is the same data; of several each is a source
         found_in = _in_folder(entries[name], named if len(kept) == 1 else named / name, depth + 1)
@@ -236,32 +238,6 @@ def _saved_dataset(folder: Path, named: Path, index: Path) -> list[SourceFile] |
     ]
 
 
-def _mosaic(folder: Path, named: Path, index: Path) -> list[SourceFile] | None:
-    """An MDS folder: index.json lists its shards, each with the name of its compressed form."""
-    shards = _read_object(index).get("shards")
-    if shards is None:
-        return None
-    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
-        raise SampleError(f"{index}: shards is {shorten(repr(shards))}: it must list objects")
-    sources = []
-    for shard in shards:
-        if shard.get("format") != "mds":
-            raise SampleError(f"{index}: format is {shorten(repr(shard.get('format')))}: shards of mds alone are read")
-        raw, packed = (
-            part if isinstance(part, dict) else {} for part in (shard.get("raw_data"), shard.get("zip_data"))
-        )
-        name, field = raw.get("basename"), "raw_data.basename"
-        if packed and not (isinstance(name, str) and (folder / Path(name).name).is_file()):
-            name, field = packed.get("basename"), "zip_data.basename"
-        file = _beside(folder, name, field, index)
-        if format_of_name(file) != "mds":
-            raise SampleError(
-                f"{index}: {field} {file.name} is compressed in a way that is not read: write the shards with zstd"
-            )
-        sources.append(SourceFile(file=file, named=named))
-    return sources
-
-
 def _lance(folder: Path, named: Path, versions: Path) -> list[SourceFile]:
     """A Lance data set: its newest version, known by the manifest."""
     manifests = [entry for entry in versions.iterdir() if entry.suffix == ".manifest" and entry.stem.isdigit()]
@@ -276,7 +252,6 @@ _FOLDERS: Mapping[str, Callable[[Path, Path, Path], list[SourceFile] | None]] = 
     {
         "dataset_dict.json": _dataset_dict,
         "state.json": _saved_dataset,
-        "index.json": _mosaic,
         "_versions": _lance,
     }
 )
