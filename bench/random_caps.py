@@ -18,7 +18,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "torch"))
-from random_caps import CASES, CappedRun, draw_model, run_capped  # noqa: E402
+from capped_models import CASES, CappedRun, draw_model, run_capped  # noqa: E402
 
 
 def main(caps: int = 6) -> None:

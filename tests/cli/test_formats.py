@@ -69,19 +69,3 @@ def test_shards_are_sized_apart_and_joined(run: Run, drawn: Path, tmp_path: Path
     assert run(*size, "--resume", kept, "--out", out).code == 0
     assert run(*size, "--out", tmp_path / "whole.npz").code == 0
     assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes()
-    for words, sentence in (
-        (("--shard", "1/2"), "without a folder that keeps it: give resume_dir (--resume)"),
-        (("--shard", "first"), "shard 'first' is no I/N: write it as in 3/16"),
-        (("--shard", "1/2", "--resume", kept, "--out", out), "--shard was given with --out"),
-        (("--media-root", "a", "--media-root", "b"), "2 media roots are for every file (a, b)"),
-    ):
-        refused = run(*size, *words)
-        assert refused.code == 2
-        assert sentence in refused.err
-        assert len(refused.err.strip().splitlines()) == 1
-
-
-def test_an_address_is_quoted_whole(run: Run) -> None:
-    refused = run("size", "nowhere://bucket/a.jsonl", "--model", "Qwen2.5-VL-7B")
-    assert refused.code == 2
-    assert "nowhere://bucket/a.jsonl was named, and fsspec" in refused.err

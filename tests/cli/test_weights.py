@@ -48,27 +48,6 @@ def test_pack_draws_by_weight_and_says_what_repeats(run: Run, lengths: Path, tmp
     assert "mixture" not in run("pack", lengths, *limits, "--json").json
 
 
-def test_pack_wants_both_limits(run: Run, lengths: Path) -> None:
-    refused = run("pack", lengths, "--max-patches", "9")
-    assert refused.code == 2
-    assert "max_patches 9 and max_tokens None were given, and packs need both limits" in refused.err
-
-
-def test_weights_that_cannot_be_are_refused_all_at_once(run: Run, lengths: Path) -> None:
-    words = ["pack", lengths, "--max-patches", "8", "--max-tokens", "1024"]
-    result = run(*words, "--weights", "web,docs=two", "--weights", "=3")
-    assert result.code == 2
-    for word in ("web", "docs=two", "=3"):
-        assert f"'{word}' is no weight of a source: write it as NAME=NUMBER, as in web=0.5,docs=2" in result.err
-    for more, sentence in (
-        (["--weights", "papers=2"], "source 'papers' has a weight and no samples: the data's are docs, web"),
-        (["--num-drawn", "9"], "num_drawn 9 was asked for without weights: give every source a weight"),
-    ):
-        result = run(*words, *more)
-        assert result.code == 2
-        assert sentence in result.err
-
-
 def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path, tmp_path: Path) -> None:
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", *WORDS]
     result = run(*words, "--weights", WEIGHTS, "--out", tmp_path / "plan")
@@ -142,10 +121,3 @@ def test_what_refine_writes_is_checked(
     result = run(*words, "--weights", WEIGHTS, "--out", tmp_path / "plan", "--refine", "2", "--json")
     assert result.code == 2
     assert "plan, and it does not hold: make it again" in result.json["error"]
-
-
-def test_plan_refuses_wrong_weights_before_it_reads_data(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "broken.jsonl").write_text("{", encoding="utf-8")
-    result = run("plan", "Qwen2.5-VL-7B", tmp_path / "broken.jsonl", "--cluster", "8xA100-80GB", "--weights", "a=-1")
-    assert result.code == 2
-    assert "source 'a' was to have weight -1" in result.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +17,7 @@ class LiveBytes(TorchDispatchMode):
     What a kernel takes inside itself is not seen; views count once; weights, made before, not at all.
     """
 
-    def __init__(self, model: torch.nn.Module, names: list[str]) -> None:
+    def __init__(self, model: torch.nn.Module | None = None, names: Sequence[str] = ()) -> None:
         super().__init__()
         self.live = 0
         self.peaks: dict[str, int] = defaultdict(int)

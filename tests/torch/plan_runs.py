@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from gloo_ranks import run_rank
 
 from trimtab.files import write_atomically
 from trimtab.plan.decide.packs import pack_contents
@@ -195,92 +191,3 @@ def resume_then_train_whole(rank: int, folder: Path) -> None:
         shutil.copytree(folder / "whole" / "checkpoint-8", folder / "second" / "checkpoint-8")
     dist.barrier()
     train(rank, folder, "second", True, None)
-
-
-# -- kill -9 at any moment --------------------------------------------------------------------------------------------
-
-
-def kill_at_random(folder: Path, seed: int, num_kills: int) -> None:
-    """Two ranks without interruption ("calm"), then again ("stormy"), killed at random moments and started anew.
-
-    The ranks are forked by a process that has imported everything, so that a start costs no imports. A checkpoint is
-    written behind every step and takes longer than one: most kills come while one is being written. Prints what was
-    killed when.
-    """
-    from transformers import LlamaForCausalLM, Trainer  # noqa: F401  (before the forks)
-
-    draw = random.Random(seed)
-    began = time.monotonic()
-    _finish(_fork_ranks(folder, "calm"))
-    step_s = (time.monotonic() - began) / 12
-    log = folder / "stormy-0.jsonl"
-    for number in range(num_kills):
-        done = log.stat().st_size if log.exists() else 0
-        ranks = _fork_ranks(folder, "stormy")
-        if number and not _comes_to(log, done + draw.randint(1, 150), ranks):  # up to the second line of this start
-            break  # it has ended: too late for another kill
-        time.sleep(draw.uniform(0, 1.5) * step_s)
-        draw.shuffle(ranks)
-        for rank in ranks:  # one after the other: what is left works on for a moment
-            os.kill(rank, signal.SIGKILL)  # not waited for yet, so it is still ours, ended or not
-            time.sleep(draw.uniform(0, 0.01))
-        ended = sum(os.waitpid(rank, 0)[1] == 0 for rank in ranks)
-        whole = {f.name: (f / "trimtab_plan.json").exists() for f in (folder / "stormy").glob("checkpoint-*")}
-        print(f"killed, {ended} ranks had ended; whole: {whole}", flush=True)
-        ranks = []
-    _finish(ranks or _fork_ranks(folder, "stormy"))
-
-
-def _comes_to(log: Path, size: int, ranks: list[int]) -> bool:
-    """Whether the run writes as much; False if it ends before."""
-    while not log.exists() or log.stat().st_size < size:
-        if os.waitid(os.P_PID, ranks[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            return False
-        time.sleep(0.002)
-    return True
-
-
-def _finish(ranks: list[int]) -> None:
-    """Wait for all ranks; one that fails ends the others."""
-    for left in range(len(ranks), 0, -1):
-        rank, status = os.wait()
-        ranks.remove(rank)
-        if status:
-            for other in ranks:
-                os.kill(other, signal.SIGKILL)
-            raise AssertionError(f"a rank failed with status {status}, {left - 1} were left")
-
-
-def resume_on_other_ranks(folder: Path) -> None:
-    """From inside the second epoch of the calm run, taken on two ranks, on four and on one: steps keep four packs."""
-    for num_ranks in (4, 1):
-        name = f"on-{num_ranks}"
-        shutil.copytree(folder / "calm" / "checkpoint-8", folder / name / "checkpoint-8")
-        _finish(_fork_ranks(folder, name, num_ranks))
-
-
-def _fork_ranks(folder: Path, name: str, num_ranks: int = 2) -> list[int]:
-    """A start of the run `name`, from its last whole checkpoint if there is one."""
-    resume = any((folder / name).glob("checkpoint-*/trimtab_plan.json"))
-    store = str(folder / f"store-{os.urandom(4).hex()}")
-    ranks = []
-    for rank in range(num_ranks):
-        process = os.fork()
-        if process == 0:
-            status = 1
-            try:
-                run_rank(
-                    rank, num_ranks, store, dict(os.environ), train, (folder, name, resume, None, 4 // num_ranks, 1)
-                )
-                status = 0
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        ranks.append(process)
-    return ranks
-
-
-if __name__ == "__main__":
-    kill_at_random(Path(sys.argv[1]), seed=int(sys.argv[2]), num_kills=5)
-    resume_on_other_ranks(Path(sys.argv[1]))

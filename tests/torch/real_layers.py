@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
@@ -246,26 +244,4 @@ class ProductResults(TorchDispatchMode):
         if func.overloadpacket.__name__ in ("mm", "addmm", "_scaled_dot_product_flash_attention_for_cpu"):
             for t in result if isinstance(result, tuple) else (result,):
                 self.num_bytes += t.numel() * t.element_size()
-        return result
-
-
-class PeakBytes(TorchDispatchMode):
-    """Largest sum of bytes of living storages that operations made; `known` tensors left out."""
-
-    def __init__(self, *known: torch.Tensor) -> None:
-        super().__init__()
-        self.known = {t.untyped_storage()._cdata for t in known}
-        self.live: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                key = storage._cdata
-                if key not in self.live and key not in self.known:
-                    self.live[key] = storage.nbytes()
-                    weakref.finalize(storage, self.live.pop, key, None)
-        self.peak = max(self.peak, sum(self.live.values()))
         return result

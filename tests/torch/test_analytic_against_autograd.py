@@ -11,7 +11,8 @@ import weakref
 
 import pytest
 import torch
-from real_layers import LAYERS, PeakBytes, ProductResults, RealLayer, kept_bytes
+from live_bytes import LiveBytes
+from real_layers import LAYERS, ProductResults, RealLayer, kept_bytes
 from tiny_models import TinyModel, make_tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -116,11 +117,11 @@ def test_head_bytes_equal_autograd_and_the_peak_of_backward():
     hidden = torch.randn(1, ROWS, H, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(0, V, (1, ROWS))
     gc.collect()
-    with PeakBytes(head.weight, hidden) as tracker:
+    with LiveBytes() as tracker:
         logits = head(hidden)
         loss = ForCausalLMLoss(logits, labels, V)
         gc.collect()
-        held = sum(tracker.live.values())
+        held = tracker.live
         loss.backward()
     cost = cost_layer(
         spec,

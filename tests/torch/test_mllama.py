@@ -6,7 +6,6 @@ Needs torch and Transformers.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from dataclasses import replace
 
@@ -18,10 +17,9 @@ from trimtab.errors import ConfigError, ImageError, PartitionError
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.image_rules import image_rule
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.chain import parts_of
 from trimtab.placement.machine import Gpu, Machine
 from trimtab.placement.place import place
-from trimtab.placement.workload import Workload, count_batch
+from trimtab.placement.workload import Workload
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 
@@ -69,17 +67,6 @@ def crossing(model: ModelSpec) -> list[int]:
     return [i for i, x in enumerate(model.layers) if x.attention is not None and x.attention.cross]
 
 
-def test_cross_attention_layers_stand_where_the_configuration_says():
-    model = described()
-    names = [model.layers[i].name for i in crossing(model)]
-    assert names == [f"model.language_model.layers.{i}" for i in (3, 8, 13, 18, 23, 28, 33, 38)]
-    own = next(x for x in model.layers if x.name == "model.language_model.layers.4")
-    cross = model.layers[crossing(model)[0]]
-    assert cross.num_params == own.num_params + 2 * 128 + 2  # norms of queries and keys, two gates
-    assert not model.tied
-    assert model.layers[-1].num_params == 128256 * 4096
-
-
 def test_every_image_costs_the_same_and_is_one_token():
     rule = image_rule(CONFIG)
     for size in ((1, 1), (1920, 1080), (560, 560), (30, 9000)):
@@ -102,18 +89,6 @@ def test_a_processor_file_of_another_checkpoint_is_refused(file, message):
         image_rule(CONFIG, file)
 
 
-def test_cross_attention_caches_image_rows_and_not_the_text():
-    model = described()
-    cross, own = crossing(model)[0], crossing(model)[0] + 1
-    per_row = 2 * 8 * 2 * 128
-    for batch, tokens in ((1, 1000), (3, 50)):
-        work = Workload(batch=batch, seq_len=tokens, max_new_tokens=100, images=((640, 480), (640, 480)))
-        table = inference_table(model, work)
-        assert table.kv_prompt[cross] == table.kv_full[cross] == batch * 2 * CROSSED * per_row
-        assert table.kv_prompt[own] == batch * (tokens + 2) * per_row
-        assert table.kv_full[own] == batch * (tokens + 2 + 99) * per_row
-
-
 def test_without_images_cross_attention_layers_do_not_run():
     model = described()
     table = inference_table(model, Workload(seq_len=100))
@@ -123,28 +98,9 @@ def test_without_images_cross_attention_layers_do_not_run():
         assert table.prefill[i] == table.held[i] == 0
 
 
-def test_the_tower_keeps_the_states_of_all_its_blocks():
-    model = described()
-    work = Workload(images=((640, 480),))
-    table, rows = inference_table(model, work), count_batch(model, work)
-    blocks = model.indices("vision", "block")
-    state = 2 * rows.patches * 1280
-    assert [int(table.prefill[b] - table.prefill[a]) for a, b in itertools.pairwise(blocks)] == [state] * 39
-    assert table.prefill[model.indices("projector")[0]] > 40 * state
-
-
 def test_flash_attention_is_refused_in_a_sentence():
     with pytest.raises(PartitionError, match=r"flash attention cannot be used: .* choose sdpa or eager"):
         inference_table(described(), Workload(attention="flash"))
-
-
-def test_blocks_whose_states_are_joined_are_one_unit_and_text_blocks_are_one_each():
-    model = described()
-    parts = parts_of(model)
-    first, *rest = model.indices("vision", "block")
-    assert {*rest} <= {*parts.vision[-1].layers}
-    assert first in {*parts.vision[0].layers}
-    assert len(parts.blocks) == 40
 
 
 def test_a_map_holds_the_whole_tower_on_one_gpu():

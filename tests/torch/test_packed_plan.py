@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import transformers
+from balanced_cases import tables_of
 from test_packed_gradients import gradient_alone
 from tiny_packs import TinyPacks, make_tiny_packs, trainer_arguments
 
 from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.tables import PlanTables, hold_tables
 from trimtab.runtime.training.balanced import balanced
-from trimtab.specs import Packing, Schedule
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +18,9 @@ def packs() -> TinyPacks:
     return make_tiny_packs("qwen2_5_vl")
 
 
-def plan_of(packs: list[list[int]], *, num_microbatches: int) -> PlanTables:
-    """A plan of one rank that runs `packs` in turn."""
-    offsets = np.cumsum([0, *(len(pack) for pack in packs)])
-    packing = Packing(offsets=offsets, indices=np.concatenate(packs), limits=(1000, 100))
-    return hold_tables(packing, Schedule(table=np.arange(len(packs)).reshape(-1, 1, num_microbatches)))
-
-
 @pytest.mark.parametrize("weighting", ["token", "sample"])
 def test_a_planned_step_of_the_trainer_goes_along_the_gradient_of_the_samples_alone(packs, weighting, tmp_path):
-    tables = plan_of([[4, 1, 0, 6], [5, 2, 3]], num_microbatches=2)
+    tables = tables_of([[4, 1, 0, 6], [5, 2, 3]])
     expected = gradient_alone(packs, packs.samples, weighting)
     packs.model.zero_grad(set_to_none=True)
     before = {name: p.detach().clone() for name, p in packs.model.named_parameters()}

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from simulated_devices import counted, simulated
 from spread_cases import GENERATE, make_case, maps_of
 from tiny_models import IMAGE_TOKEN, INTERNVIT, TEXT
@@ -23,7 +21,6 @@ from trimtab.placement.placed import Placement
 from trimtab.plan.file.placement import map_json
 from trimtab.runtime.placing.device_units import resolve_units
 from trimtab.runtime.placing.load import load_placed, move_inputs
-from trimtab.runtime.placing.stored_weights import open_weights
 from trimtab.serve.device_map import read_device_map
 
 MIB = 2**20
@@ -181,12 +178,6 @@ def test_a_written_map_runs_what_is_copied_where_the_plan_says(internvl, tmp_pat
     assert guessed > 0
     with simulated(), pytest.raises(PartitionError, match="puts lm_head on 9, but"):
         load_placed(internvl.folder, whole(internvl, 0), runs_on={"lm_head": 9})
-
-
-def test_every_tensor_is_in_one_unit(internvl):
-    units = resolve_units(internvl.model, whole(internvl, "cpu")).units
-    for name, _ in [*internvl.model.named_parameters(), *internvl.model.named_buffers()]:
-        assert sum(name.startswith(f"{unit.name}.") for unit in units) == 1
 
 
 @pytest.mark.parametrize(
@@ -348,32 +339,6 @@ def test_a_model_that_generates_no_text_is_refused(tmp_path):
     transformers.SiglipVisionModel(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="is a siglip_vision_model, which generates no text"):
         load_placed(tmp_path, {"": "cpu"})
-
-
-def test_stored_tensors_are_those_that_were_saved(internvl):
-    saved = {
-        name: tensor for shard in internvl.folder.glob("*.safetensors") for name, tensor in load_file(shard).items()
-    }
-    stored = open_weights(internvl.folder)
-    assert set(stored) == set(saved)
-    assert all(torch.equal(stored[name].map(), saved[name]) for name in saved)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
-def test_a_stored_tensor_is_read_like_a_slice_of_safetensors(dtype, tmp_path):
-    values = {
-        "odd": torch.randn(3, 5).to(dtype),
-        "empty": torch.zeros(0, 4, dtype=dtype),
-        "one": torch.ones((), dtype=dtype),
-    }
-    save_file(values, tmp_path / "model.safetensors")
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as theirs:
-        for name, ours in open_weights(tmp_path).items():
-            other = theirs.get_slice(name)
-            assert (ours.get_dtype(), ours.get_shape()) == (other.get_dtype(), other.get_shape())
-            read = ours[...]
-            assert read.dtype == dtype
-            assert torch.equal(read.float(), values[name].float())
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):

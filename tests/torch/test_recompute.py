@@ -84,46 +84,16 @@ def test_selective_repeats_neither_products_nor_attention_and_attention_repeats_
 # -- frozen towers ----------------------------------------------------------------------------------------------------
 
 
-class Backwards:
-    """Backwards that come through each layer, and what its forwards keep."""
-
-    def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.counts: Counter[str] = Counter()
-        for name in names:
-            model.get_submodule(name).register_forward_hook(
-                lambda _, __, result, name=name: self._watch(result[0] if isinstance(result, tuple) else result, name)
-            )
-
-    def _watch(self, result: torch.Tensor, name: str) -> None:
-        if result.requires_grad:
-            result.register_hook(lambda _: self.counts.update([name]))
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "llava_onevision", "gemma3"])
-def test_a_frozen_tower_costs_nothing_where_transformers_own_switch_recomputes_it(family):
-    seen = {}
-    for way in ("ours", "transformers"):
-        made, model = make_model(family, "sdpa")
-        layers = find_layers(model)
-        tower = [name for name in layers if "language_model" not in name]
-        for name in tower:
-            model.get_submodule(name).requires_grad_(False)
-        first = tower[0].split(".")[1]
-        getattr(model.model, first).requires_grad_(False)
-        if way == "ours":
-            apply(model, layers)
-        else:
-            switch_all_on(model)
-        forwards, backwards = count_forwards(model, layers), Backwards(model, layers)
-        gradients(model, made.inputs)
-        text = [name for name in layers if name not in tower]
-        assert all(forwards[name] == 2 for name in text)
-        seen[way] = (sum(forwards[name] for name in tower), sum(backwards.counts[name] for name in tower), len(tower))
-    num_forwards, num_backwards, num_layers = seen["ours"]
-    assert (num_forwards, num_backwards) == (num_layers, 0)
-    num_forwards, num_backwards, num_layers = seen["transformers"]
-    assert num_forwards > num_layers
-    assert num_backwards > 0
+def test_a_frozen_tower_is_not_run_again(family):
+    made, model = make_model(family, "sdpa")
+    layers = find_layers(model)
+    tower = [name for name in layers if "language_model" not in name]
+    getattr(model.model, tower[0].split(".")[1]).requires_grad_(False)
+    apply(model, layers)
+    forwards = count_forwards(model, layers)
+    gradients(model, made.inputs)
+    assert forwards == {name: 1 if name in tower else 2 for name in layers}
 
 
 def test_a_frozen_layer_behind_a_trained_one_recomputes():

@@ -7,7 +7,8 @@ import gc
 
 import pytest
 import torch
-from real_layers import LAYERS, PeakBytes, RealLayer
+from live_bytes import LiveBytes
+from real_layers import LAYERS, RealLayer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -53,14 +54,14 @@ def _run_backward(layer: RealLayer, rows: int, granularity: str | None, layers: 
         apply(layers, [str(i) for i in range(len(layers))], granularity=granularity)
     hidden, arguments = layer.hidden(rows, torch.bfloat16), layer.arguments(rows)
     gc.collect()
-    with PeakBytes(hidden, *layers.parameters(), *(p.grad for p in layers.parameters())) as tracker:
+    with LiveBytes() as tracker:
         result = hidden
         for module in layers:
             result = module(result, **arguments)
             result = result[0] if isinstance(result, tuple) else result
         gradient = torch.ones_like(result)
         gc.collect()
-        held = sum(tracker.live.values()) - gradient.nbytes  # the formula counts it
+        held = tracker.live - gradient.nbytes  # the formula counts it
         result.backward(gradient)
     return tracker.peak - held
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from trimtab.adapters.data_files import (
     write_jsonl,
     write_nested_packs,
 )
-from trimtab.adapters.record_files import Records, find_records, open_records
+from trimtab.adapters.record_files import find_records, open_records
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file
@@ -163,28 +163,6 @@ def test_writing_twice_gives_the_same_bytes_and_leaves_nothing_else(planned: Pat
     for name in ("ordered.jsonl", "packs.jsonl"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["ordered.jsonl", "packs.jsonl"]
-
-
-def test_a_failure_half_way_leaves_the_old_file(
-    drawn: Path, planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "ordered.jsonl"
-    out.write_text("old", encoding="utf-8")
-    calls = 0
-    original: Callable[[Records, int], bytes] = Records.read
-
-    def fail(self: Records, row: int) -> bytes:
-        nonlocal calls
-        calls += 1
-        if calls == 50:
-            raise OSError("disk full")
-        return original(self, row)
-
-    monkeypatch.setattr(Records, "read", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_jsonl(planned, out)
-    assert out.read_text(encoding="utf-8") == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["ordered.jsonl"]
 
 
 # -- where records come from ------------------------------------------------------------------------------------------

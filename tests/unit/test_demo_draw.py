@@ -7,7 +7,6 @@ import io
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -21,7 +20,7 @@ from trimtab.demo.draw import DemoData, draw_dataset
 from trimtab.demo.pictures import encode
 from trimtab.demo.recipe import Picture, make_pictures
 from trimtab.demo.samples import SOURCES, Sample, make_sample
-from trimtab.demo.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, train_tokenizer
+from trimtab.demo.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 from trimtab.errors import TrimtabError
 
 KINDS = ("chart", "page", "photo", "screenshot", "icon")
@@ -83,14 +82,6 @@ def test_drawn_files_are_whole_pngs_and_jpegs_of_the_size_the_recipe_names(demo)
             assert image.getexif().get(0x0112) == (6 if picture.turned else None)
             image.draft("L", (64, 64))
             image.load()  # whole: Pillow raises on a truncated file
-
-
-def test_progress_reaches_its_total(tmp_path, monkeypatch):
-    monkeypatch.setattr("trimtab.demo.pictures.encode", lambda picture: b"")
-    seen: dict[str, tuple[int, int]] = {}
-    draw_dataset(tmp_path, num_samples=8, progress=lambda what, done, total: seen.update({what: (done, total)}))
-    assert set(seen) == {"images", "tokenizer"}
-    assert all(done == total for done, total in seen.values())
 
 
 def test_no_samples_is_an_error_that_says_what_to_try(tmp_path):
@@ -198,15 +189,6 @@ def test_tokenizer_is_lossless_and_knows_its_special_tokens(demo):
     assert tokenizer.encode("<|im_start|>user\n<image>").tokens[-1] == "<image>"
 
 
-def test_tokenizer_training_is_deterministic_and_learns_words(samples):
-    texts = [text for sample in samples[:200] for turn in sample.turns for text in turn]
-    trained = train_tokenizer(texts, vocab_size=1500)
-    assert trained == train_tokenizer(texts, vocab_size=1500)
-    vocabulary = json.loads(trained)["model"]["vocab"]
-    assert len(vocabulary) == 1500
-    assert "Ġthe" in vocabulary  # a space and "the", as byte-level BPE writes it
-
-
 def test_chat_template_writes_chatml_in_jinjas_sandbox():
     sandbox = pytest.importorskip("jinja2.sandbox", reason="chat templates need jinja2: pip install 'trimtab[data]'")
     template = sandbox.ImmutableSandboxedEnvironment().from_string(CHAT_TEMPLATE)
@@ -223,9 +205,3 @@ def test_chat_template_writes_chatml_in_jinjas_sandbox():
     assert template.render(messages=own_system, add_generation_prompt=True) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\nA chart.<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def test_tokenizer_config_names_the_template_and_the_stop_token(demo: DemoData):
-    config = json.loads(Path(demo.tokenizer_config).read_text(encoding="utf-8"))
-    assert config["chat_template"] == CHAT_TEMPLATE
-    assert config["eos_token"] == "<|im_end|>"

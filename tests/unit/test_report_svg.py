@@ -60,7 +60,7 @@ def test_a_dot_stands_where_its_pack_is_and_never_more_than_can_be_told_apart():
 
 
 def test_every_block_is_drawn_where_it_runs():
-    line = fixtures.internvl_details().variants[0].timeline
+    line = fixtures.internvl_details().variants[-1].timeline
     span = 2 * line.makespan_s
     drawn = svg.timeline(line, span_s=span, title="t", description="d")
     boxes = re.findall(r'<rect class="([fb])[012]" x="([\d.]+)%" y="([\d.]+)" width="([\d.]+)%"', drawn)
@@ -78,7 +78,7 @@ def test_every_block_is_drawn_where_it_runs():
 
 
 def test_numbers_stand_only_in_blocks_with_room_for_them():
-    line = fixtures.internvl_details().variants[0].timeline
+    line = fixtures.internvl_details().variants[-1].timeline
     drawn = svg.timeline(line, span_s=line.makespan_s, title="t", description="d")
     labelled = re.findall(r'width="([\d.]+)%" height="[\d.]+" data-t="([FB])(\d+)[^"]*"/><text[^>]*>(\d+)<', drawn)
     assert labelled
@@ -124,6 +124,24 @@ def test_only_what_passes_the_cap_is_outlined():
     assert "over" not in inside
     assert '<rect class="over" x="80%" y="0" width="10%"' in outside
     assert 'data-t="rank 3, activations: 30 GiB"' in inside
+
+
+@pytest.mark.parametrize("count", [2, 32, 33, 256, 5000])
+def test_columns_are_as_high_as_their_ranks_load_however_many(count):
+    mean = np.linspace(1.0, 4.0, count)
+    values = np.array([0.5 * mean, mean, 1.1 * mean])
+    drawn = plots.columns(values, span=5.0, scale=time_scale([5.0]), label="rank", title="t", css_class="new")
+    assert len(drawn) < 20_000
+    if count <= plots.MAX_COLUMNS:
+        heights = [float(x) for x in re.findall(r'<rect class="new"[^>]* height="([\d.]+)"', drawn)]
+        assert len(heights) == count
+    else:
+        path = re.search(r'<path class="new" d="M0 118(.*?)V118Z"', drawn)
+        heights = [118 - float(y) for y in re.findall(r"V([\d.]+)h1", path[1])]
+        assert len(heights) == min(count, plots.MAX_RANKS)
+    assert heights[0] == pytest.approx(110 * mean[: -(-count // plots.MAX_RANKS)].mean() / 5, abs=0.2)
+    assert heights == sorted(heights)
+    assert f"the highest mean is {time_scale([5.0]).text(4.0)}" in drawn
 
 
 def test_an_empty_timeline_is_drawn_as_nothing():

@@ -41,26 +41,6 @@ def test_shards_sized_apart_are_joined_to_the_bytes_of_one_pass(
     assert (tmp_path / "joined.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
 
 
-def test_more_shards_than_parts_leave_some_with_nothing(files: list[Path], tmp_path: Path) -> None:
-    told = size(files, shard=(1000, 1000), resume_dir=tmp_path / "kept").assumptions
-    assert told == ("shard 1000 of 1000 is sized: 0 chunks are kept",)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"shard": (4, 3)}, "shard 4 of 3 was asked for: give I/N with I from 1 to N"),
-        ({"shard": (0, 3)}, "shard 0 of 3"),
-        ({"shard": (1, 3), "resume_dir": None}, "a shard was asked for without a folder that keeps it"),
-    ],
-)
-def test_a_shard_that_cannot_be_is_refused(
-    files: list[Path], tmp_path: Path, options: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(SampleError, match=sentence):
-        size(files, **{"resume_dir": tmp_path / "kept", **options})
-
-
 def test_lengths_have_no_shards(tmp_path: Path) -> None:
     lengths = write_jsonl(tmp_path / "lengths.jsonl", [{"num_tokens": 3}])
     with pytest.raises(SampleError, match="a shard of ready-made lengths was asked for, which are read at once"):

@@ -80,7 +80,8 @@ class _Architecture:
 # - matmul of the others: 0.87 of the best product that stas00/ml-engineering found on them (compute/accelerator at
 #   744d01e, "Maximum Achievable Matmul FLOPS"), as the H100 keeps 0.70 of 0.803. fp8: both its tables; of the MI300X
 #   Azure's benchmark (1159 Tflop/s) over its bf16.
-# - attention: FlashAttention-2 forward and backward, arXiv 2307.08691 (A100) and 2407.08608 (H100).
+# - attention: FlashAttention-2 forward and backward, arXiv 2307.08691 (A100) and 2407.08608 (H100); of the MI300X as
+#   many Tflop/s as of the H100, as Azure measured it on both (Azure/AI-benchmarking-guide: 329 and 328).
 # A device of no row is taken as the H100 without FP8; outputs go by the peak. The H20 has 78 of the H100's 132
 # multiprocessors, and a peak cut below what its power allows.
 _DEPTH_PER_FLOP_A_BYTE = 0.83
@@ -91,8 +92,8 @@ _ARCHITECTURES = (
     _Architecture(names=("H20",), matmul=0.82, attention=0.50, fp8=1.77, outputs_per_flop_s=0.57e6 * 78 / 132 / 148e12),
     _Architecture(names=("B200", "B300"), matmul=0.68, fp8=1.93, mxfp8=1.93),
     _Architecture(names=("GB200", "GB300"), matmul=0.64, fp8=1.98, mxfp8=1.98),
-    _Architecture(names=("MI300X",), matmul=0.45, fp8=1.73),
-    _Architecture(names=("MI325X",), matmul=0.53, fp8=1.73),
+    _Architecture(names=("MI300X",), matmul=0.45, attention=0.29, fp8=1.73),
+    _Architecture(names=("MI325X",), matmul=0.53, attention=0.29, fp8=1.73),
     _Architecture(names=("MI35",), matmul=0.59),
     _Architecture(names=("Gaudi-2",), matmul=0.84, fp8=1.97),
     _Architecture(names=("Gaudi-3",), matmul=0.64),

@@ -11,8 +11,6 @@ from math import ceil
 from trimtab.costs.curves import Efficiency, Line, product_line, weight_line
 from trimtab.specs import WORK_TERMS, AttentionSpec, LayerSpec, ParallelDims
 
-_TILE_ROWS = 128  # of grouped kernels for bf16 (CUTLASS's default tile of its grouped product)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
@@ -22,7 +20,6 @@ class Matmul:
     in_width: float
     out_width: float
     visits: float = 1  # experts per token, for a routed expert
-    groups: int = 1  # matrices of this size, each with a part of the rows: the experts of this device
     reduced: bool = False  # row-parallel: the result is summed over the tp devices
 
     @property
@@ -31,7 +28,7 @@ class Matmul:
         return 2.0 * self.in_width * self.out_width * self.visits
 
     def forward_line(self, e: Efficiency, peak_flops: float) -> Line:
-        """Seconds of the product over N rows; experts in one grouped kernel."""
+        """Seconds of the product over N rows; all experts of a device as one of their rows together."""
         return self._visited(product_line(self.in_width, self.out_width, e, peak_flops))
 
     def backward_line(self, e: Efficiency, peak_flops: float) -> Line:
@@ -39,15 +36,11 @@ class Matmul:
         return self._visited(product_line(self.out_width, self.in_width, e, peak_flops))
 
     def weight_line(self, e: Efficiency, peak_flops: float) -> Line:
-        """Of the gradient of its weights: the depth of each expert's sum is its own rows."""
-        line = weight_line(self.in_width, self.out_width, e, peak_flops)
-        depth = (self.groups - 1) * (line.once - e.product_s)
-        return Line(row=line.row * self.visits, once=line.once + depth)
+        """Of the gradient of its weights."""
+        return self._visited(weight_line(self.in_width, self.out_width, e, peak_flops))
 
     def _visited(self, line: Line) -> Line:
-        """Every further matrix leaves half a tile of rows empty."""
-        empty = (self.groups - 1) * _TILE_ROWS / 2 * line.row
-        return Line(row=line.row * self.visits, once=line.once + empty)
+        return Line(row=line.row * self.visits, once=line.once)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,12 +226,10 @@ def _explained_matmuls(layer: LayerSpec, dims: ParallelDims) -> list[Matmul]:
             products.append(Matmul(name="down", in_width=m.intermediate_size / tp, out_width=h, reduced=True))
         else:
             k = (m.experts_per_token or 1) * dims.expert_tp / tp
-            f, own = m.intermediate_size / dims.expert_tp, m.num_experts // dims.ep
+            f = m.intermediate_size / dims.expert_tp
             products.append(Matmul(name="router", in_width=h, out_width=m.num_experts))
-            products += [Matmul(name=f"expert {name}", in_width=h, out_width=f, visits=k, groups=own) for name in names]
-            products.append(
-                Matmul(name="expert down", in_width=f, out_width=h, visits=k, groups=own, reduced=not dims.is_folded)
-            )
+            products += [Matmul(name=f"expert {name}", in_width=h, out_width=f, visits=k) for name in names]
+            products.append(Matmul(name="expert down", in_width=f, out_width=h, visits=k, reduced=not dims.is_folded))
             if s := m.shared_intermediate_size / tp:
                 products += [Matmul(name=f"shared {name}", in_width=h, out_width=s) for name in names]
                 products.append(Matmul(name="shared down", in_width=s, out_width=h, reduced=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trimtab.models.families.known import family_of
 from trimtab.placement.bytes import InferenceTable
 from trimtab.placement.chain import Parts
 from trimtab.specs import IntArray, LayerSpec, ModelSpec
@@ -31,7 +32,8 @@ def order_victims(model: ModelSpec, parts: Parts, table: InferenceTable, *, cpu_
     tables = [i for i in parts.embed.layers if _is_table(model.layers[i]) and model.layers[i].name not in shared]
     size = sum(int(table.weights[i]) for i in tables)
     by_rows = frozenset(tables if size <= cpu_bytes else ())
-    vision = [i for unit in parts.vision for i in unit.layers if model.layers[i].kind != "embed"]
+    stays = family_of(model.family).stacks_states  # Mllama asks where its patch embedding lies before it calls it
+    vision = [i for unit in parts.vision for i in unit.layers if not (stays and model.layers[i].kind == "embed")]
     blocks = _spread([i for unit in parts.blocks for i in unit.layers])
     ends = [*parts.head.layers, *(i for i in parts.embed.layers if i not in by_rows)]
     moved = (table.runs * table.weights).astype(table.weights.dtype)

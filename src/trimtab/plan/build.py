@@ -22,6 +22,7 @@ from trimtab.plan.decide.packs import even_steps
 from trimtab.plan.decide.setting import choose_setting, default_global_batch
 from trimtab.plan.decide.simplest import ChosenSetting
 from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
+from trimtab.plan.decide.times import host_sentences
 from trimtab.plan.decide.work import in_patches, packed_work, pad_documents, price_samples, select_rows
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.yaml import plan_to_yaml
@@ -117,6 +118,7 @@ def make_plan(
             *settled.vision.sentences(),
             *explain_losses(variants),
             *model.notes,
+            *host_sentences(setting.profile, case.problem.work_mean),
             *setting.profile.assumptions,
         ),
     )

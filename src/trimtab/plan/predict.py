@@ -24,7 +24,7 @@ from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import Run, simulate_run
 from trimtab.plan.decide.mixture import Epoch
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.times import spread_of
+from trimtab.plan.decide.times import host_sentences, spread_of
 from trimtab.plan.decide.work import above_all, join_samples, joins_samples, packed_work, pad_documents, padded_work
 from trimtab.plan.file.details import Variant
 from trimtab.plan.given import GivenRun
@@ -46,6 +46,7 @@ class Prediction:
     budget: MemoryBudget
     variant: Variant
     spread: StepSpread  # of its steps: unlike batches, and jitter of the devices
+    notes: tuple[str, ...] = ()  # what its seconds leave out
 
     @property
     def dims(self) -> ParallelDims:
@@ -126,6 +127,7 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
         budget=budget,
         variant=variant,
         spread=spread_of(work, made.schedule.table, variant.step_s, stages, on=problem, at=cluster),
+        notes=host_sentences(profile, problem.work_mean),
     )
 
 

@@ -139,6 +139,31 @@ def idle_bars(details: PlanDetails) -> str:
     )
 
 
+# -- data-parallel ranks --------------------------------------------------------------------------------------------
+
+
+def rank_columns(details: PlanDetails) -> str:
+    """How long every data-parallel rank's pipeline takes, before and after; nothing of a plan with one rank."""
+    shown = before_after(details)
+    if all(variant.rank_s.shape[1] == 1 for variant in shown.values()):
+        return ""
+    span = 1.05 * max(float(variant.rank_s.max()) for variant in shown.values())
+    scale, panels = time_scale([span]), []
+    for name, variant in shown.items():
+        mean = variant.rank_s[1]
+        over = f"the slowest {percent(float(mean.max() / mean.mean()) - 1)} above the mean of {mean.size}"
+        look = "new" if variant is details.variants[-1] else "old"
+        drawn = plots.columns(
+            variant.rank_s, span=span, scale=scale, label="rank", title=f"Load of the ranks, {name}", css_class=look
+        )
+        panels.append(f'<figure><h3>{name} <span class="note">{over}</span></h3>{drawn}</figure>')
+    note = (
+        "Seconds of each rank's pipeline in a step: the mean, and from the shortest step to the longest as a line or a "
+        "pale area. A step ends when its slowest rank does. From up to 256 steps spread over the data set."
+    )
+    return section("Load of the data-parallel ranks", note, f'<div class="pair">{"".join(panels)}</div>')
+
+
 # -- packs ----------------------------------------------------------------------------------------------------------
 
 

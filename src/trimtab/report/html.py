@@ -11,7 +11,7 @@ from html import escape
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.measured.run_log import RunLog
-from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, timelines
+from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, rank_columns, timelines
 from trimtab.report.markup import esc, page, section, tile
 from trimtab.report.plan_tables import (
     SEARCHED_NOTE,
@@ -49,6 +49,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _settings(details),
         timelines(details),
         idle_bars(details),
+        rank_columns(details),
         memory_bars(details),
         vision_section(details),
         pack_sizes_section(details),

@@ -33,6 +33,7 @@ def prediction_sentences(found: Prediction) -> tuple[str, ...]:
         idle_sentence(ran),
         f"Seconds are within {time_band:.0%}, bytes within {memory.band.half_width:.0%} of measured runs, as far as "
         "is known (docs/published-runs.md).",
+        *found.notes,
     )
 
 

@@ -61,8 +61,18 @@ def format_of_name(path: Path) -> Format | None:
     return next((known.name for known in FORMATS if name.endswith(known.endings)), None)
 
 
+def refuse_mosaic(path: Path) -> None:
+    """`SampleError` for a shard of Mosaic's MDS, also a compressed one."""
+    if ".mds" in path.suffixes:
+        raise SampleError(
+            f"{path} is a shard of Mosaic's MDS, which is not read: write its samples as JSON Lines or Parquet, from a "
+            "loop over streaming's StreamingDataset"
+        )
+
+
 def detect_format(path: Path) -> Format:
     """The format of a file by `FORMATS`; `SampleError` for one of no known format, or that cannot be read."""
+    refuse_mosaic(path)
     try:
         with path.open("rb") as file:
             head = file.read(512)

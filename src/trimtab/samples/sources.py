@@ -18,7 +18,7 @@ from trimtab.samples.chunks import parse_record
 from trimtab.samples.hub import cached_place
 from trimtab.samples.meta_file import MetaSource, read_meta
 from trimtab.samples.problems import BadRecordError, shorten
-from trimtab.samples.records import format_of_name
+from trimtab.samples.records import format_of_name, refuse_mosaic
 from trimtab.samples.table import is_saved_table, source_names_of
 
 MediaRoot = Path | str | Sequence[Path | str] | None
@@ -156,6 +156,8 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
         return
     files = sorted(name for name in entries if name not in _NO_DATA and format_of_name(entries[name]) is not None)
     files = [name for name in files if not entries[name].is_dir()]  # a link to nowhere is told when it is read
+    for entry in entries.values():
+        refuse_mosaic(entry)
     if files:
         kinds = sorted({str(format_of_name(entries[name])) for name in files})
         if len(kinds) > 1:

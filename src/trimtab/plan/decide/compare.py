@@ -300,7 +300,7 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     held = run.work if run.held is None else run.held
     busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
     idle_share = 1.0 - busy_s / (pipeline_s * dims.pp * dims.dp)
-    idle = split_idle(times, table, problem, idle_share)
+    idle, rank_s = split_idle(times, table, problem, idle_share)
     return Variant(
         name=run.name,
         packs=run.packs,
@@ -315,6 +315,7 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
         step_s=step_s,
         idle_share=idle_share,
         idle=idle,
+        rank_s=rank_s,
         fits=run.fits,
         timeline=_typical_timeline(times, table, step_s, problem),
     )

@@ -17,8 +17,12 @@ _WORK = ("forward_s", "backward_s", "weight_s")
 _SENDS = ("send_forward_s", "send_backward_s")
 
 
-def split_idle(times: StageTimes, table: IntArray, problem: SplitProblem, idle_share: float) -> IdleParts:
+def split_idle(
+    times: StageTimes, table: IntArray, problem: SplitProblem, idle_share: float
+) -> tuple[IdleParts, FloatArray]:
     """`idle_share` in parts, from up to 256 steps of `table` (steps, ranks, micro-batches) spread over the data set.
+
+    And (3, ranks) the least, mean and most seconds that each data-parallel rank's pipeline takes in these steps.
 
     On each rank the same seconds of work are simulated three times: as they are; with every micro-batch the mean of
     the rank's own (what falls away is the packs' part); and with every stage the mean of all stages too (the stages'
@@ -55,7 +59,8 @@ def split_idle(times: StageTimes, table: IntArray, problem: SplitProblem, idle_s
     # the parts of the sampled steps, in proportion, are those of all steps
     waits *= idle_share / waits.sum() if waits.sum() > 0 else 0.0
     bubble, stages, packs, ranks = waits.tolist()
-    return IdleParts(bubble=bubble, stages=stages, packs=packs, ranks=ranks)
+    parts = IdleParts(bubble=bubble, stages=stages, packs=packs, ranks=ranks)
+    return parts, np.array([real.min(axis=0), real.mean(axis=0), real.max(axis=0)])
 
 
 def _mean_of_ranks(times: StageTimes, table: IntArray) -> StageTimes:

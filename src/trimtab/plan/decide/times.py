@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from trimtab.costs.settings import Efficiency
 from trimtab.partition.jitter import StepSpread, spread_steps
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem
-from trimtab.specs import ClusterSpec, FloatArray, IntArray, Profile, Stage
+from trimtab.specs import ClusterSpec, FloatArray, IntArray, Profile, Stage, evaluate
+from trimtab.units import format_seconds
+
+_SHORTEST_S = 2.5e-3  # a block's pass in dense text runs that hold; bench/published_small.py has shorter ones
 
 
 def stage_link(cluster: ClusterSpec) -> float:
@@ -45,6 +50,19 @@ def spread_of(
         stage_devices=on.profile.dims.tp * on.profile.dims.cp,
         jitter=at.jitter,
         all_reduce_s=rank_step_s(on, stages),
+    )
+
+
+def host_sentences(profile: Profile, work: FloatArray) -> tuple[str, ...]:
+    """What to know where blocks run so shortly that launching them takes longer, which formulas do not price."""
+    blocks = [i for i, layer in enumerate(profile.layers) if layer.kind == "block"]
+    forward_s = float(np.mean(evaluate(profile.matrix("forward_s")[blocks], work))) if blocks else 0.0
+    if profile.method != "analytic" or not 0 < forward_s < _SHORTEST_S:
+        return ()
+    return (
+        f"A block's forward takes {format_seconds(forward_s)} in the mean. Below {format_seconds(_SHORTEST_S)} hosts "
+        "may launch too slowly: published runs took 1.9 to 3.6 times as long. Larger packs then gain more than is "
+        "shown; trimtab profile --timed measures it.",
     )
 
 

@@ -39,6 +39,7 @@ class Variant:
     step_s: FloatArray  # (num_steps,) slowest rank, gradient exchange and optimizer included
     idle_share: float  # of all devices while pipelines run; padding and recompute count as work
     idle: IdleParts
+    rank_s: FloatArray  # (3, dp) least, mean and most seconds of each data-parallel rank's pipeline in a step
     fits: bool  # no device holds more than the cap
     timeline: Timeline  # of the step whose time is nearest the median, on its slowest rank
 
