@@ -21,7 +21,7 @@ from trimtab.cli.demo import demo
 from trimtab.cli.describe import describe
 from trimtab.cli.image_size import image_size
 from trimtab.cli.map import map_model
-from trimtab.cli.options import Verb, Verbs
+from trimtab.cli.options import Verb, Verbs, is_further_rank
 from trimtab.cli.pack import pack
 from trimtab.cli.plan import plan
 from trimtab.cli.predict import predict
@@ -104,7 +104,7 @@ def main() -> None:
     except BrokenPipeError:
         _stop_quietly()
     except TrimtabError as error:
-        _fail(str(error))
+        _fail(str(error), error)
     except ModuleNotFoundError as error:
         extra = _INSTALL_HINTS.get((error.name or "").split(".")[0])
         if extra is None:
@@ -112,7 +112,7 @@ def main() -> None:
         _fail(f"this needs {error.name}, which is not installed: pip install 'trimtab[{extra}]'")
     except OSError as error:
         reason = (error.strerror or str(error) or "no reason given").lower()
-        _fail(f"cannot use {error.filename or 'the output'}: {reason}; {_CURES.get(error.errno or 0, _OTHER)}")
+        _fail(f"cannot use {error.filename or 'the output'}: {reason}; {_CURES.get(error.errno or 0, _OTHER)}", error)
     except MemoryError:
         _fail("this takes more memory than there is here: give less data at once, or use a larger machine")
 
@@ -138,7 +138,10 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, error: Exception | None = None) -> NoReturn:
+    is_said = getattr(error, "is_said", None)
+    if is_said or (is_said is None and is_further_rank()):
+        sys.exit(2)
     try:
         if "--json" in sys.argv:
             print(json.dumps({"error": message}))

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import stat
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
@@ -105,6 +106,15 @@ _TOLD = {"int": "N", "int range": "N", "float": "X", "float range": "X", "str": 
 class Verb(TyperCommand):
     """A command whose help lists its options in groups: those of no group first, in the order they are declared."""
 
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """What is wrong with the command line is said once a machine, not once a process of torchrun."""
+        try:
+            return super().make_context(*args, **extra)
+        except Exception as problem:  # Typer's own, whose classes are private
+            if is_further_rank() and not isinstance(problem, typer.Exit):
+                sys.exit(2)
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         """Refuses a device, pipe or socket where a file is to be read: it may never end, or never begin."""
         for name, given in ctx.params.items():
@@ -132,6 +142,11 @@ class Verb(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def is_further_rank() -> bool:
+    """Whether torchrun has started this process behind another one, on the same machine, with the same command."""
+    return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def _is_special(path: str | Path) -> bool:
