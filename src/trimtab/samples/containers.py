@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import ConfigError
+from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.specs import Clip
 
@@ -25,7 +26,7 @@ def read_clip(file: BinaryIO, name: str) -> Clip:
     with _opened(file, name) as (container, stream):
         num_frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = stream.average_rate
-        if not num_frames or not rate or not stream.width or not stream.height:
+        if not num_frames or not rate or not 0 < stream.width * stream.height <= MAX_PIXELS:
             found = f"{num_frames} frames of {stream.width} x {stream.height} at {rate or 0} a second"
             raise BadRecordError("video", f"{name} holds {found}: {_DAMAGED}")
         return Clip(width=stream.width, height=stream.height, num_frames=num_frames, fps=float(rate))
