@@ -113,7 +113,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "unit/test_expressible.py::test_the_next_degrees_are_taken_where_nothing_fits_that_can_be_run": 0,  # 2
     "unit/test_gains_on_real_data.py::test_no_plan_is_slower_than_its_baseline_and_a_slower_row_says_why": 1,  # 30
     "unit/test_jitter.py::test_mean_and_quantile_are_those_of_steps_drawn_one_by_one": 2,
-    "unit/test_host_packs.py::test_the_offline_layout_of_llava_onevision_holds_questions_and_answers": 0,  # 2
     "unit/test_build.py::test_gpipe_fits_with_the_micro_batches_it_was_priced_with": 1,
     "unit/test_build.py::test_interleaved_steps_hold_whole_rounds_of_the_pipeline": 1,  # 4
     "unit/test_build.py::test_no_variant_beats_the_plan": 0,  # 2

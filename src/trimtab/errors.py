@@ -21,6 +21,8 @@ class TrimtabError(ValueError):
     ConfigError
     """
 
+    is_said: bool | None = None  # by another rank of a run, so that this one need not; None: it ran alone
+
 
 class ConfigError(TrimtabError):
     """A model's config.json or preprocessor_config.json lacks or contradicts a field.

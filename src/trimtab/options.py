@@ -72,6 +72,12 @@ class Option:
 
 
 PLAN = Option("plan.yaml, or the folder that `trimtab plan` wrote.", argument=True)
+TIMEOUT = Option(
+    "Seconds that ranks wait for one another; who is waited for is said after ten.",
+    flag="--timeout",
+    least=1,
+    most=7 * 24 * 3600,
+)
 
 
 def option_fields(kind: type) -> Iterator[tuple[str, Any, Option | None]]:

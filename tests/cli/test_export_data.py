@@ -28,12 +28,11 @@ def test_each_data_format_is_written_and_told(run: Run, planned: Path, tmp_path:
 
 def test_options_reach_the_writer(run: Run, planned: Path, drawn: Path, tmp_path: Path) -> None:
     data = drawn / "data.jsonl"
-    words = ["--field", "pack", "--field", "num_patches", "--layout", "ranks", "--data", data]
-    result = run("export", "jsonl", planned, "--out", tmp_path / "ranks", *words)
+    words = ["--field", "pack", "--field", "num_patches", "--data", data]
+    result = run("export", "jsonl", planned, "--out", tmp_path / "ordered.jsonl", *words)
     assert result.code == 0, result.err
     assert f"{NUM_SAMPLES} records in" in result.out
-    ranks = sorted((tmp_path / "ranks").iterdir())
-    with ranks[0].open(encoding="utf-8") as file:
+    with (tmp_path / "ordered.jsonl").open(encoding="utf-8") as file:
         record = json.loads(file.readline())
     assert {"pack", "num_patches"} <= record.keys()
     assert "length" not in record

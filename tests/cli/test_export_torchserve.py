@@ -51,3 +51,26 @@ def test_memory_limits_and_the_recipes_file_are_written(run: Run, folder: Path, 
     setup = json.loads((tmp_path / "setup_config.json").read_text())
     assert (setup["device_map"], setup["max_memory"]) == ("sequential", {"0": "20GiB", "cpu": "1GiB"})
     assert setup["max_new_tokens"] == 256
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["{missing}"], "holds no config.json"),
+        (["{folder}", "--name", "a/b"], "cannot stand in a URL"),
+        (["{folder}", "--max-memory", "gpu"], "names no device"),
+        (["{folder}", "--max-memory", "0=lots"], "size in bytes"),
+        (["{folder}", "--map", "{missing}"], "missing"),
+        (["{folder}", "--map", "{config}"], "holds no device map"),
+        (["{folder}", "--setup", "{missing}"], "cannot be read as JSON"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence(
+    run: Run, folder: Path, tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    places = {"folder": folder, "missing": tmp_path / "missing", "config": folder / "config.json"}
+    result = run("export", "torchserve", *(x.format(**places) for x in words), "--out", tmp_path / "store")
+    assert result.code == 2
+    assert sentence in result.err
+    assert len(result.err.splitlines()) == 1
+    assert not (tmp_path / "store").exists()

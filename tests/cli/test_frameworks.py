@@ -125,11 +125,9 @@ def test_frameworks_without_stages_take_a_plan_without_pipeline(
     lines = run("export", "transformers", plan)
     assert lines.code == 0, lines.err
     assert "from trimtab.runtime.recompute.apply import apply" in lines.out
-    assert "the nearest setting of Transformers' own is TrainingArguments(" in lines.err
     assert lines.err.startswith("checked with Transformers 5.23")
     given = run("export", "transformers", plan, "--json").json
     assert given["recompute"]
-    assert given["training_arguments"]["activation_checkpointing"] is True
 
 
 @pytest.mark.parametrize("name", [name for name in FRAMEWORKS if name != "torchtitan"])

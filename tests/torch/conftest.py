@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "unit"))  # configurations that both folders read
 NEEDED = ("torch", "transformers", "accelerate", "PIL", "tokenizers", "jinja2")
 MISSING = [name for name in NEEDED if find_spec(name) is None]
 

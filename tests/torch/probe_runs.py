@@ -56,7 +56,7 @@ def settings_of(folder: Path, memory_mib: float | None = None, **more: object) -
 def bench_of(settings: ProbeSettings) -> Iterator[Bench]:
     found = reload_plan(settings.plan)
     case = with_budget(found.case, memory_bytes=settings.memory_bytes, risk=settings.risk, allocator=False)
-    with process_group("cpu") as device:
-        bench = open_bench(settings, found, case, device, lambda _: None)
+    with process_group("cpu") as ranks:
+        bench = open_bench(settings, found, case, ranks, lambda _: None)
         with frozen_heap():
             yield bench

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,3 +100,17 @@ def assert_same_counts(rule: ImageRule, official) -> None:
             wrong.append((width, height, counts, expected))
     assert not wrong, (len(wrong), wrong[:5])
     assert len(SIZES) - refused > 20_000
+
+
+def assert_full_run(
+    processor: Any, rule: ImageRule, token: str, count: Callable[[Any], int], of: str = "tiles", sizes: Any = DRAWN
+) -> None:
+    """On drawn images: `count` of what the processor makes is the rule's `of`, its placeholders are the tokens."""
+    for width, height in sizes:
+        counts = rule.count(width, height)
+        if counts.patches > 12_000 and of == "patches":
+            continue  # a second of drawing each
+        out = processor(images=draw(width, height), text=token, return_tensors="np" if of == "patches" else "pt")
+        assert count(out) == getattr(counts, of), (rule.name, width, height)
+        soft = "<image_soft_token>" if token == "<start_of_image>" else token
+        assert int((out["input_ids"] == WORDS.index(soft)).sum()) == counts.tokens, (rule.name, width, height)

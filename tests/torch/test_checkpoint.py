@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import re
+import resource
+import shutil
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ import torch
 from trimtab.errors import PlanError
 from trimtab.runtime.training.checkpoint import (
     Progress,
+    check_checkpoint,
     list_checkpoints,
     load_checkpoint,
-    read_progress,
     save_checkpoint,
 )
-from trimtab.runtime.training.loop import refuse_unshared
 from trimtab.runtime.training.ranks import process_group
+from trimtab.runtime.training.resume import refuse_unshared
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -33,7 +37,10 @@ def saved(tmp_path):
 
 def load(saved):
     layer, optimizer, path = saved
-    return load_checkpoint(path, dict(layer.named_parameters()), {}, optimizer)
+    progress = check_checkpoint(path, CPU)
+    assert isinstance(progress, Progress), progress
+    load_checkpoint(path, progress, dict(layer.named_parameters()), {}, optimizer)
+    return progress
 
 
 def test_weights_and_the_optimizers_state_come_back(saved):
@@ -49,34 +56,60 @@ def test_weights_and_the_optimizers_state_come_back(saved):
 def test_a_half_written_checkpoint_is_none(saved):
     path = saved[2]
     (path.parent / ".step-00000009.writing").mkdir()
-    (path.parent / "step-00000008").mkdir()  # no progress.json: not ours
+    assert list_checkpoints(path.parent) == [path]
+    (path.parent / "step-00000008").mkdir()
+    assert check_checkpoint(list_checkpoints(path.parent)[-1], CPU) == "it has no progress.json"
+
+
+def test_whatever_happens_to_a_checkpoints_files_is_seen(saved):
+    path = saved[2]
+    (tensors,) = path.glob("*.safetensors")
+    assert isinstance(check_checkpoint(path, CPU), Progress)
+    for file, damage, told in (
+        (tensors, lambda x: x[:-100], rf"{tensors.name} has \d+ of \d+ bytes"),
+        (tensors, lambda x: x[:-9] + bytes([x[-9] ^ 1]) + x[-8:], f"{tensors.name} has other content"),
+        (tensors, lambda _: None, f"{tensors.name} cannot be read"),
+        (path / "progress.json", lambda x: x.replace(b'"step": 4', b'"step": 5'), "progress.json has other content"),
+        (path / "progress.json", lambda x: x[:-5], "progress.json is none of ours: .*"),
+        (path / "progress.json", lambda _: b"[]", "progress.json is none of ours: .*"),
+        (path / "progress.json", lambda _: b"{}", "progress.json is none of ours: 'crc32'"),
+    ):
+        whole = file.read_bytes()
+        content = damage(whole)
+        if content is None:
+            file.unlink()
+        else:
+            assert content != whole
+            file.write_bytes(content)
+        assert re.fullmatch(told, str(check_checkpoint(path, CPU))), told
+        file.write_bytes(whole)
+    assert isinstance(check_checkpoint(path, CPU), Progress)
+
+
+def test_a_disk_that_takes_no_more_is_named_and_no_checkpoint_is_left(saved):
+    layer, optimizer, path = saved
+    progress = Progress(step=5, loader={"epoch": 0}, optimizer="AdamW")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save_checkpoint(path.parent, dict(layer.named_parameters()), {}, optimizer, progress)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list_checkpoints(path.parent) == [path]
 
 
-@pytest.mark.parametrize("change", [{"step": "x"}, {"step": -5}, {"loader": []}, {"num_tensors": "a"}])
-def test_progress_that_is_none_is_refused(saved, change):
-    file = saved[2] / "progress.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(PlanError, match=rf"is no checkpoint of `trimtab train` \({next(iter(change))} is "):
-        read_progress(saved[2])
+def test_later_checkpoints_that_were_damaged_do_not_count_among_those_kept(saved):
+    layer, optimizer, path = saved
+    later = path.parent / "step-00000009"
+    shutil.copytree(path, later)
+    for step in (5, 6):
+        progress = Progress(step=step, loader={"epoch": 0}, optimizer="AdamW")
+        save_checkpoint(path.parent, dict(layer.named_parameters()), {}, optimizer, progress, keep=2)
+    assert [found.name[-1] for found in list_checkpoints(path.parent)] == ["5", "6", "9"]
 
 
-def test_a_checkpoint_that_lost_tensors_is_refused(saved):
-    path = saved[2]
-    (file,) = path.glob("*.safetensors")
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-100])
-    with pytest.raises(PlanError, match=r"its tensors cannot be read .*: remove this folder and resume from the one"):
-        load(saved)
-    file.write_bytes(whole)
-    progress = json.loads((path / "progress.json").read_text())
-    (path / "progress.json").write_text(json.dumps(progress | {"num_tensors": progress["num_tensors"] + 3}))
-    with pytest.raises(PlanError, match=rf"{progress['num_tensors']} of its {progress['num_tensors'] + 3} tensors are"):
-        load(saved)
-
-
-def test_ranks_that_do_not_see_the_checkpoint_are_counted(tmp_path):
-    with process_group("cpu") as device:
-        refuse_unshared(None, device)
-        with pytest.raises(PlanError, match=r"which 1 of 1 ranks do not see: give a folder that all nodes share"):
-            refuse_unshared(tmp_path / "step-00000004", device)
+def test_ranks_that_do_not_see_the_checkpoint_are_counted(saved):
+    refuse_unshared(saved[2], CPU)
+    with pytest.raises(PlanError, match=r"which 1 of 1 ranks do not see: give a folder that all nodes share"):
+        refuse_unshared(saved[2].parent / "step-00000009", CPU)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 import numpy as np
+import pytest
+import torch
 import transformers
 from PIL import Image
 from sample_sets import SPECIAL, write_tokenizer

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
 from sample_sets import CHATML, GEMMA, INTERNVL, SPECIAL, VICUNA, write_tokenizer
 from test_tokens_against_transformers import CROPS, fast_tokenizer, gemma, internvl, llava, noise, qwen, talks
 

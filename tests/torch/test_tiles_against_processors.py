@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
 import pytest
 import torch
-from processor_cases import DRAWN, SIZES, WORDS, assert_same_counts, draw, make_processor, make_tokenizer
+from image_configs import GEMMA3, GEMMA3_CROPS, INTERNVL, LLAVA, NEXT, ONEVISION
+from processor_cases import (
+    DRAWN,
+    SIZES,
+    WORDS,
+    assert_full_run,
+    assert_same_counts,
+    draw,
+    make_processor,
+    make_tokenizer,
+)
 from transformers import MllamaVisionConfig, MllamaVisionModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -27,14 +38,8 @@ from trimtab.models.image_rules import image_rule
 from trimtab.models.images.apply import rule_in_sample
 from trimtab.specs import ImageRule
 
-ONEVISION_PINPOINTS = [[384 * i, 384 * j] for i in range(1, 7) for j in range(1, 7)]
-NEXT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+ONEVISION_PINPOINTS, NEXT_PINPOINTS = ONEVISION["image_grid_pinpoints"], NEXT["image_grid_pinpoints"]
 UNEVEN_PINPOINTS = [[1344, 336], [336, 336], [672, 1008], [1008, 672], [336, 1344], [2016, 1680]]  # as a user's
-INTERNVL = {
-    "model_type": "internvl",
-    "downsample_ratio": 0.5,
-    "vision_config": {"image_size": [448, 448], "patch_size": [14, 14]},
-}
 
 
 def internvl_processor(file: dict):
@@ -67,11 +72,7 @@ def test_internvl_equals_the_processor_everywhere(limits):
 def test_internvl_equals_tensors_and_placeholders_of_a_full_run():
     file = {"size": {"height": 448, "width": 448}, "min_patches": 1, "max_patches": 12, "crop_to_patches": False}
     processor, rule = internvl_processor(file), image_rule(INTERNVL, file)
-    for width, height in DRAWN:
-        out = processor(images=draw(width, height), text="<IMG_CONTEXT>", return_tensors="pt")
-        counts = rule.count(width, height)
-        assert out["pixel_values"].shape[0] == counts.tiles, (width, height)
-        assert int((out["input_ids"] == WORDS.index("<IMG_CONTEXT>")).sum()) == counts.tokens
+    assert_full_run(processor, rule, "<IMG_CONTEXT>", lambda out: out["pixel_values"].shape[0])
 
 
 def next_processor(pinpoints: list[list[int]]):
@@ -93,20 +94,11 @@ def onevision_processor(pinpoints: list[list[int]], limit: int):
 
 
 def next_rule(pinpoints: list[list[int]]) -> ImageRule:
-    config = {
-        "model_type": "llava_next", "vision_feature_select_strategy": "default", "image_grid_pinpoints": pinpoints,
-        "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14},
-    }  # fmt: skip
-    return image_rule(config)
+    return image_rule(NEXT | {"image_grid_pinpoints": pinpoints})
 
 
 def onevision_rule(pinpoints: list[list[int]], limit: int) -> ImageRule:
-    config = {
-        "model_type": "llava_onevision", "vision_feature_select_strategy": "full", "image_grid_pinpoints": pinpoints,
-        "vision_aspect_ratio": f"anyres_max_{limit}",
-        "vision_config": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14},
-    }  # fmt: skip
-    return image_rule(config)
+    return image_rule(ONEVISION | {"image_grid_pinpoints": pinpoints, "vision_aspect_ratio": f"anyres_max_{limit}"})
 
 
 def assert_anyres_equals(rule: ImageRule, processor, pinpoints: list[list[int]], tile: int, rows: int) -> None:
@@ -141,27 +133,25 @@ def test_ties_between_canvases_fall_as_the_pinpoints_are_listed():
         assert [rule.count(*size).tokens for size in sizes] == tokens, pinpoints
 
 
+def num_tiles(out) -> int:
+    """(images, channels, height, width) is a tile each, (images, tiles, ...) what it says."""
+    return 1 if out["pixel_values"].dim() == 4 else out["pixel_values"].shape[1]
+
+
 def test_llava_equals_tensors_and_placeholders_of_a_full_run():
     images = CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336})
     fixed = LlavaProcessor(
         images, make_tokenizer(image_token="<image>"), patch_size=14,
         vision_feature_select_strategy="default", num_additional_image_tokens=1,
     )  # fmt: skip
-    clip = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14}
-    fixed_rule = image_rule({"model_type": "llava", "vision_feature_select_strategy": "default", "vision_config": clip})
     pairs = [
-        (fixed, fixed_rule),
+        (fixed, image_rule(LLAVA)),
         (next_processor(NEXT_PINPOINTS), next_rule(NEXT_PINPOINTS)),
         (onevision_processor(ONEVISION_PINPOINTS, 9), onevision_rule(ONEVISION_PINPOINTS, 9)),
     ]
     assert set(fixed._get_num_multimodal_tokens(image_sizes=[(h, w) for w, h in SIZES]).num_image_tokens) == {576}
     for processor, rule in pairs:
-        for width, height in DRAWN:
-            out = processor(images=draw(width, height), text="<image>", return_tensors="pt")
-            counts = rule.count(width, height)
-            tiles = 1 if processor is fixed else out["pixel_values"].shape[1]
-            assert tiles == counts.tiles, (rule.name, width, height)
-            assert int((out["input_ids"] == WORDS.index("<image>")).sum()) == counts.tokens, (rule.name, width, height)
+        assert_full_run(processor, rule, "<image>", num_tiles)
 
 
 def test_llava_onevision_does_not_tile_images_that_share_a_sample():
@@ -173,13 +163,7 @@ def test_llava_onevision_does_not_tile_images_that_share_a_sample():
     assert int((out["input_ids"] == WORDS.index("<image>")).sum()) == tokens
 
 
-GEMMA3 = {"model_type": "gemma3", "mm_tokens_per_image": 256, "vision_config": {"image_size": 896, "patch_size": 14}}
-CROPS = {
-    "do_pan_and_scan": True,
-    "pan_and_scan_min_crop_size": 256,
-    "pan_and_scan_max_num_crops": 4,
-    "pan_and_scan_min_ratio_to_activate": 1.2,
-}
+CROPS = {key: value for key, value in GEMMA3_CROPS.items() if key != "size"}
 
 
 @pytest.mark.parametrize("change", [{}, {"pan_and_scan_min_crop_size": 100, "pan_and_scan_max_num_crops": 7}])
@@ -204,12 +188,10 @@ def test_gemma3_equals_tensors_and_placeholders_of_a_full_run():
     )
     processor = Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 896, "width": 896}), tokenizer)
     plain, cropped = image_rule(GEMMA3), image_rule(GEMMA3, CROPS)
-    for width, height in [(1920, 1080), (300, 2700), (640, 480), (1, 1), (500, 1300), (257, 600)]:
-        for rule, asked in ((plain, {}), (cropped, CROPS)):
-            out = processor(images=draw(width, height), text="<start_of_image>", return_tensors="pt", **asked)
-            counts = rule.count(width, height)
-            assert out["pixel_values"].shape[0] == counts.tiles, (rule.name, width, height)
-            assert int((out["input_ids"] == WORDS.index("<image_soft_token>")).sum()) == counts.tokens
+    sizes = [(1920, 1080), (300, 2700), (640, 480), (1, 1), (500, 1300), (257, 600)]
+    for rule, asked in ((plain, {}), (cropped, CROPS)):
+        asks = functools.partial(processor, **asked)
+        assert_full_run(asks, rule, "<start_of_image>", lambda out: out["pixel_values"].shape[0], sizes=sizes)
 
 
 MLLAMA = {

@@ -7,13 +7,8 @@ InternVL). Processors run on drawn images, so that markers, crops and image toke
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
 from PIL import Image
 from processor_cases import make_processor
 from sample_sets import CHATML, GEMMA, INTERNVL, VICUNA, write_tokenizer

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import shutil
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from train_runs import (
-    Torchrun,
     load_tensors,
-    read_lines,
     run_on_ranks,
     settings_of,
     values_of,
@@ -191,27 +187,6 @@ def test_a_step_without_labels_ends_the_run():
     nothing = StepResult(loss=torch.zeros(()), denominator=torch.zeros(()))
     with pytest.raises(TrimtabError, match="no token of step 7 has a label, so there is nothing to learn"):
         refuse_useless(7, nothing, torch.zeros(()))
-
-
-@pytest.mark.integration
-def test_a_run_that_is_killed_goes_on_with_the_same_losses(folder, alone):
-    """The slow one: torchrun and its ranks are killed at some moment, and started again."""
-    whole = settings_of(folder, folder / "plan", "run-whole", steps=30, save_every=3)
-    run_on_ranks([whole], 2)
-    killed = replace(whole, out=folder / "run-killed")
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    after = random.Random(seed).uniform(4, 20)
-    with Torchrun(killed, 2) as first:
-        while len(read_lines(killed)) < int(after) and first.process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(0.1 * (after % 1))
-    done = len(read_lines(killed))
-    assert 3 <= done < 30, first.errors
-    with Torchrun(killed, 2, "--resume") as second:
-        assert second.process.wait(timeout=300) == 0, second.errors
-    assert [record.step for record in read_run_log(killed.out / "run.jsonl").steps] == list(range(1, 31))
-    assert [record.loss for record in read_run_log(killed.out / "run.jsonl").steps] == values_of(whole)
 
 
 def test_resuming_gives_the_same_losses(folder, alone):

@@ -133,6 +133,11 @@ class Torchrun:
     def errors(self) -> str:
         return self._written.read_text()
 
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The processes of `trimtab train`."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return {int(each.environ()["RANK"]): each for each in found if "train" in each.cmdline()}
+
     def __enter__(self) -> Torchrun:
         return self
 

@@ -106,27 +106,6 @@ def test_every_planned_record_is_written_once_in_the_order_of_the_plan(
         assert rest == originals(drawn)[record["id"]]
 
 
-def test_rank_files_hold_the_packs_of_each_rank_in_its_order(planned: Path, tmp_path: Path) -> None:
-    result = write_jsonl(planned, tmp_path / "ranks", layout="ranks", fields=("pack", "num_patches"))
-    plan = read_planned(planned)
-    assert [path.name for path in result.files] == [f"rank-0{rank}.jsonl" for rank in range(4)]
-    seen: list[str] = []
-    for rank, path in enumerate(result.files):
-        records = read(path)
-        seen += [record["id"] for record in records]
-        expected = [
-            plan.samples.sample_id(int(row))
-            for step in plan.schedule.table
-            for pack in step[rank].tolist()
-            if pack >= 0
-            for row in plan.packing.indices[plan.packing.offsets[pack] : plan.packing.offsets[pack + 1]]
-        ]
-        assert [record["id"] for record in records] == expected
-        assert {record["pack"] % 4 for record in records} == {rank}
-        assert "length" not in records[0]
-    assert sorted(seen) == sorted(plan.samples.ids or ())
-
-
 def test_nested_packs_are_dealt_to_the_ranks_by_their_line(planned: Path, tmp_path: Path) -> None:
     result = write_nested_packs(planned, tmp_path / "packs.jsonl")
     packs, plan = read(tmp_path / "packs.jsonl"), read_planned(planned)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 from described_configs import INTERNVL, QWEN3, QWEN25, describe, edit, qwen3, small_internvl
 from hypothesis import given, settings
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from trimtab.errors import ConfigError, ImageError, UnknownModelError
 from trimtab.models.describe import MAX_CONFIG_BYTES, read_config
-from trimtab.specs import ModelSpec
 
 
 def test_all_missing_fields_are_named_at_once_with_what_to_do():
@@ -96,7 +93,7 @@ def test_unknown_families_are_refused_with_the_known_ones(model_type):
         (b'{"a": NaN}', "NaN is not a number in JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b"\xff\xfe\x00", "is not JSON"),
-        (b" " * (MAX_CONFIG_BYTES + 1), "larger than"),
+        (b" " * (MAX_CONFIG_BYTES + 1), "has more than 1 MiB"),
     ],
 )
 def test_unreadable_files_are_refused(tmp_path, content, words):
@@ -164,40 +161,21 @@ def paths(config: dict, prefix: str = "") -> list[str]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_damage_gives_a_model_or_a_config_error(data):
-    config = data.draw(
-        st.sampled_from(
-            [qwen3(), small_internvl(), *(dict(read_config(x)) for x in ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B"))]
-        )
-    )
-    for _ in range(data.draw(st.integers(1, 3))):
-        path = data.draw(st.sampled_from(paths(config)))
-        config = edit(config, path, data.draw(st.one_of(st.just(...), VALUES)))
-        if not paths(config):
-            break
-    with contextlib.suppress(ConfigError):
-        assert isinstance(describe(config), ModelSpec)
-
-
 HUGE = [4096, 4097, 10**6, 2**30, 2**31 - 1, 10**9, 10**18, 10**400, 1e300, 5e-324, [10**9], [[10**9, 10**9]] * 30_000]
+CONFIGS = [qwen3(), small_internvl(), *(dict(read_config(x)) for x in ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B"))]
 
 
+@pytest.mark.parametrize("values", [st.one_of(st.just(...), VALUES), st.sampled_from(HUGE)], ids=["damage", "huge"])
 @settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_huge_numbers_end_at_once_in_a_model_or_an_error_that_is_short(data):
-    config = data.draw(
-        st.sampled_from(
-            [qwen3(), small_internvl(), *(dict(read_config(x)) for x in ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B"))]
-        )
-    )
+@given(data=st.data())
+def test_damage_ends_at_once_in_a_model_or_an_error_that_is_short(values, data):
+    config = data.draw(st.sampled_from(CONFIGS))
     for _ in range(data.draw(st.integers(1, 4))):
         fields = [*paths(config), *(f"preprocess.{key}" for key in config.get("preprocess", {}))]
-        config = edit(
-            config, data.draw(st.sampled_from([x for x in fields if "." in x])), data.draw(st.sampled_from(HUGE))
-        )
+        config = edit(config, data.draw(st.sampled_from(fields)), data.draw(values))
         config = {k: v for k, v in config.items() if k != "preprocess" or isinstance(v, dict)}
+        if not paths(config):
+            break
     message = ""
     try:
         spec = describe(config)

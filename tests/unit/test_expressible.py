@@ -11,7 +11,6 @@ import pytest
 from plan_cases import tile_samples
 
 from trimtab.adapters.frameworks import find_target
-from trimtab.adapters.huggingface import plain_settings
 from trimtab.adapters.running import cost_of_running, cost_of_runs, export_plan, fit_plan
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, UnsupportedPlanError
@@ -21,7 +20,6 @@ from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.expressible import (
     Expressible,
     best_expressible,
-    fastest_fitting,
     overfull_ranks,
     relative_time,
 )
@@ -133,36 +131,6 @@ def test_the_costs_of_a_run_are_those_of_its_stages(alone: ReloadedPlan) -> None
     same = str(cost_of_runs(case, alone.stages, alone.stages))
     assert "1.000 x" in same
     assert "to hold" not in same
-
-
-def test_the_nearest_setting_of_transformers_fits_and_is_priced(alone: ReloadedPlan) -> None:
-    exported = export_plan(alone, find_target("transformers"))
-    assert exported.runs == alone.stages
-    assert cost_of_running(alone, exported) == []
-    assert exported.fields["training_arguments"] == {
-        "activation_checkpointing": True,
-        "activation_checkpointing_kwargs": {"use_reentrant": False},
-    }
-    assert exported.beside is not None
-    assert "x as long as planned" in exported.beside
-    tight = replace(alone.case, budget=replace(alone.case.budget, fill_bytes=2**33))
-    nothing = export_plan(replace(alone, case=tight), find_target("transformers"))
-    assert nothing.beside == "no setting of Transformers' own fits the plan's memory"
-    assert nothing.fields["training_arguments"] is None
-
-
-def test_of_the_settings_that_fit_the_fastest_is_taken(alone: ReloadedPlan) -> None:
-    model = replace(alone.case.model, family="internvl")  # with layers that Transformers switches one by one
-    case = replace(alone.case, model=model)
-    for total_bytes in (2**36, 3 * 2**36, 2**40):
-        limited = replace(case, budget=replace(case.budget, fill_bytes=total_bytes))
-        ways = [plain.stages for plain in plain_settings(model, alone.stages)]
-        nearest = fastest_fitting(limited, ways)
-        fitting = [way for way in ways if not overfull_ranks(limited, way)]
-        assert (nearest is None) == (not fitting)
-        if nearest is not None:
-            assert epoch_s(limited, ways[nearest]) == pytest.approx(min(epoch_s(limited, way) for way in fitting))
-    assert fastest_fitting(case, []) is None
 
 
 @pytest.mark.parametrize("name", ["megatron", "pai-megatron"])

@@ -1,20 +1,18 @@
-"""Packs as shards for Energon and as a plug-in for ms-swift: what lies in them, and in which order."""
+"""Packs as shards for Energon: what lies in them, and in which order; ms-swift's: integration/test_pack_carriers.py."""
 
 from __future__ import annotations
 
 import json
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from trimtab.adapters.data_files import PlannedPacks, read_planned
-from trimtab.adapters.host_packs import write_energon_packs, write_swift_packs
+from trimtab.adapters.host_packs import write_energon_packs
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file
@@ -94,6 +92,19 @@ def test_a_run_of_the_shards_is_what_a_rank_runs_in_the_plan(plan: Path, tmp_pat
     assert (folder / (named if isinstance(named, str) else named[0])).read_bytes() in one.values()
 
 
+def test_shards_of_an_older_result_are_never_read_with_new_ones(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_energon_packs(plan, tmp_path, packs_per_shard=1)
+    written = write_energon_packs(plan, tmp_path)
+    assert list(tmp_path.glob("*.tar")) == [path for path in written.files if path.suffix == ".tar"]
+    assert (tmp_path / ".nv-meta" / "dataset.yaml").is_file()
+    monkeypatch.setattr("trimtab.adapters.host_packs._members", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_energon_packs(plan, tmp_path)
+    assert not (tmp_path / ".nv-meta" / "dataset.yaml").exists(), "Energon would read what is there"
+
+
 def test_ranks_that_do_not_divide_the_packs_are_refused(plan: Path, tmp_path: Path) -> None:
     num_packs = read_planned(plan).packing.num_packs
     with pytest.raises(PlanError, match=rf"{num_packs} packs were to be shared by {num_packs - 1} ranks, and Energon"):
@@ -130,41 +141,3 @@ def test_the_offline_layout_of_llava_onevision_holds_questions_and_answers(
         assert loaded["captions"] == [r["conversations"][1]["value"].strip() for r in records]
         assert loaded["images"] == [(drawn.parent / r["image"]).read_bytes() for r in records]
         assert not any("<image>" in prompt for prompt in loaded["prompts"])
-
-
-class Made:
-    """What ms-swift's packing data set has once it is made; the real one: tests/integration/test_pack_carriers.py."""
-
-    def __init__(self, _template: None, dataset: dict[str, list[int]], packing_length: int) -> None:
-        self.packing_length = packing_length
-        self.packed_idx, self.packed_length = [[0]], [len(dataset)]
-
-
-@pytest.fixture
-def swift(monkeypatch: pytest.MonkeyPatch) -> type[Made]:
-    """A module of ms-swift's name, whose class a plug-in changes."""
-    names = ("swift", "swift.dataset", "swift.dataset.packing")
-    modules: list[Any] = [ModuleType(name) for name in names]
-    for module, name in zip(modules, names, strict=True):
-        monkeypatch.setitem(sys.modules, name, module)
-    modules[0].dataset, modules[1].packing = modules[1], modules[2]
-    modules[2].PackingDataset = type("PackingDataset", (Made,), {})
-    return modules[2].PackingDataset  # type: ignore[no-any-return]
-
-
-def test_the_plug_in_puts_the_planned_packs_in_the_place_of_ms_swifts(plan: Path, tmp_path: Path, swift: Any) -> None:
-    planned = read_planned(plan)
-    written = write_swift_packs(plan, tmp_path)
-    ids = [json.loads(line)["id"] for line in (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()]
-    tokens = {planned.samples.sample_id(row): int(n) for row, n in enumerate(planned.samples.num_tokens)}
-    exec((tmp_path / "planned_packs.py").read_text(encoding="utf-8"), {})
-    lengths = [tokens[name] for name in ids]
-    made = swift(None, {"lengths": [[n] for n in lengths]}, packing_length=5000)
-    assert [[ids[number] for number in pack] for pack in made.packed_idx] == [
-        ids_of(planned, place) for place in range(written.num_packs)
-    ]
-    assert made.packed_length == [sum(lengths[number] for number in pack) for pack in made.packed_idx]
-    with pytest.raises(ValueError, match="more than --packing_length 10: size and plan with the template of this run"):
-        swift(None, {"lengths": lengths}, packing_length=10)
-    with pytest.raises(ValueError, match="60 samples were planned, and ms-swift holds 59"):
-        swift(None, {"lengths": lengths[1:]}, packing_length=5000)

@@ -1,11 +1,11 @@
-"""Plans as lines for Transformers: every layer by its tier; and all that its own switch can say."""
+"""Plans as lines for Transformers: every layer by its tier, and each host's steps and sharding."""
 
 from __future__ import annotations
 
 import pytest
 
 from export_cases import by_counts, decide, first_block, make_model
-from trimtab.adapters.huggingface import TARGETS, export, plain_settings
+from trimtab.adapters.huggingface import TARGETS, export
 from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ParallelDims, RecomputeChoice
 
@@ -27,23 +27,6 @@ def test_layers_come_by_tier_in_ranges():
         "# the plan recomputes nothing: leave activation_checkpointing off",
         "arguments = TrainingArguments(gradient_accumulation_steps=8, per_device_train_batch_size=1)",
     ]
-
-
-def test_its_own_switch_counts_through_both_towers():
-    settings = list(plain_settings(MODEL, by_counts(MODEL, 12)))
-    assert [plain.every_n_layers for plain in settings] == [None, *range(1, 17)]
-    by_n = {plain.every_n_layers: plain for plain in settings}
-    assert by_n[None].stages[0].recompute == ()
-    assert by_n[None].arguments() == {"activation_checkpointing": False}
-    assert by_n[1].arguments()["activation_checkpointing_kwargs"] == {"use_reentrant": False}
-    three = by_n[3].stages[0].recompute[0].layers
-    assert three == (VISION[0], VISION[3], BLOCK + 2, BLOCK + 5, BLOCK + 8, BLOCK + 11)
-    assert by_n[3].python() == (
-        "TrainingArguments(activation_checkpointing=True, "
-        "activation_checkpointing_kwargs={'use_reentrant': False, 'every_n_layers': 3})"
-    )
-    remote = make_model(family="internvl_chat")
-    assert [plain.every_n_layers for plain in plain_settings(remote, by_counts(remote, 12))] == [None, 1]
 
 
 def test_a_frozen_tower_and_tensor_parallelism_are_named():

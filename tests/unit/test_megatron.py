@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from export_cases import by_counts, cut, decide, first_block, make_model
 from trimtab.adapters import megatron
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
-from trimtab.adapters.megatron_check import expand_layout
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
@@ -270,27 +267,3 @@ def test_vision_heads_that_tp_does_not_divide_are_padded():
     assert "builds fewer vision layers silently" in str(told.beside)
     assert "padded with zero weights" in str(told.beside)
     assert told.warnings == ()
-
-
-# -- every split ----------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_every_supported_split_is_said_exactly(data):
-    num_language = data.draw(st.integers(1, 40))
-    model = make_model(data.draw(st.integers(0, 5)), num_language)
-    allowed = [c for c in range(1, len(model.layers)) if c not in unsupported_cuts(model)]
-    cuts = sorted(data.draw(st.sets(st.sampled_from(allowed), max_size=7))) if allowed else []
-    stages = cut(model, *cuts)
-    result = export(model, stages)
-    read = expand_layout(result.layout)
-    assert read is not None
-    blocks = [
-        sum(model.layers[i].kind == "block" and model.layers[i].tower == "language" for i in range(s.start, s.stop))
-        for s in stages
-    ]
-    assert [stage.count("t") for stage in read] == blocks
-    assert [stage.startswith("E") for stage in read] == [s == 0 for s in range(len(stages))]
-    assert [stage.endswith("L") for stage in read] == [s == len(stages) - 1 for s in range(len(stages))]
-    assert not any(letter in result.layout for letter in " mV")

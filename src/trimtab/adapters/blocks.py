@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from trimtab.options import RecomputedTier, Tower
-from trimtab.specs import AttentionSpec, ModelSpec, Stage, tiers_of
+from trimtab.specs import AttentionSpec, ModelSpec, Stage, recomputing, tiers_of
 
 TIERS: tuple[RecomputedTier, ...] = ("full", "attention", "selective")
 """From what holds least to what holds most."""
@@ -57,6 +57,18 @@ def blocks_of(model: ModelSpec, stage: Stage, tower: Tower = "language") -> tupl
 def recomputed_blocks(model: ModelSpec, stage: Stage, tower: Tower = "language") -> dict[int, RecomputedTier]:
     """Those that the stage recomputes, each with its tier."""
     return {i: tier for i, tier in tiers_of(stage).items() if is_block(model, i, tower)}
+
+
+def recompute_first(
+    model: ModelSpec, stages: Sequence[Stage], counts: Mapping[Tower, int | None], tier: RecomputedTier = "full"
+) -> tuple[Stage, ...]:
+    """The stages with recompute of the first blocks of each tower on every one of them: so many, or None for all."""
+    return tuple(
+        recomputing(
+            stage, {i: tier for tower, number in counts.items() for i in blocks_of(model, stage, tower)[:number]}
+        )
+        for stage in stages
+    )
 
 
 def count_by_tier(stages: Sequence[Stage]) -> Counter[RecomputedTier]:

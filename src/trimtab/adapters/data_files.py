@@ -32,8 +32,6 @@ FIELDS: tuple[Field, ...] = ("length", "num_tokens", "num_patches", "pack")
 """What a record can be told: tokens under two names (InternVL reads `length`, Qwen's finetuning code `num_tokens`), ViT
 patches, and the number of its pack in the order of the packs."""
 
-Layout = Literal["global", "ranks"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedPacks:
@@ -123,33 +121,19 @@ def write_jsonl(
     *,
     data: Sequence[Path] | None = None,
     fields: Sequence[Field] = ("length", "num_tokens"),
-    layout: Layout = "global",
 ) -> WrittenData:
     """The plan's records as JSON Lines, each with `fields` added (or overwritten); otherwise their own bytes.
 
-    `global` writes one file, pack after pack in the order of the packs. `ranks` writes a folder with a file a rank,
-    each with that rank's packs in its order.
+    One file, pack after pack in the order of the packs.
     """
     planned = read_planned(plan)
-    files = data_of(planned, data)
-    folder = out.parent if layout == "global" else out
-    with open_records(files, planned.samples, folder=folder) as records:
-        if layout == "global":
-            _write_records(out, planned, records, range(len(planned.order)), fields)
-            written: tuple[Path, ...] = (out,)
-        else:
-            dp = planned.schedule.table.shape[1]
-            width = max(2, len(str(dp - 1)))
-            written = tuple(out / f"rank-{rank:0{width}}.jsonl" for rank in range(dp))
-            for rank, path in enumerate(written):
-                _write_records(path, planned, records, range(rank, len(planned.order), dp), fields)
-    return _exported(planned, written, ragged=layout == "ranks")
-
-
-def _write_records(path: Path, planned: PlannedPacks, records: Records, places: range, fields: Sequence[Field]) -> None:
-    with open_atomically(path) as file:
-        for place in places:
+    with (
+        open_records(data_of(planned, data), planned.samples, folder=out.parent) as records,
+        open_atomically(out) as file,
+    ):
+        for place in range(len(planned.order)):
             file.writelines(line + b"\n" for line in _lines(planned, records, place, fields))
+    return _exported(planned, (out,), ragged=False)
 
 
 def write_nested_packs(

@@ -1,27 +1,22 @@
 """A plan for trainers that run a whole model on every rank: Transformers, TRL, Accelerate, FSDP2, Lightning.
 
 Packs come by the runtime's own data set and collator, state is sharded by the host, and recompute is told layer by
-layer (`trimtab.apply_recompute`) or by the nearest setting of Transformers' own. That switch knows "every n-th layer"
-(`every_n_layers` of `activation_checkpointing_kwargs`, in 5.17 `gradient_checkpointing_kwargs`), counted through the
-vision tower and the language model alike, from the first block on: tests/torch/test_huggingface_switch.py asks
-Transformers' own models. Remote code has one switch for all layers.
+layer (`trimtab.apply_recompute`). Transformers' own switch stays off: it knows every n-th layer, counted through both
+towers alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from trimtab.adapters.blocks import TIERS
 from trimtab.adapters.lora import peft_config, peft_lines, quantisation_config
-from trimtab.adapters.running import Decided, Exported, Target, cost_of_runs, refuse
-from trimtab.models.families.known import family_of
-from trimtab.options import RecomputedTier
-from trimtab.plan.decide.expressible import Expressible, fastest_fitting
+from trimtab.adapters.running import Decided, Exported, Target, refuse
+from trimtab.plan.decide.expressible import Expressible
 from trimtab.plan.file.modules import fold_modules
-from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.specs import ModelSpec, Stage, recomputing, tiers_of
+from trimtab.specs import ModelSpec, tiers_of
 
 _APPLY = """from trimtab.runtime.recompute.apply import apply
 
@@ -30,38 +25,6 @@ RECOMPUTE = {{
 }}
 for granularity, modules in RECOMPUTE.items():
     apply(model, modules, granularity=granularity)  # leave the Trainer's own activation_checkpointing off"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainSetting:
-    """Recompute as Transformers itself can say it."""
-
-    every_n_layers: int | None  # None: no recompute
-    stages: tuple[Stage, ...]
-
-    def arguments(self) -> dict[str, object]:
-        """Fields of `TrainingArguments` in Transformers 5.23; in 5.17 they are named gradient_checkpointing*."""
-        if self.every_n_layers is None:
-            return {"activation_checkpointing": False}
-        kwargs: dict[str, object] = {"use_reentrant": False}
-        if self.every_n_layers > 1:
-            kwargs["every_n_layers"] = self.every_n_layers
-        return {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
-
-    def python(self) -> str:
-        return f"TrainingArguments({', '.join(f'{name}={value!r}' for name, value in self.arguments().items())})"
-
-
-def plain_settings(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[PlainSetting]:
-    """Everything that the model's own switch can say: nothing, and every n-th block for every n.
-
-    Blocks count from the model's first, whatever stage they are on.
-    """
-    blocks = [i for i, layer in enumerate(model.layers) if layer.kind == "block"]
-    yield PlainSetting(every_n_layers=None, stages=tuple(replace(stage, recompute=()) for stage in stages))
-    for n in range(1, 2 if family_of(model.family).is_remote_code else len(blocks) + 1):
-        chosen: dict[int, RecomputedTier] = dict.fromkeys(blocks[::n], "full")
-        yield PlainSetting(every_n_layers=n, stages=tuple(recomputing(stage, chosen) for stage in stages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,24 +152,6 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
     return Exported(text=text, fields=fields, runs=stages, warnings=tuple(warnings), beside=beside)
 
 
-def _own_setting(found: ReloadedPlan, exported: Exported) -> Exported:
-    """The export, with the nearest setting of Transformers' own beside it, and what that costs."""
-    case = found.case
-    plains = list(plain_settings(case.model, found.stages))
-    nearest = fastest_fitting(case, [plain.stages for plain in plains])
-    if nearest is None:
-        said, arguments = "no setting of Transformers' own fits the plan's memory", None
-    else:
-        plain = plains[nearest]
-        cost = "it runs as planned"
-        if plain.stages != found.stages:
-            cost = str(cost_of_runs(case, plain.stages, found.stages))
-        said = f"without trimtab, the nearest setting of Transformers' own is {plain.python()}: {cost}"
-        arguments = plain.arguments()
-    beside = "\n".join(filter(None, (exported.beside, said)))
-    return replace(exported, fields={**exported.fields, "training_arguments": arguments}, beside=beside)
-
-
 def whole(model: ModelSpec, zero_stages: Sequence[int]) -> Expressible:
     """What a host can run that has the whole model on every rank, recompute as planned."""
     choices = {"pp": (1,), "tp": (1,), "zero_stage": tuple(zero_stages)}
@@ -220,7 +165,6 @@ def _target(host: _Host) -> Target:
         packs=host.packs,
         can=lambda model, _pp: whole(model, tuple(host.lines)),
         export=partial(export, host=host),
-        own_setting=_own_setting if host.has_switch else None,
         lora=(16, 4),
     )
 

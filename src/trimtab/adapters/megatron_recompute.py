@@ -16,6 +16,7 @@ from trimtab.adapters.blocks import (
     is_block,
     lost_tiers,
     padded_heads,
+    recompute_first,
     recomputed_blocks,
 )
 from trimtab.options import RecomputedTier
@@ -36,16 +37,9 @@ def megatron_ladders(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[list
     """Every full recompute that Megatron-Core can do on these stages with one setting: of the vision tower none or all,
     and on each rung the first n blocks of every stage."""
     stages = _norm_beside_head(model, stages)
-    tower = tuple(i for i in model.indices("vision", "block") if i < stages[0].stop)
     most = max(len(blocks_of(model, stage)) for stage in stages)
-    for vision in ((), tower) if tower else ((),):
-        yield [
-            tuple(
-                recomputing(stage, dict.fromkeys((*vision, *blocks_of(model, stage)[:number]), _FULL))
-                for stage in stages
-            )
-            for number in range(most + 1)
-        ]
+    for vision in (0, None) if blocks_of(model, stages[0], "vision") else (0,):
+        yield [recompute_first(model, stages, {"vision": vision, "language": number}) for number in range(most + 1)]
 
 
 def language_recompute(

@@ -11,7 +11,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from trimtab.adapters.blocks import blocks_of, head_problems, is_block, recomputed_blocks
+from trimtab.adapters.blocks import blocks_of, head_problems, is_block, recompute_first, recomputed_blocks
 from trimtab.adapters.megatron import SCHEDULES
 from trimtab.adapters.running import (
     Decided,
@@ -26,7 +26,7 @@ from trimtab.adapters.running import (
 from trimtab.errors import UnsupportedPlanError
 from trimtab.options import Tower
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.specs import ModelSpec, Stage, recomputing
+from trimtab.specs import ModelSpec, Stage
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 """Those whose weights its converter splits by both towers; it trains others by FSDP2, without stages."""
@@ -71,7 +71,7 @@ def export(plan: Decided, price: float | None) -> Exported:
     ]
     environment = f"export VP_SIZE={plan.num_chunks}\n" if plan.num_chunks > 1 else ""
     flags = " \\\n".join(map(shlex.join, words))
-    runs = _runs(model, stages, counts["vision"], counts["language"])
+    runs = recompute_first(model, stages, counts)
     return Exported(
         text=f"{environment}# arguments of pretrain_vlm.py\n{flags}\n\n# in the file of --mm-model\n{json.dumps(file)}",
         fields={"arguments": arguments, "model": file},
@@ -93,17 +93,6 @@ def _fields(plan: Decided, tower: Tower, most: int) -> dict[str, object]:
 
 def _most(model: ModelSpec, stages: Sequence[Stage], tower: Tower) -> int:
     return max(len(recomputed_blocks(model, stage, tower)) for stage in stages)
-
-
-def _runs(model: ModelSpec, stages: Sequence[Stage], vision: int, language: int) -> tuple[Stage, ...]:
-    """These stages with full recompute of the first blocks of each tower on every stage."""
-    return tuple(
-        recomputing(
-            stage,
-            dict.fromkeys((*blocks_of(model, stage, "vision")[:vision], *blocks_of(model, stage)[:language]), "full"),
-        )
-        for stage in stages
-    )
 
 
 def _warnings(
@@ -134,7 +123,7 @@ def _can_run(model: ModelSpec, _pp: int) -> Expressible:
         tower_first = [(n, 0) for n in range(vision + 1)] + [(vision, n) for n in range(1, language + 1)]
         decoder_first = [(0, n) for n in range(language + 1)] + [(n, language) for n in range(1, vision + 1)]
         for rungs in (tower_first, decoder_first):
-            yield [_runs(model, stages, *rung) for rung in rungs]
+            yield [recompute_first(model, stages, dict(zip(_TOWERS, rung, strict=True))) for rung in rungs]
 
     _refuse_family(model)
     return Expressible(

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from trimtab.adapters.blocks import blocks_of, count_by_tier, head_problems, lost_tiers
+from trimtab.adapters.blocks import blocks_of, count_by_tier, head_problems, lost_tiers, recompute_first
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.running import Decided, Exported, Target, full_blocks, refuse
 from trimtab.errors import UnsupportedPlanError
-from trimtab.options import RecomputedTier
+from trimtab.options import Tower
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.specs import ModelSpec, Stage, recomputing
+from trimtab.specs import ModelSpec, Stage
 
 _ARGUMENTS = (
     *("ENV", "MODEL_SIZE", "BATCH_SIZE", "GLOBAL_BATCH_SIZE", "LR", "MIN_LR", "SEQ_LEN", "PAD_LEN", "PR"),
@@ -49,12 +48,12 @@ def pai_splits(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
     return tuple(splits)
 
 
+_ALL: Mapping[Tower, None] = {"vision": None, "language": None}
+
+
 def pai_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
     """Recompute nowhere, or of every block of both towers."""
-    return [
-        tuple(replace(stage, recompute=()) for stage in stages),
-        tuple(_recompute_all(model, stage) for stage in stages),
-    ]
+    return [recompute_first(model, stages, {}), recompute_first(model, stages, _ALL)]
 
 
 def export(plan: Decided, price: float | None) -> Exported:
@@ -73,7 +72,7 @@ def export(plan: Decided, price: float | None) -> Exported:
     assert flags is not None, "else there was a problem"
 
     recompute = any(stage.recompute for stage in stages)
-    runs = tuple(_recompute_all(model, stage) if recompute else stage for stage in flags.runs)
+    runs = recompute_first(model, flags.runs, _ALL) if recompute else flags.runs
     warnings = [w for w in flags.warnings if "recompute" not in w]
     if recompute:
         warnings += _recompute_warnings(stages, runs)
@@ -149,11 +148,6 @@ def _recompute_warnings(stages: Sequence[Stage], runs: Sequence[Stage]) -> list[
             f"none: all {total} are, which holds less and takes longer"
         )
     return warnings
-
-
-def _recompute_all(model: ModelSpec, stage: Stage) -> Stage:
-    tiers: dict[int, RecomputedTier] = {i: "full" for i, layer in enumerate(model.layers) if layer.kind == "block"}
-    return recomputing(stage, tiers)
 
 
 def _can_run(model: ModelSpec, pp: int) -> Expressible:

@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import yaml
 
-from trimtab.adapters.blocks import recomputed_blocks
+from trimtab.adapters.blocks import recompute_first, recomputed_blocks
 from trimtab.adapters.huggingface import check_whole, whole
 from trimtab.adapters.running import Decided, Exported, Target, full_blocks, refuse
 from trimtab.lora import ALL_LINEAR
 from trimtab.options import Tower
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.specs import ModelSpec, Stage, recomputing
+from trimtab.specs import ModelSpec, Stage
 
 _TOWERS: tuple[Tower, ...] = ("vision", "language")
 Settings = dict[str, object]
@@ -205,7 +204,7 @@ def export(plan: Decided, _price: float | None, *, host: _Host) -> Exported:
     runs = stage
     if host.recomputes is not None:
         towers = min((x for x in host.recomputes if set(x) >= set(recomputed)), key=len)
-        runs = _recomputing(plan.model, stage, towers)
+        (runs,) = recompute_first(plan.model, plan.stages, dict.fromkeys(towers))
         if runs != stage:
             warnings.append(
                 f"recompute of single layers or by other tiers is planned, and {host.title} recomputes "
@@ -223,11 +222,6 @@ def export(plan: Decided, _price: float | None, *, host: _Host) -> Exported:
     )
 
 
-def _recomputing(model: ModelSpec, stage: Stage, towers: Sequence[Tower]) -> Stage:
-    blocks = chain.from_iterable(model.indices(tower, "block") for tower in towers)
-    return recomputing(stage, dict.fromkeys(blocks, "full"))
-
-
 def _can_run(model: ModelSpec, _pp: int, *, host: _Host) -> Expressible:
     can = whole(model, host.zero_stages)
     if host.recomputes is None:
@@ -235,7 +229,7 @@ def _can_run(model: ModelSpec, _pp: int, *, host: _Host) -> Expressible:
 
     def ladders(stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
         for towers in host.recomputes or ():
-            yield [tuple(_recomputing(model, stage, towers) for stage in stages)]
+            yield [recompute_first(model, stages, dict.fromkeys(towers))]
 
     return Expressible(forbidden_cuts=can.forbidden_cuts, choices=can.choices, tiers=full_blocks, ladders=ladders)
 

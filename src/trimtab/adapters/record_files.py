@@ -85,8 +85,8 @@ def open_records(files: Sequence[Path], samples: SampleTable, *, folder: Path) -
             kind, source = detect_format(path), path
             if kind == "tar":
                 raise SampleError(
-                    f"{path} is a tar shard, whose images lie beside the record and go into no JSON: export npy, or "
-                    "pack while reading with the Energon adapter"
+                    f"{path} is a tar shard, whose images lie beside the record and go into no JSON: export npy, and "
+                    "read the records in your own loader"
                 )
             if kind != "jsonl":
                 spill = stack.enter_context(open_passing(folder, ".jsonl"))

@@ -90,8 +90,6 @@ class Target:
     export: Callable[[Decided, float | None], Exported]
     """Raises `UnsupportedPlanError` with everything that the framework cannot express. The price that a refusal quotes
     is the step time of the best plan that it can run, relative to this plan's; infinite where none fits."""
-    own_setting: Callable[[ReloadedPlan, Exported], Exported] | None = None
-    """Adds the nearest setting that needs no code of ours; None: the export is such a setting itself."""
     lora: tuple[int, ...] = ()  # bits of frozen weights beside which its export tells adapters; none: it cannot
 
     def refuse_lora(self, lora: Lora | None) -> None:
@@ -226,8 +224,6 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     except UnsupportedPlanError:
         best = best_expressible(case, can)
         exported = target.export(decided(found), math.inf if best is None else relative_time(case, best, planned))
-    if target.own_setting is not None:
-        exported = target.own_setting(found, exported)
     if case.vision is not None:
         said.append(
             f"the plan's {case.vision.decision.group} ranks share images, which {target.title} is not told here: share "

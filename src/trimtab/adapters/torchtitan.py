@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from trimtab.adapters.blocks import TIERS, head_problems, lost_tiers
+from trimtab.adapters.blocks import TIERS, head_problems, lost_tiers, recompute_first
 from trimtab.adapters.running import (
     Decided,
     Exported,
@@ -26,7 +25,7 @@ from trimtab.adapters.running import (
 from trimtab.costs.profile import has_experts
 from trimtab.options import RecomputedTier
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.specs import LayerSpec, ModelSpec, Stage, recomputing, tiers_of
+from trimtab.specs import LayerSpec, ModelSpec, Stage, tiers_of
 
 _POLICIES: Mapping[RecomputedTier, str] = {"full": "FullAC", "attention": "AttentionAC", "selective": "SelectiveAC"}
 _ATTENTION_POLICY = '''from dataclasses import dataclass
@@ -55,8 +54,8 @@ def titan_unsupported_cuts(model: ModelSpec) -> frozenset[int]:
 def titan_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
     """Recompute of no block, or of every language block, keeping attention or nothing."""
     return [
-        tuple(replace(stage, recompute=()) for stage in stages),
-        *(_recompute_all(model, stages, tier) for tier in TIERS[1::-1]),
+        recompute_first(model, stages, {}),
+        *(recompute_first(model, stages, {"language": None}, tier) for tier in TIERS[1::-1]),
     ]
 
 
@@ -186,7 +185,7 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
             "blocks alone: check the memory of the first rank"
         )
     if not inside:
-        return None, tuple(replace(stage, recompute=()) for stage in stages)
+        return None, recompute_first(model, stages, {})
     tiers = Counter(inside.values())
     tier = next(t for t in TIERS if tiers[t])  # which holds no more than any block is planned to
     if tier == "selective":
@@ -201,13 +200,7 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
         )
     del tiers[tier]
     warnings += lost_tiers(tiers, "blocks", f"one torchtitan policy serves all ({_POLICIES[tier]})")
-    return _POLICIES[tier], _recompute_all(model, stages, tier)
-
-
-def _recompute_all(model: ModelSpec, stages: Sequence[Stage], tier: RecomputedTier) -> tuple[Stage, ...]:
-    """Every language block, by one tier."""
-    tiers = dict.fromkeys(model.indices("language", "block"), tier)
-    return tuple(recomputing(stage, tiers) for stage in stages)
+    return _POLICIES[tier], recompute_first(model, stages, {"language": None}, tier)
 
 
 def _tiers(layer: LayerSpec) -> tuple[RecomputedTier, ...]:

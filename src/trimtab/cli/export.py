@@ -131,21 +131,18 @@ DataOption = Annotated[
 @app.command("jsonl")
 def jsonl(
     plan: PlanArgument,
-    out: Annotated[Path, typer.Option(help="File to write; with --layout ranks a folder.")],
+    out: Annotated[Path, typer.Option(help="File to write.")],
     data: DataOption = None,
     field: Annotated[
         list[str] | None, typer.Option(help="Added to each record: length, num_tokens, num_patches or pack.")
     ] = None,
-    layout: Annotated[
-        Literal["global", "ranks"], typer.Option(help="One file in the order of the packs, or one a rank.")
-    ] = "global",
     as_json: JsonOption = False,
 ) -> None:
     """Write the records of PLAN in its order as JSON Lines, with exact lengths in every record."""
     from trimtab.adapters.data_files import write_jsonl
 
     fields = cast("list[Field]", field or ["length", "num_tokens"])
-    _tell(write_jsonl(plan, out, data=data, fields=fields, layout=layout), as_json)
+    _tell(write_jsonl(plan, out, data=data, fields=fields), as_json)
 
 
 @app.command("qwen-packs")

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -22,7 +23,7 @@ from trimtab.cli.demo import demo
 from trimtab.cli.describe import describe
 from trimtab.cli.image_size import image_size
 from trimtab.cli.map import map_model
-from trimtab.cli.options import Verb, Verbs
+from trimtab.cli.options import Verb, Verbs, is_further_rank
 from trimtab.cli.pack import pack
 from trimtab.cli.plan import plan
 from trimtab.cli.predict import predict
@@ -105,8 +106,12 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def main() -> None:
     """Run the command line; the one place where errors become messages and exit codes."""
     warnings.showwarning = lambda message, *_: print(f"trimtab: warning: {message}", file=sys.stderr)
-    if sys.stdout is None:  # `>&-`
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open to the end)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # `>&-`
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open to the end)
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of characters that the terminal lacks
     try:
         try:
             app()
@@ -119,7 +124,7 @@ def main() -> None:
     except BrokenPipeError:
         _stop_quietly()
     except TrimtabError as error:
-        _fail(str(error))
+        _fail(str(error), error)
     except ImportError as error:
         package = (error.name or "").split(".")[0]
         if package not in _INSTALL_HINTS:
@@ -127,7 +132,7 @@ def main() -> None:
         _fail(_what_to_install(package, error))
     except OSError as error:
         reason = (error.strerror or str(error) or "no reason given").lower()
-        _fail(f"cannot use {error.filename or 'the output'}: {reason}; {_CURES.get(error.errno or 0, _OTHER)}")
+        _fail(f"cannot use {error.filename or 'the output'}: {reason}; {_CURES.get(error.errno or 0, _OTHER)}", error)
     except MemoryError:
         _fail("this takes more memory than there is here: give less data at once, or use a larger machine")
 
@@ -153,7 +158,10 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, error: Exception | None = None) -> NoReturn:
+    is_said = getattr(error, "is_said", None)
+    if is_said or (is_said is None and is_further_rank()):
+        sys.exit(2)
     try:
         if "--json" in sys.argv:
             print(json.dumps({"error": message}))

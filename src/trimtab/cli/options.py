@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import re
-import stat
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from trimtab.errors import TrimtabError
+from trimtab.files import refuse_special
 from trimtab.options import Option, option_fields
 
 
@@ -105,12 +105,21 @@ _TOLD = {"int": "N", "int range": "N", "float": "X", "float range": "X", "str": 
 class Verb(TyperCommand):
     """A command whose help lists its options in groups: those of no group first, in the order they are declared."""
 
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """What is wrong with the command line is said once a machine, not once a process of torchrun."""
+        try:
+            return super().make_context(*args, **extra)
+        except Exception as problem:  # Typer's own, whose classes are private
+            if is_further_rank() and not isinstance(problem, typer.Exit):
+                sys.exit(2)
+            raise
+
     def invoke(self, ctx: Any) -> Any:
-        """Refuses a device, pipe or socket where a file is to be read: it may never end, or never begin."""
+        """Refuses what is no file where a file is to be read, before anything is done."""
         for name, given in ctx.params.items():
             for value in given if isinstance(given, list | tuple) else [given]:
-                if name != "out" and isinstance(value, str | Path) and _is_special(value):
-                    raise TrimtabError(f"{value} is a device, a pipe or a socket: write its content into a file first")
+                if name != "out" and isinstance(value, str | Path):
+                    refuse_special(value)
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -134,11 +143,9 @@ class Verb(TyperCommand):
                     formatter.write_dl(records)
 
 
-def _is_special(path: str | Path) -> bool:
-    try:
-        return stat.S_IFMT(os.stat(path).st_mode) not in (stat.S_IFREG, stat.S_IFDIR)  # noqa: PTH116 (any text)
-    except (OSError, ValueError):  # none of our files
-        return False
+def is_further_rank() -> bool:
+    """Whether torchrun has started this process behind another one, on the same machine, with the same command."""
+    return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 class Verbs(TyperGroup):

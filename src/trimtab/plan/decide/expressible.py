@@ -219,17 +219,6 @@ def rank_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, ...]:
     return tuple(device.total_bytes for device in memory)
 
 
-def fastest_fitting(case: Case, ways: Sequence[Sequence[Stage]]) -> int | None:
-    """Which of these ways fits the plan's memory with the least slowest stage at the mean pack; None if none fits."""
-    problem = case.problem
-    times: dict[int, float] = {}
-    for number, way in enumerate(ways):
-        result = problem.assess(_as_priced(problem.profile, way))
-        if result.peak_bytes <= problem.memory_bytes:
-            times[number] = result.bottleneck_s
-    return min(times, key=lambda number: times[number], default=None)
-
-
 def overfull_ranks(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
     """Pipeline ranks that would hold more than the plan's memory."""
     most = case.problem.memory_bytes

@@ -36,6 +36,7 @@ def build_pipeline(
     dp_group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     image_cost: LinearCost | None = None,
+    timeout_s: float = 600.0,
 ) -> Pipeline:
     """The stages that this rank of `pp_group` holds, on `device`; `torch.distributed` has to be initialised.
 
@@ -49,7 +50,7 @@ def build_pipeline(
     mesh of ("dp", "pp"): `mesh["pp"].get_group()` and `mesh["dp"].get_group()`.
 
     Where the layout has `images`, first stages of `dp_group` share the images of a step, balanced by `image_cost`, the
-    same on every rank; None: by multiply-adds.
+    same on every rank; None: by multiply-adds. They wait for one another for `timeout_s`.
     """
     layout = plan if isinstance(plan, PipelineLayout) else read_layout(plan)
     pp_group = pp_group or dist.group.WORLD
@@ -79,7 +80,14 @@ def build_pipeline(
         if i == 0 and several and layout.images is not None:
             assert dp_group is not None
             stages[-1].images = dispatch_images(
-                module, layout, layout.images, model=model, cost=image_cost, group=dp_group, device=device
+                module,
+                layout,
+                layout.images,
+                model=model,
+                cost=image_cost,
+                group=dp_group,
+                device=device,
+                timeout_s=timeout_s,
             )
     # the first collective of a group: batched sends need it
     dist.all_reduce(torch.zeros(1, device=device), group=pp_group)

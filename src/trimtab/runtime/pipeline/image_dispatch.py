@@ -32,7 +32,7 @@ from trimtab.runtime.data.zero_weight import filler_sample
 from trimtab.runtime.layout import PipelineLayout
 from trimtab.runtime.pipeline.flow import Batch, Encoded, feature_name, has_images
 from trimtab.runtime.pipeline.module import StageModule
-from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, listed, open_control
+from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, open_control
 from trimtab.runtime.vision.dispatch import Pool, move_images, pool_images
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows
 from trimtab.runtime.vision.families import GRIDS, PIXELS, Family, GridFamily, Kind, find_family, tower_flops
@@ -40,9 +40,8 @@ from trimtab.runtime.vision.heartbeat import KINDS
 from trimtab.runtime.vision.inputs import VisionInputs, join_inputs
 from trimtab.runtime.vision.outputs import Features, read_features, write_features
 from trimtab.runtime.vision.seams import Seam, find_seams
+from trimtab.runtime.watch import listed
 from trimtab.specs import IntArray
-
-TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +241,7 @@ def dispatch_images(
     cost: LinearCost | None,
     group: dist.ProcessGroup,
     device: torch.device,
+    timeout_s: float,
 ) -> ImageDispatch:
     """For a first stage that holds the whole tower; every rank of its data-parallel group calls this.
 
@@ -256,7 +256,7 @@ def dispatch_images(
     return ImageDispatch(
         seam=seam,
         group=group,
-        control=open_control(group, TIMEOUT_S),
+        control=open_control(group, timeout_s),
         family=family,
         config=config,
         cost=cost,

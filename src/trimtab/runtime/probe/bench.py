@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from trimtab.costs.profile import with_tiers
@@ -24,6 +23,7 @@ from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import ProbedRank, Reading, gather_readings, run_trial
 from trimtab.runtime.recompute.apply import Granularity
 from trimtab.runtime.training.loop import autocast, open_run
+from trimtab.runtime.training.ranks import Ranks
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.specs import Stage
 from trimtab.units import format_bytes
@@ -88,10 +88,10 @@ class Bench:
 
 
 def open_bench(
-    settings: ProbeSettings, found: ReloadedPlan, case: Case, device: torch.device, tell: Callable[[str], None]
+    settings: ProbeSettings, found: ReloadedPlan, case: Case, ranks: Ranks, tell: Callable[[str], None]
 ) -> Bench:
     training = _training(settings, found.plan)
-    run = open_run(training, found.plan, device, layout=_layout(found.plan, case))
+    run = open_run(training, found.plan, ranks, layout=_layout(found.plan, case))
     for group in run.optimizer.param_groups:
         group["lr"] = 0.0  # every run is of the same weights
     packing = case.packing
@@ -105,8 +105,8 @@ def open_bench(
         rank=ProbedRank(
             pipeline=run.pipeline,
             optimizer=run.optimizer,
-            meter=meter_of(device),
-            autocast=partial(autocast, training, device),
+            meter=meter_of(ranks.device),
+            autocast=partial(autocast, training, ranks.device),
         ),
         batches=batches,
         num_steps=settings.num_steps,

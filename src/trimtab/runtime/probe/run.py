@@ -132,14 +132,16 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
             "a plan whose ranks share images was to be probed, and a probe runs one pack on all ranks, which shares "
             "nothing: probe the plan that `trimtab plan --vision-dp none` makes"
         )
-    with process_group(settings.device) as device:
+    with process_group(settings.device, timeout_s=settings.timeout_s) as ranks:
+        device = ranks.device
+        ranks.come_to("the probe")
         case = with_budget(
             found.case,
             memory_bytes=settings.memory_bytes,
             risk=settings.risk,
             allocator=device.type == "cuda",
         )
-        bench = open_bench(settings, found, case, device, progress or (lambda _: None))
+        bench = open_bench(settings, found, case, ranks, progress or (lambda _: None))
         with frozen_heap():
             full = measure_full(bench)
             kept = tuple(measure_kinds(bench, full))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from trimtab.errors import TrimtabError
-from trimtab.options import PLAN, Option, ReadingOptions, TorchDevice
+from trimtab.options import PLAN, TIMEOUT, Option, ReadingOptions, TorchDevice
 from trimtab.plan.options import parse_share
 from trimtab.units import parse_bytes
 
@@ -30,6 +30,7 @@ class ProbeSettings:
     device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.")] = None
     reading: ReadingOptions = field(default_factory=ReadingOptions)
     seed: Annotated[int, Option("Seed of random weights.")] = 0
+    timeout_s: Annotated[int, TIMEOUT] = 1800
 
     def __post_init__(self) -> None:
         if self.num_steps < 2:

@@ -3,7 +3,7 @@
 A folder `step-00000100` holds one safetensors file a rank and `progress.json`; nothing in it is pickled. Names are
 those of the Hugging Face model, of a tied weight the first one, so another split of the model, or another number of
 data-parallel ranks, finds its own part. A folder is written beside its name and renamed when it is whole: a killed run
-leaves no half checkpoint.
+leaves no half checkpoint. What a disk or a copy does to it later is found by the checksums in `progress.json`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -29,12 +29,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
+from trimtab.runtime.training.ranks import on_first_rank
 from trimtab.samples.problems import shorten
 
 _FOLDER = re.compile(r"step-(\d{8})")
 _PROGRESS = "progress.json"
 _TEXT_FILES = {".json", ".jinja", ".txt", ".model"}  # of tokenizer, processor and chat template
-_TYPES = {"step": int, "loader": dict, "optimizer": str, "num_tensors": int}
+_PART_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Progress:
     step: int  # optimizer steps done
     loader: dict[str, str | int]  # `PlanDataLoader.state_dict`
     optimizer: str
-    num_tensors: int = 0  # of the whole checkpoint; `save_checkpoint` counts them
+    files: dict[str, list[int]] = field(default_factory=dict)  # bytes and CRC-32; `save_checkpoint` finds them
 
 
 def save_checkpoint(
@@ -64,17 +65,31 @@ def save_checkpoint(
     if torch.cuda.is_available():
         content[f"random_cuda/{dist.get_rank()}"] = torch.cuda.get_rng_state()
     with _written_aside(path) as writing:
-        save(content, storage_writer=HuggingFaceStorageWriter(str(writing), save_distributed=True))
+        _save(content, HuggingFaceStorageWriter(str(writing), save_distributed=True))
         dist.barrier()
+        files = _checksums(writing, sorted(file.name for file in writing.glob("*.safetensors")))
         if dist.get_rank() == 0:
-            progress = replace(progress, num_tensors=len(_sizes(writing)))
-            write_atomically(writing / _PROGRESS, json.dumps(asdict(progress), indent=1).encode())
+            progress = replace(progress, files=files)
+            content = {"crc32": _crc_of(progress)} | asdict(progress)
+            write_atomically(writing / _PROGRESS, json.dumps(content, indent=1).encode())
             shutil.rmtree(path, ignore_errors=True)
     if dist.get_rank() == 0 and keep is not None:
-        for old in list_checkpoints(folder)[: -keep if keep else None]:
+        past = [found for found in list_checkpoints(folder) if found <= path]  # later ones were damaged, and left
+        for old in past[: -keep if keep else None]:
             shutil.rmtree(old)
     dist.barrier()
     return path
+
+
+def _save(content: dict[str, Tensor], writer: HuggingFaceStorageWriter) -> None:
+    """Collective; what a disk refused any rank is raised on all of them, without what torch has wrapped it in."""
+    try:
+        save(content, storage_writer=writer)
+    except CheckpointException as error:
+        for problem, _ in error.failures.values():
+            if isinstance(problem, OSError):
+                raise problem from None
+        raise
 
 
 @contextmanager
@@ -92,47 +107,77 @@ def _written_aside(path: Path) -> Iterator[Path]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Checkpoints, oldest first; whether one is still whole is seen by `check_checkpoint`."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if _FOLDER.fullmatch(path.name) and (path / _PROGRESS).is_file())
+    return sorted(path for path in folder.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir())
 
 
-def read_progress(path: Path) -> Progress:
-    """`progress.json` of a checkpoint; `PlanError` where it is none of ours."""
-    try:
-        found = json.loads((path / _PROGRESS).read_bytes())
-        progress = Progress(**{field.name: found[field.name] for field in fields(Progress)})
-        for name, wanted in _TYPES.items():
-            value = found[name]
-            if type(value) is not wanted or (isinstance(value, int) and value < 0):
-                raise ValueError(f"{name} is {shorten(repr(value), 40)}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(
-            f"{path} was to be resumed, but is no checkpoint of `trimtab train` ({error}): name a step-... folder"
-        ) from None
+def check_checkpoint(path: Path, device: torch.device) -> Progress | str:
+    """Where the run stands, or what is wrong with the files, the same on every rank; collective.
+
+    Every byte is read, each file by one rank.
+    """
+    progress = on_first_rank(lambda: _read_progress(path), device)
+    if isinstance(progress, str):
+        return progress
+    found = _checksums(path, sorted(progress.files))
+    for name, (size, crc) in progress.files.items():
+        there = found.get(name)
+        if there is None:
+            return f"{name} cannot be read"
+        if there != [size, crc]:
+            return f"{name} has {there[0]} of {size} bytes" if there[0] != size else f"{name} has other content"
     return progress
 
 
+def _read_progress(path: Path) -> Progress | str:
+    try:
+        found = json.loads((path / _PROGRESS).read_bytes())
+        crc = found.pop("crc32")
+        progress = Progress(**found)
+    except FileNotFoundError:
+        return f"it has no {_PROGRESS}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{_PROGRESS} is none of ours: {shorten(str(error), 100)}"
+    return progress if crc == _crc_of(progress) else f"{_PROGRESS} has other content"
+
+
+def _crc_of(progress: Progress) -> int:
+    return zlib.crc32(json.dumps(asdict(progress), sort_keys=True).encode())
+
+
+def _checksums(folder: Path, names: Sequence[str]) -> dict[str, list[int]]:
+    """Bytes and CRC-32 of these files, of each that can be read; collective, each rank reads its part of them."""
+    own = {}
+    for name in names[dist.get_rank() :: dist.get_world_size()]:
+        crc = size = 0
+        with suppress(OSError), (folder / name).open("rb") as file:
+            while part := file.read(_PART_BYTES):
+                crc, size = zlib.crc32(part, crc), size + len(part)
+            own[name] = [size, crc]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    return {name: found for each in told for name, found in each.items()}
+
+
 def load_checkpoint(
-    path: Path, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
-) -> Progress:
-    """Take this rank's tensors out of a checkpoint, whatever split wrote it; collective.
+    path: Path,
+    progress: Progress,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Take this rank's tensors out of a checkpoint that is whole, whatever split wrote it; collective.
 
     Random states are those of the same rank, and are left alone where the run had fewer ranks.
     """
-    progress = read_progress(path)
     if progress.optimizer != type(optimizer).__name__:
         raise PlanError(
             f"{path} was written with optimizer {progress.optimizer}, this run has {type(optimizer).__name__}: "
             "resume with the same, or start again from its weights"
         )
-    try:
-        metadata = _sizes(path)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise PlanError(_broken(path, error)) from None
-    if len(metadata) != progress.num_tensors:
-        raise PlanError(_broken(path, f"{len(metadata)} of its {progress.num_tensors} tensors are there"))
+    metadata: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
     target: dict[str, Tensor] = {
         f"model/{name}": value.detach() for name, value in (*parameters.items(), *buffers.items())
     }
@@ -150,16 +195,12 @@ def load_checkpoint(
     own = (f"random/{dist.get_rank()}", f"random_cuda/{dist.get_rank()}")
     for name in (*mine, *(name for name in own if name in metadata)):
         target[name] = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
-    try:
-        load(target, storage_reader=HuggingFaceStorageReader(str(path)))
-    except CheckpointException as error:
-        raise PlanError(_broken(path, next(iter(error.failures.values()))[0])) from None
+    load(target, storage_reader=HuggingFaceStorageReader(str(path)))
     _restore_optimizer(parameters, optimizer, {name: target[name] for name in mine})
     if own[0] in target:
         torch.set_rng_state(target[own[0]])
     if own[1] in target and torch.cuda.is_available():
         torch.cuda.set_rng_state(target[own[1]])
-    return progress
 
 
 def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, beside: Path | None = None) -> None:
@@ -170,7 +211,7 @@ def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, be
     """
     with _written_aside(folder) as writing:
         writer = HuggingFaceStorageWriter(str(writing), save_distributed=True, enable_consolidation=True)
-        save({name: value.detach() for name, value in tensors.items()}, storage_writer=writer)
+        _save({name: value.detach() for name, value in tensors.items()}, writer)
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(writing / "sharded", ignore_errors=True)
@@ -178,18 +219,6 @@ def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, be
                 if file.suffix in _TEXT_FILES and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, writing / file.name)
             config.save_pretrained(writing)
-
-
-def _sizes(path: Path) -> dict[str, Any]:
-    """Sizes and types of all tensors of a checkpoint, by name."""
-    return dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
-
-
-def _broken(path: Path, reason: object) -> str:
-    return (
-        f"{path} was to be resumed, but its tensors cannot be read ({shorten(str(reason), 200)}): remove this folder "
-        "and resume from the one before it"
-    )
 
 
 def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,13 +35,12 @@ from trimtab.runtime.pipeline import Pipeline, PipelineLayout, StepResult, build
 from trimtab.runtime.training.checkpoint import (
     Progress,
     export_model,
-    list_checkpoints,
     load_checkpoint,
-    read_progress,
     save_checkpoint,
 )
 from trimtab.runtime.training.lora import add_adapters, merged
-from trimtab.runtime.training.ranks import device_mesh, on_first_rank, process_group
+from trimtab.runtime.training.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
+from trimtab.runtime.training.resume import find_checkpoint, words_of
 from trimtab.runtime.training.run_recorder import RunRecorder
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.samples.problems import shorten
@@ -58,15 +55,18 @@ def train(settings: TrainSettings) -> list[StepRecord]:
     Resuming gives the same losses as going on.
     """
     plan = load_plan(settings.plan)
-    with process_group(settings.device) as device:
-        checkpoint = on_first_rank(lambda: check_folders(settings), device)
-        refuse_unshared(checkpoint, device)
-        run = open_run(settings, plan, device)
+    with process_group(settings.device, timeout_s=settings.timeout_s, words=words_of(settings, plan)) as ranks:
+        device = ranks.device
+        ranks.come_to("reading the plan, the data and the model")
+        checkpoint = find_checkpoint(settings, device)
+        run = open_run(settings, plan, ranks)
         torch.manual_seed(settings.seed + 1 + dist.get_rank())  # dropout
         start = 0
         if checkpoint is not None:
-            run.loader.load_state_dict(read_progress(checkpoint).loader)
-            start = load_checkpoint(checkpoint, run.parameters, run.buffers, run.optimizer).step
+            path, progress = checkpoint
+            start = progress.step
+            run.loader.load_state_dict(progress.loader)
+            load_checkpoint(path, progress, run.parameters, run.buffers, run.optimizer)
         num_steps = settings.steps or settings.epochs * len(run.sampler) // run.pipeline.layout.num_microbatches
         if start >= num_steps:
             tell(f"nothing is left to train: the run in {settings.out} is at step {start} of {num_steps}")
@@ -76,8 +76,10 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         records = []
         for step in range(start + 1, num_steps + 1):
             recorder.begin(run.loader.state_dict())
+            ranks.come_to(f"reading the samples of step {step}", waits=False)
             microbatches = [next(batches) for _ in range(run.pipeline.layout.num_microbatches)]
             recorder.loaded()
+            ranks.come_to(f"step {step}")
             with autocast(settings, device):
                 result = run.pipeline.step(microbatches)
             norm = update(run, settings, step, num_steps, result)
@@ -91,12 +93,14 @@ def train(settings: TrainSettings) -> list[StepRecord]:
             )
             records.append(record)
             if settings.saves_at(step, num_steps):
+                ranks.come_to(f"the checkpoint of step {step}")
                 progress = Progress(step=step, loader=run.loader.state_dict(), optimizer=settings.optimizer)
                 save_checkpoint(settings.out, run.parameters, run.buffers, run.optimizer, progress, keep=settings.keep)
         num_fillers = sum(record.num_fillers for record in records)
         if num_fillers:
             tell(f"{num_fillers} samples could not be read, and fillers without weight took their places")
         if settings.export is not None:
+            ranks.come_to("the export")
             tensors: dict[str, Tensor] = {**run.parameters, **run.buffers}
             lora = plan.inputs.training.lora
             export_model(
@@ -122,13 +126,14 @@ class Run:
     loader: PlanDataLoader
 
 
-def open_run(settings: TrainSettings, plan: Plan, device: torch.device, *, layout: PipelineLayout | None = None) -> Run:
+def open_run(settings: TrainSettings, plan: Plan, ranks: Ranks, *, layout: PipelineLayout | None = None) -> Run:
     """Data, model on its stages, optimizer and loader; collective. `layout` None: the plan's, for these ranks."""
+    device = ranks.device
     conversations = open_conversations(
         settings.plan, settings.model, settings.reading, data=list(settings.data) or None
     )
     on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
-    mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, device)
+    mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, ranks)
     asked = share_images_as_asked(plan, settings, dp=mesh["dp"].size())
     layout = layout or fit_layout(asked, dp=mesh["dp"].size())
     torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
@@ -143,6 +148,7 @@ def open_run(settings: TrainSettings, plan: Plan, device: torch.device, *, layou
         pp_group=mesh.get_group("pp"),
         dp_group=mesh.get_group("dp"),
         image_cost=on_first_rank(lambda: image_cost(settings, asked), device),
+        timeout_s=ranks.timeout_s,
     )
     parameters = {tied.get(name, name): parameter for name, parameter in pipeline.named_parameters()}
     sampler = PlanBatchSampler(  # every device of a pipeline reads the packs of its data-parallel rank
@@ -179,38 +185,6 @@ def update(run: Run, settings: TrainSettings, step: int, num_steps: int, result:
 # -- the parts ------------------------------------------------------------------------------------------------------
 
 
-def check_folders(settings: TrainSettings) -> Path | None:
-    """The checkpoint to go on from, None: from the start; refuses an export that would fail or cover something."""
-    export = settings.export
-    if export is not None:
-        if export.exists() and not (export.is_dir() and not any(export.iterdir())):
-            raise PlanError(
-                f"the trained model was to be exported to {export}, which is there already: name a new or an empty "
-                "folder (--export)"
-            )
-        export.parent.mkdir(parents=True, exist_ok=True)
-    found = list_checkpoints(settings.out)
-    if found and not settings.resume:
-        raise PlanError(
-            f"a run was to begin in {settings.out}, which holds checkpoints of an earlier one, {found[-1].name} the "
-            "last: go on from it (--resume), or name another folder (--out)"
-        )
-    return found[-1] if found else None
-
-
-def refuse_unshared(checkpoint: Path | None, device: torch.device) -> None:
-    """Every rank sees the checkpoint that rank 0 found; collective."""
-    here = checkpoint is None or checkpoint in list_checkpoints(checkpoint.parent)
-    blind = torch.tensor(int(not here), device=device)
-    dist.all_reduce(blind)
-    if blind:
-        assert checkpoint is not None, "no rank lacks what is not asked for"
-        raise PlanError(
-            f"rank 0 goes on from {checkpoint}, which {int(blind)} of {dist.get_world_size()} ranks do not see: give a "
-            "folder that all nodes share (--out)"
-        )
-
-
 def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
     """Before the optimizer makes weights of it; the same on every rank."""
     if not result.denominator > 0:
@@ -224,12 +198,6 @@ def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
                 f"the {what} of step {step} is {value}: resume from the last checkpoint with a lower learning rate or "
                 "a longer warm-up, or train in float32"
             )
-
-
-def tell(sentence: str) -> None:
-    """Once for all ranks."""
-    if dist.get_rank() == 0:
-        print(f"trimtab: {sentence}", file=sys.stderr, flush=True)
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:

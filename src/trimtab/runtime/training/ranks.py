@@ -1,24 +1,55 @@
-"""The processes of a run: torchrun's process group, and which rank holds which stages and which data."""
+"""The processes of a run: torchrun's process group, what becomes of it when one fails, and who holds what."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.errors import PlanError, TrimtabError
+from trimtab.runtime.watch import Late, Watch, own_connection, say
 
 Result = TypeVar("Result")
 
+MARGIN_S = 30.0
+"""Torch's own limit is so much later than ours, whose sentence says more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranks:
+    """This rank's device, and who watches that the others come along; None: one process, or another's group."""
+
+    device: torch.device
+    watch: Watch | None = None
+    timeout_s: float = 1800.0
+
+    def come_to(self, place: str, *, waits: bool = True) -> None:
+        """For the others: where this rank is from now on."""
+        if self.watch is not None:
+            self.watch.come_to(place, waits=waits)
+
 
 @contextmanager
-def process_group(kind: Literal["cpu", "cuda"] | None) -> Iterator[torch.device]:
-    """This rank's device; in torchrun's process group, in one already there, or in one of this process alone."""
+def process_group(
+    kind: Literal["cpu", "cuda"] | None, *, timeout_s: float = 1800.0, words: Mapping[str, str] | None = None
+) -> Iterator[Ranks]:
+    """This rank's device; in torchrun's process group, in one already there, or in one of this process alone.
+
+    Under torchrun a rank that others wait for is named, and after `timeout_s` the run ends; so it does where ranks were
+    started with other `words`. What one rank raises, the others raise or end by, marked as said.
+    """
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise TrimtabError("device cuda was asked for, but torch sees none here: ask for cpu")
@@ -27,28 +58,189 @@ def process_group(kind: Literal["cpu", "cuda"] | None) -> Iterator[torch.device]
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        yield device
+        yield Ranks(device)
         return
     backend = "nccl" if kind == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        try:
+            yield Ranks(device)
+        finally:
+            dist.destroy_process_group()
+        return
+    store = _open_store(timeout_s)
+    told = own_connection(store)
+    watch = Watch(
+        rank=int(os.environ["RANK"]),
+        num_ranks=int(os.environ["WORLD_SIZE"]),
+        store=own_connection(store),
+        give_up_s=timeout_s,
+        give_up=lambda sentence: _give_up(sentence, watch, told),
+    )
     try:
-        yield device
+        with _told_once(watch, told), _ended_by_signal(watch, told):
+            watch.meet("the start", words or {}, timeout_s)
+            timeout = timedelta(seconds=timeout_s + MARGIN_S)
+            dist.init_process_group(backend, store=store, rank=watch.rank, world_size=watch.num_ranks, timeout=timeout)
+            yield Ranks(device, watch, timeout_s)
     finally:
-        dist.destroy_process_group()
+        watch.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def device_mesh(num_devices: int, device: torch.device) -> DeviceMesh:
-    """("pp", "dp") over all ranks, for a pipeline of `num_devices`: rank r is on pipeline device r div dp."""
-    ranks = dist.get_world_size()
-    if ranks % num_devices:
-        raise PlanError(
-            f"the plan cuts the model into stages for {num_devices} devices, and {ranks} processes were started: start "
-            f"{num_devices}, or a multiple of it (torchrun --nproc-per-node {num_devices})"
+def _open_store(timeout_s: float) -> Any:
+    """Torchrun's own store, or one that rank 0 keeps; keys of this start, and of this call, alone."""
+    host, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(host, port, is_master=keeps, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    except dist.DistError:
+        raise TrimtabError(
+            f"rank {rank} has waited {timeout_s} s for rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT), and nobody "
+            "answers there: start rank 0 too, at this address, or wait longer (--timeout)"
+        ) from None
+    start = f"trimtab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    return PrefixStore(f"{start}/{store.add(f'{start}/{rank}', 1)}", store)
+
+
+# -- a rank that fails ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _told_once(watch: Watch, store: Any) -> Iterator[None]:
+    """What ends all ranks is marked as said on all but one; of a connection that broke it is told who has ended."""
+    try:
+        yield
+    except (TrimtabError, OSError) as problem:
+        watch.ending.acquire()
+        if getattr(problem, "is_said", None) is None:
+            problem.is_said = not _is_first(store)  # type: ignore[union-attr]
+        raise
+    except (RuntimeError, CheckpointException) as error:
+        watch.ending.acquire()
+        if not _is_lost(error):
+            raise
+        lost = TrimtabError(_explain(watch, watch.find_missing()))
+        lost.is_said = _others_left(watch) or not _is_first(store)
+        raise lost from error
+
+
+def _is_first(store: Any) -> bool:
+    """Whether no other rank has said why the run ends."""
+    try:
+        return bool(store.add("said", 1) == 1)
+    except RuntimeError:  # who keeps it has ended
+        return True
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether it, or what it came from, is a connection's: gloo has no class of its own, but names its files.
+
+    >>> _is_lost(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+    True
+    """
+    if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+        return True
+    causes = [error.__cause__, error.__context__]
+    if isinstance(error, CheckpointException):
+        causes += [failure[0] for failure in error.failures.values()]
+    return any(_is_lost(cause) for cause in causes if cause is not None)
+
+
+def _others_left(watch: Watch) -> bool:
+    """Whether another rank has ended by itself: then it has said why."""
+    return any(watch.has_left(rank) for rank in range(watch.num_ranks))
+
+
+def _explain(watch: Watch, missing: Sequence[Late]) -> str:
+    """Whom a wait that failed was for."""
+    if not missing:
+        return (
+            f"rank {watch.rank} lost its connections at {watch.place}, and every rank is there: see whether the "
+            "network holds, or allow longer waits (--timeout)"
         )
-    return init_device_mesh(device.type, (num_devices, ranks // num_devices), mesh_dim_names=("pp", "dp"))
+    return (
+        f"at {watch.place} the run has lost {watch.describe(missing)}: see its messages and the system's log (did it "
+        "exceed the memory?), and go on from the last checkpoint (--resume)"
+    )
+
+
+def _give_up(sentence: str, watch: Watch, store: Any) -> None:
+    """Called by a thread: the main one waits inside a collective, and nothing else wakes it."""
+    if watch.ending.acquire(blocking=False):
+        if _is_first(store):
+            say(f"{sentence}: see what keeps it, or allow longer waits (--timeout)")
+        os._exit(2)
+
+
+@contextmanager
+def _ended_by_signal(watch: Watch, store: Any) -> Iterator[None]:
+    """Torchrun ends the ranks that are left by SIGTERM, at once: first one of them says which rank it has lost.
+
+    The main thread may wait inside a collective, where Python runs no handler: a thread waits for the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    process = os.getpid()
+
+    def handle(*_: object) -> None:
+        if os.getpid() != process:  # a loader's worker, forked from this one
+            os._exit(128 + signal.SIGTERM)
+
+    fd, handler = signal.set_wakeup_fd(writes), signal.signal(signal.SIGTERM, handle)
+    os.register_at_fork(after_in_child=partial(_forget, writes))
+    threading.Thread(target=_wait_for_signal, args=(reads, watch, store), name="trimtab signal", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd)
+        signal.signal(signal.SIGTERM, handler)
+        os.close(writes)
+
+
+def _forget(writes: int) -> None:
+    """A forked process has signals of its own."""
+    fd = signal.set_wakeup_fd(-1)
+    if fd != writes:
+        signal.set_wakeup_fd(fd)
+
+
+def _wait_for_signal(reads: int, watch: Watch, store: Any) -> None:
+    while told := os.read(reads, 1):
+        if told[0] == signal.SIGTERM and watch.ending.acquire(blocking=False):
+            lost = [late for late in watch.find_missing() if late.is_silent]
+            if lost and not _others_left(watch) and _is_first(store):
+                say(_explain(watch, lost))
+            watch.close()  # so that the others do not take this one for lost
+            os._exit(128 + signal.SIGTERM)
+    os.close(reads)
+
+
+def tell(sentence: str) -> None:
+    """Once for all ranks."""
+    if dist.get_rank() == 0:
+        say(sentence)
+
+
+# -- who holds what ---------------------------------------------------------------------------------------------------
+
+
+def device_mesh(num_devices: int, ranks: Ranks) -> DeviceMesh:
+    """("pp", "dp") over all ranks, for a pipeline of `num_devices`: rank r is on pipeline device r div dp."""
+    number = dist.get_world_size()
+    if number % num_devices:
+        raise PlanError(
+            f"the plan cuts the model into stages for {num_devices} devices, and {number} processes were started: "
+            f"start {num_devices}, or a multiple of it (torchrun --nproc-per-node {num_devices})"
+        )
+    mesh = init_device_mesh(ranks.device.type, (num_devices, number // num_devices), mesh_dim_names=("pp", "dp"))
+    for name in ("pp", "dp"):  # private, torch 2.6 to 2.13: a mesh's groups have torch's own limit, not the world's
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=ranks.timeout_s + MARGIN_S), mesh.get_group(name))
+    return mesh
 
 
 def on_first_rank(find: Callable[[], Result], device: torch.device) -> Result:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from trimtab.errors import TrimtabError, join_problems
 from trimtab.options import (
     PLAN,
+    TIMEOUT,
     AttentionImplementation,
     LossWeighting,
     Option,
@@ -120,6 +121,7 @@ class TrainSettings:
     reading: ReadingOptions = field(default_factory=ReadingOptions)
     workers: Annotated[int, Option("Data-loading processes per rank.", least=0)] = 0
     seed: Annotated[int, Option("Seed of random weights and dropout.")] = 0
+    timeout_s: Annotated[int, TIMEOUT] = 1800
 
     def __post_init__(self) -> None:
         problems = _problems_of(self)

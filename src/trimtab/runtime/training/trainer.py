@@ -30,6 +30,7 @@ from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominat
 from trimtab.runtime.data.packing import prepare_packing
 from trimtab.runtime.data.packing_runs import sharded
 from trimtab.runtime.data.tables import PlanTables
+from trimtab.runtime.watch import Watch, open_watch
 
 LOG = logging.getLogger("trimtab")
 
@@ -128,6 +129,8 @@ class PlannedTrainer:
         arguments, sampler = trainer.args, self._make_sampler()
         trainer.remove_callback(_FollowEpochs)  # of an earlier call of train
         trainer.add_callback(_FollowEpochs(sampler))
+        trainer.remove_callback(_WatchRanks)
+        trainer.add_callback(_WatchRanks())
         data = trainer.train_dataset
         if hasattr(data, "column_names"):  # of the library `datasets`: without the columns that the collator never saw
             data = trainer._remove_unused_columns(data, description="training")
@@ -222,6 +225,29 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
         deal = self._sampler.deal
         epoch, step = divmod(global_step, max(1, deal.num_steps_left(Cursor())))
         return Cursor(epoch=epoch, packs_done=step * deal.packs_per_step)
+
+
+class _WatchRanks(TrainerCallback):  # type: ignore[misc]
+    """Names a rank that keeps the others waiting in a step; when the wait ends is the host's own limit."""
+
+    def __init__(self) -> None:
+        self._watch: Watch | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._watch = open_watch(None, "training", timeout_s=args.ddp_timeout)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if self._watch is not None:
+            self._watch.come_to(f"step {state.global_step + 1}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if self._watch is not None:
+            self._watch.come_to(None)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if self._watch is not None:
+            self._watch.close()
 
 
 def _checkpoint_of(args: Any, state: Any) -> Path:

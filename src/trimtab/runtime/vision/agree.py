@@ -9,10 +9,11 @@ import torch
 
 from trimtab.balance.images import ImageShares
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, listed
+from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint
 from trimtab.runtime.vision.families import Kind
 from trimtab.runtime.vision.inputs import VisionInputs
 from trimtab.runtime.vision.outputs import Features
+from trimtab.runtime.watch import listed
 from trimtab.specs import IntArray
 
 

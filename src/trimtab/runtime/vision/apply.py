@@ -14,12 +14,13 @@ from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import RULES
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
-from trimtab.runtime.vision.control import PATIENCE_S, Control, open_control
+from trimtab.runtime.vision.control import Control, open_control
 from trimtab.runtime.vision.families import Family, find_family, tower_flops
 from trimtab.runtime.vision.gradients import Loss, Reduction, check_convention
 from trimtab.runtime.vision.handle import Exchange, Settings, VisionDataParallel
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
 from trimtab.runtime.vision.seams import Place, Seam, find_seams, holder_of
+from trimtab.runtime.watch import PATIENCE_S
 from trimtab.specs import IntArray
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,12 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision.watch import MEETING_S, Watch
+from trimtab.runtime.watch import PATIENCE_S, Watch, listed, open_watch
 
 _FIRST_BYTES = 256  # of the first exchange: a value that is no longer needs no second one
 _LENGTH_BYTES = 8
-PATIENCE_S = 10.0
-"""After so long a rank says whom it waits for; `timeout_s` ends the wait."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,17 +29,8 @@ class Control:
     gloo: Any  # of these ranks alone, for nothing else: a call of another kind cannot be taken for one of ours
     rank: int  # within the group
     num_ranks: int
-    timeout_s: float
-    store: Any  # of torch's processes: there a rank that waits long says that it has come
-    prefix: str
-    patience_s: float = PATIENCE_S
+    watch: Watch
     num_exchanges: int = 0  # so far, the same on every rank
-    watch: Watch = field(init=False)  # of the backwards
-
-    def __post_init__(self) -> None:
-        self.watch = Watch(
-            rank=self.rank, num_ranks=self.num_ranks, patience_s=self.patience_s, find_missing=self._find_missing
-        )
 
     def gather(self, what: str, value: object) -> list[Any]:
         """The value of every rank, in rank order.
@@ -76,7 +64,9 @@ class Control:
         if problem is not None:
             raise problem
         if failing := [rank for rank, (is_well, _) in enumerate(told) if not is_well]:
-            raise TrimtabError(failed.format(listed(failing)))
+            consequence = TrimtabError(failed.format(listed(failing)))
+            consequence.is_said = True  # by those ranks
+            raise consequence
         return [sent for _, sent in told]
 
     def send(self, value: object, source: int, what: str) -> Any:
@@ -88,6 +78,7 @@ class Control:
 
     def close(self) -> None:
         """Ends the connections; harmless when that was done already."""
+        self.watch.close()
         self.gloo = None
 
     def _exchange(self, own: bytes, what: str) -> list[bytes]:
@@ -106,52 +97,17 @@ class Control:
     def _run(self, collective: Callable[[], Any], what: str) -> None:
         self.num_exchanges += 1
         start = time.monotonic()
+        self.watch.come_to(what)
         try:
-            work = collective()
-            if self.timeout_s > self.patience_s and not _is_done(work, self.patience_s):
-                self._say_who_is_missing(what)
-            work.wait()
+            collective().wait()
         except RuntimeError as error:
-            missing = self._find_missing(self._here)
-            whom = f"rank {listed(missing)}" if missing else "the others"
+            waited_s, missing = time.monotonic() - start, self.watch.find_missing()
             raise TrimtabError(
-                f"rank {self.rank} of {self.num_ranks} waited {time.monotonic() - start:.0f} s at {what} for {whom}, "
-                f"or a process ended: every rank must run the same calls; where some have no image, use "
-                f"`vision_heartbeat` ({str(error).splitlines()[0]})"
+                f"rank {self.rank} of {self.num_ranks} waited {waited_s:.0f} s at {what} for "
+                f"{self.watch.describe(missing) or 'the others'}: every rank must run the same calls; where some have "
+                "no image, use `vision_heartbeat`"
             ) from error
-
-    def _say_who_is_missing(self, what: str) -> None:
-        self._find_missing(self._here)
-        time.sleep(MEETING_S)
-        if missing := self._find_missing(self._here):
-            print(
-                f"trimtab: rank {self.rank} has waited {self.patience_s:g} s at {what} for rank "
-                f"{listed(missing)} of {self.num_ranks}; it gives up after {self.timeout_s:g} s",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    @property
-    def _here(self) -> str:
-        return f"exchange {self.num_exchanges}"
-
-    def _find_missing(self, place: str) -> list[int]:
-        """Ranks that have not said that they wait at this place; this one does."""
-        here = f"{self.prefix}/waits/{place}"
-        try:
-            self.store.set(f"{here}/{self.rank}", "here")
-            return [rank for rank in range(self.num_ranks) if not self.store.check([f"{here}/{rank}"])]
-        except RuntimeError:  # the process that keeps the store has ended
-            return []
-
-
-def _is_done(work: Any, seconds: float) -> bool:
-    """Whether it ended, well or badly, in that time; a wait that is too short leaves the work as it is."""
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        return bool(work.is_completed())
-    return True
+        self.watch.come_to(None)
 
 
 def open_control(group: Any, timeout_s: float, patience_s: float = PATIENCE_S) -> Control:
@@ -160,23 +116,11 @@ def open_control(group: Any, timeout_s: float, patience_s: float = PATIENCE_S) -
     Not by `new_group`: that names a group of some ranks by how many groups each of them is in, and ranks in unequally
     many would wait for one another.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    rank, members = ranks.index(dist.get_rank()), "-".join(map(str, ranks))
-    # private: the only store that all processes share, torch 2.6 to 2.13
-    store = dist.distributed_c10d._get_default_store()
-    opened = store.add(f"trimtab/images/{members}/{rank}", 1)  # by this rank, for these: the same number on each
-    prefix = f"trimtab/images/{members}/{opened}"
-    timeout = timedelta(seconds=timeout_s)
-    control = Control(
-        gloo=dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, len(ranks), timeout),  # type: ignore[attr-defined]
-        rank=rank,
-        num_ranks=len(ranks),
-        timeout_s=timeout_s,
-        patience_s=patience_s,
-        store=store,
-        prefix=prefix,
-    )
-    control.gather("vision_dp", None)  # a rank that is done and closes early would break off others that still connect
+    name, timeout = "sharing images", timedelta(seconds=timeout_s)
+    watch = open_watch(group, name, timeout_s=timeout_s, patience_s=patience_s)
+    gloo = dist.ProcessGroupGloo(watch.store, watch.rank, watch.num_ranks, timeout)
+    control = Control(gloo=gloo, rank=watch.rank, num_ranks=watch.num_ranks, watch=watch)
+    control.gather(f"the start of {name}", None)  # a rank that closes early would break others off that connect
     return control
 
 
@@ -195,7 +139,3 @@ def differing_ranks(values: Sequence[Hashable]) -> list[int]:
     """Ranks whose value is not that of most; of equally common ones the first counts as the rule."""
     usual = Counter(values).most_common(1)[0][0]
     return [rank for rank, value in enumerate(values) if value != usual]
-
-
-def listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -299,7 +299,8 @@ class VisionDataParallel:
     def _watched(seam: Seam, control: Control) -> Waiting:
         """For the backward of this call, which a rank may skip."""
         place = f"the backward of {seam.name}, exchange {control.num_exchanges}"
-        return lambda work, result: control.watch.wait_for(work, place, result)
+        advice = ": run the backward of every forward on every rank, with a loss of zero where it has nothing to learn"
+        return lambda work, result: control.watch.wait_for(work, place, result, advice)
 
     def _encode_own(
         self, seam: Seam, own: VisionInputs, like: VisionInputs, shares: ImageShares, control: Control

@@ -1,0 +1,202 @@
+"""Tests of runtime/ (watch) and training/ (ranks, loop): ranks that stop, end, refuse or differ. Needs torch, gloo.
+
+Each run is `torchrun ... trimtab train`, of a tiny InternVL. What is waited for is an event, never a moment.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from train_runs import Torchrun, read_lines, settings_of, values_of, write_run, write_variant
+
+from trimtab.plan.measured.run_log import read_run_log
+from trimtab.runtime.training.checkpoint import list_checkpoints
+from trimtab.runtime.training.settings import TrainSettings
+
+pytestmark = pytest.mark.integration
+
+FOREVER = 10_000  # steps: the run is ended before
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranks")
+    write_run(path, "internvl")
+    write_variant(path, "alone", num_stages=1)
+    return path
+
+
+def endless(folder: Path, out: str, **more: object) -> TrainSettings:
+    return settings_of(folder, folder / "plan", out, **{"steps": FOREVER, "save_every": FOREVER, **more})
+
+
+def wait_for(happened: Callable[[], object], run: Torchrun) -> None:
+    """The bound only ends a test that hangs."""
+    for _ in range(3000):
+        if happened():
+            return
+        assert run.process.poll() is None, run.errors
+        time.sleep(0.1)
+    pytest.fail(run.errors)
+
+
+def said(run: Torchrun) -> list[str]:
+    """Sentences, of all ranks."""
+    return [line.removeprefix("trimtab: ") for line in run.errors.splitlines() if line.startswith("trimtab: ")]
+
+
+def assert_said_once(run: Torchrun, sentence: str) -> None:
+    """One sentence ends the run, and no rank shows a traceback or gloo's own words (torchrun's own summary aside)."""
+    assert run.process.wait(timeout=300) == 1, run.errors
+    assert len([line for line in said(run) if re.fullmatch(sentence, line)]) == 1, run.errors
+    assert "gloo" not in run.errors
+    assert "trimtab/runtime" not in run.errors
+
+
+@pytest.mark.parametrize(
+    ("where", "every", "rank"), [("step", FOREVER, 1), ("the checkpoint of step", 1, 0)], ids=["step", "checkpoint"]
+)
+def test_a_stopped_rank_is_named_and_goes_on_unharmed_or_ends_the_run(
+    folder: Path, where: str, every: int, rank: int
+) -> None:
+    """Stopped in a step of a pipeline, or with checkpoints behind every step; on after it was named; stopped again."""
+    settings = endless(folder, f"stopped-{rank}", save_every=every)
+    with Torchrun(settings, 2, "--timeout", "40") as run:
+        wait_for(lambda: len(read_lines(settings)) > 2, run)
+        process = run.ranks()[rank]
+        process.suspend()
+        wait_for(lambda: f"for rank {rank} of 2 (process {process.pid} on" in run.errors, run)
+        done = len(read_lines(settings))
+        process.resume()
+        wait_for(lambda: len(read_lines(settings)) > done + 3, run)
+        process.suspend()
+        wait_for(lambda: "see what keeps it, or allow longer waits (--timeout)" in run.errors, run)
+        process.kill()  # torchrun would wait 30 s for it
+        assert_said_once(
+            run,
+            rf"rank \d has waited \d+ s \(since [\d:]+\) at (the checkpoint of )?step \d+ for rank {rank} of 2 "
+            rf"\(process {process.pid} on \S+\), which does not answer since .*: see what keeps it, or .*",
+        )
+    assert where in " ".join(said(run))
+
+
+def test_a_killed_rank_is_named_once(folder: Path) -> None:
+    settings = endless(folder, "killed")
+    with Torchrun(settings, 4) as run:
+        wait_for(lambda: len(read_lines(settings)) > 2, run)
+        run.ranks()[2].kill()
+        assert_said_once(
+            run,
+            r"at (step|reading the samples of step) \d+ the run has lost rank 2 of 4 \(process \d+ on \S+\), which .*: "
+            r"see its messages and the system's log .*, and go on from the last checkpoint \(--resume\)",
+        )
+
+
+def test_what_one_rank_or_all_refuse_is_said_once(folder: Path, tmp_path: Path) -> None:
+    """Three processes for two stages, on all ranks; an image that cannot be read, on the ranks that have it; a wrong
+    option, before there are ranks."""
+    cases = [
+        (folder, 3, (), r"the plan cuts the model into stages for 2 devices, and 3 processes were started: .*"),
+        (folder, 2, ("--lr", "-1"), r"learning_rate \(--lr\) -1.0 was asked for: give a number above 0"),
+    ]
+    write_run(tmp_path, "internvl")
+    for image in sorted((tmp_path / "data").rglob("*.png")):
+        image.write_bytes(image.read_bytes()[:60])
+    cases.append((tmp_path, 4, (), r"sample s\d+ .* cannot be read .*"))
+    for place, number, more, sentence in cases:
+        with Torchrun(endless(place, f"refused-{number}"), number, *more) as run:
+            assert_said_once(run, sentence)
+            assert len(said(run)) == 1
+
+
+def start_by_hand(settings: TrainSettings, rank: int, port: int, *more: str) -> subprocess.Popen[str]:
+    """One of two ranks, without torchrun."""
+    words = ["train", str(settings.plan), str(settings.model), "--out", str(settings.out), "--device", "cpu"]
+    ranks = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [str(Path(sys.executable).parent / "trimtab"), *words, "--random-weights", *more],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ranks, "MASTER_PORT": str(port)},
+    )
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def test_a_rank_that_never_comes_or_was_started_otherwise_is_named(folder: Path) -> None:
+    settings = endless(folder, "never")
+    alone = start_by_hand(settings, 0, free_port(), "--timeout", "3")
+    port = free_port()
+    pair = [start_by_hand(settings, rank, port, "--seed", str(rank)) for rank in range(2)]
+    found = [process.communicate(timeout=300)[1] for process in (alone, *pair)]
+    assert [process.returncode for process in (alone, *pair)] == [2, 2, 2]
+    assert re.fullmatch(r"trimtab: rank 0 has waited \d+ s at the start for rank 1 of 2: start every .*\n", found[0])
+    told = "trimtab: rank 1 was started with seed 1, and rank 0 with 0: start every rank by the same command, with .*\n"
+    assert re.fullmatch(told, found[1] + found[2])
+    assert not settings.out.exists()
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(folder: Path) -> None:
+    settings = settings_of(folder, folder / "plan", "damaged", steps=3, save_every=1, keep=3)
+    with Torchrun(settings, 2, "--keep", "3") as run:
+        assert run.process.wait(timeout=300) == 0, run.errors
+    whole = values_of(settings)
+    second, third = list_checkpoints(settings.out)[1:]
+    (third / "progress.json").unlink()
+    part = sorted(second.glob("*.safetensors"))[-1]  # of rank 1
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    longer = replace(settings, steps=4)
+    with Torchrun(longer, 2, "--resume", "--keep", "3") as run:
+        assert run.process.wait(timeout=300) == 0, run.errors
+        (line,) = said(run)
+        other = rf"{part.name} has other content"
+        assert re.fullmatch(
+            rf"{third} is damaged \(it has no progress.json\) and {second} is damaged \({other}\):"
+            rf" the run goes on from step-00000001, .* has its later steps twice",
+            line,
+        )
+    assert values_of(settings)[: len(whole)] == whole
+    assert [record.loss for record in read_run_log(settings.out / "run.jsonl").steps][:3] == whole
+    for path in list_checkpoints(settings.out):
+        (path / "progress.json").write_text("{}")
+    with Torchrun(longer, 2, "--resume") as run:
+        assert_said_once(run, r".* is damaged .* and .*, and no whole checkpoint is left: bring back a copy .*")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_killed_again_and_again_comes_to_the_losses_of_one_that_was_not(folder: Path, num_ranks: int) -> None:
+    plan = folder / ("alone" if num_ranks == 1 else "plan")
+    whole = settings_of(folder, plan, f"calm-{num_ranks}", steps=12, save_every=2)
+    with Torchrun(whole, num_ranks) as run:
+        assert run.process.wait(timeout=300) == 0, run.errors
+    killed, seed = replace(whole, out=folder / f"stormy-{num_ranks}"), random.randrange(2**32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    for number in range(3):
+        with Torchrun(killed, num_ranks, *(["--resume"] if number else [])) as run:
+            target = len(read_lines(killed)) + draw.randrange(1, 5)
+            wait_for(
+                lambda run=run, target=target: run.process.poll() is not None or len(read_lines(killed)) >= target, run
+            )
+            time.sleep(draw.uniform(0, 0.5))
+    with Torchrun(killed, num_ranks, "--resume") as run:
+        assert run.process.wait(timeout=300) == 0, run.errors
+    assert [record.loss for record in read_run_log(killed.out / "run.jsonl").steps] == values_of(whole)
+    assert not list(killed.out.glob(".*"))
