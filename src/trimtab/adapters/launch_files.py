@@ -31,14 +31,14 @@ _OPTIMIZERS = {
 def from_megatron(text: str, model: ModelSpec) -> GivenRun:
     """Megatron-LM's flags, as typed or in a file; also those that Pai-Megatron-Patch and ms-swift pass on.
 
-    The vision tower runs on the first stage, as their launchers build it. `model` says how many blocks a stage has
-    where flags give its first and last stage, and how many chunks follow from layers of a virtual stage.
+    The vision tower runs on the first stage, as their launchers build it. `model` says how many blocks there are to
+    divide. Flags that Megatron-Core would refuse are refused.
 
     >>> from trimtab import describe
     >>> flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 1 --bf16"
     >>> run = from_megatron(flags, describe("Qwen2.5-VL-7B"))
     >>> run.tp, run.pp, run.stages, run.zero_stage
-    (2, 4, 'vision-first', 0)
+    (2, 4, '32v+7l|7l|7l|7l', 0)
     """
     typed = text if text.lstrip().startswith("--") else read_small(Path(text)).decode("utf-8", errors="replace")
     said = flag_values(typed)
