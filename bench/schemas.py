@@ -13,9 +13,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trimtab.costs.profile import FORMAT
+from trimtab.models.description import RULES, VERSION, DescriptionFile
+from trimtab.models.images.clips import AskedClips
 from trimtab.plan.file.placement import PlacementFile
 from trimtab.plan.plan import Plan
-from trimtab.specs import Profile
+from trimtab.specs import LayerSpec, Profile
 from trimtab.typed_json import has_default
 
 _PLAIN = {float: "number", int: "integer", str: "string", bool: "boolean"}
@@ -55,11 +57,29 @@ def schema_of(kind: Any, *, optional: Callable[[Field[Any]], bool] = has_default
     return {"type": _PLAIN[kind]}
 
 
+def description_schema() -> dict[str, Any]:
+    """Of a description, whose image rule is one of several and whose layers in a row are written once."""
+    schema, layer = schema_of(DescriptionFile), schema_of(LayerSpec)
+    layer["properties"]["num_alike"] = {"type": "integer"}
+    rules = [schema_of(rule) | {"title": name} for name, rule in RULES.items()]
+    of_rule = {"kind": {"enum": list(RULES)}, "settings": {"anyOf": rules}}
+    schema["properties"] |= {
+        "description_version": {"const": VERSION},
+        "config": {"type": "object"},
+        "image_rule": {"type": "object", "properties": of_rule, "required": [*of_rule], "additionalProperties": False},
+        "clip_rule": {"anyOf": [schema_of(AskedClips), {"type": "null"}]},
+        "layers": {"type": "array", "items": layer},
+    }
+    schema["required"] += ["description_version", "image_rule", "layers"]
+    return schema
+
+
 def schemas() -> dict[str, dict[str, Any]]:
     """By file name; a profile carries its format too."""
     profile = schema_of(Profile)
     profile["properties"] = {"format": {"const": FORMAT}, **profile["properties"]}
     found = {"plan": schema_of(Plan), "placement": schema_of(PlacementFile), "profile": profile}
+    found["description"] = description_schema()
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {f"{name}.schema.json": {"$schema": draft, "title": name, **schema} for name, schema in found.items()}
 

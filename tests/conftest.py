@@ -47,7 +47,7 @@ def pytest_runtest_call() -> Generator[None, object, object]:
     return (yield from _skip_fault_of_torch())
 
 
-# each compiles the kernels of one folder: 24 and 37 s of CPU on a fast core, into numba's cache beside the source
+# compiles the loops of `balance`: 24 s of CPU on a fast core, into numba's cache beside the source
 PACKS = """
 import numpy as np
 from trimtab.balance.packing import pack_samples
@@ -58,17 +58,6 @@ table = SampleTable(num_images=n.clip(max=1), num_tokens=40 + 90 * n, source=np.
 for order in ("random", "tolerance"):
     pack_samples(table, limits=(18, 2000), dp=2, order=order, seed=0)
 """
-SPLITS = """
-import numpy as np
-from trimtab.costs.devices import find_device
-from trimtab.costs.profile import profile_model
-from trimtab.models.describe import describe
-from trimtab.partition.stages import SplitProblem, split_stages
-profile = profile_model(describe("InternVL-Chat-V1-5"), find_device("A100-80GB"))
-pack = np.array([1, 9225, 9225**2, 9225**2, 4096, 8 * 512**2, 8 * 512**2], dtype=float)
-limits = {"memory_bytes": 200e9, "num_microbatches": 8}
-split_stages(SplitProblem(profile=profile, num_stages=4, work_mean=pack, work_max=pack, **limits))
-"""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -76,10 +65,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     is_worker = hasattr(session.config, "workerinput")
     if is_worker or not session.config.getoption("numprocesses", None):
         return
-    missing = [x for x in ("balance", "partition") if not any((SOURCE / x / "__pycache__").glob("*.nbi"))]
-    programs = [{"balance": PACKS, "partition": SPLITS}[x] for x in missing]
-    for process in [subprocess.Popen([sys.executable, "-c", x]) for x in programs]:
-        process.wait()  # one that fails fails in the tests too
+    if not any((SOURCE / "balance" / "__pycache__").glob("*.nbi")):
+        subprocess.run([sys.executable, "-c", PACKS], check=False)  # one that fails fails in the tests too
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -23,7 +23,6 @@ from trimtab.balance.packing import (
 )
 from trimtab.balance.columns import pack_columns as pack_columns
 from trimtab.balance.cost import LinearCost as LinearCost
-from trimtab.balance.dispatch import redispatch as redispatch
 from trimtab.specs import (
     Packing as Packing,
     Schedule as Schedule,

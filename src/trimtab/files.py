@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -175,8 +176,19 @@ def write_atomically(path: Path, content: bytes | str, *, sync: bool = True) -> 
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
+def refuse_special(path: Path | str) -> None:
+    """`TrimtabError` for a device, pipe or socket that is to be read: it may never end, or never begin."""
+    try:
+        kind = stat.S_IFMT(os.stat(path).st_mode)  # noqa: PTH116 (any text)
+    except (OSError, ValueError):  # none of our files: whoever opens it says so
+        return
+    if kind not in (stat.S_IFREG, stat.S_IFDIR):
+        raise TrimtabError(f"{path} is a device, a pipe or a socket: write its content into a file first")
+
+
 def read_small(path: Path, *, most_bytes: int = 64 * _MIB) -> bytes:
-    """A file that somebody wrote by hand or a program keeps settings in; `TrimtabError` for a larger one."""
+    """A file that somebody wrote by hand or a program keeps settings in; `TrimtabError` for any other."""
+    refuse_special(path)
     with path.open("rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:

@@ -10,6 +10,7 @@ ALL_LINEAR = "all-linear"
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Of a weight as bitsandbytes stores NF4 with double quantisation (arXiv 2305.14314, section 3): four bits; one byte of
 scale for a block of 64; four bytes of scale of scales for 256 blocks. Not counted: 1,096 bytes of tables a matrix."""
+_MOST_RANK = 2**20  # no matrix is so wide
 _SAID = "write it as in r=16,targets=q_proj+v_proj,alpha=32,towers=language,bits=4"
 
 
@@ -40,14 +41,14 @@ class Lora:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.r < 1:
-            problems.append(f"r {self.r} was asked for, and an adapter has rank 1 or more: give r=16")
+        if not 1 <= self.r <= _MOST_RANK:
+            problems.append(f"r {self.r} was asked for, and adapters have ranks of 1 to {_MOST_RANK:,}: give r=16")
         if self.bits not in (4, 16):
             problems.append(f"bits {self.bits} was asked for, and frozen weights have 16 bits or 4 (NF4): give bits=4")
         if not 0 <= self.dropout < 1:
             problems.append(f"dropout {self.dropout} is no share below 1: give dropout=0.05, or leave it out")
-        if not self.alpha > 0:
-            problems.append(f"alpha {self.alpha} scales adapters to nothing: give a number above 0")
+        if not 0 < self.alpha < float("inf"):
+            problems.append(f"alpha {self.alpha} scales adapters to nothing, or beyond numbers: give one above 0")
         if self.weights not in ("fp32", "same"):
             problems.append(f"adapters were to have {self.weights!r} weights: give weights=fp32 or weights=same")
         if not self.targets or not all(self.targets):

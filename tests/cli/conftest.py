@@ -72,50 +72,8 @@ def planned(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2.5-VL of some thousand parameters: config.json and preprocessor_config.json."""
-    folder = tmp_path_factory.mktemp("tiny")
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    text = {
-        "model_type": "qwen2_5_vl_text",
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 203,
-        "tie_word_embeddings": False,
-        "rope_parameters": rope,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": 3,
-        "hidden_act": "silu",
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 70,
-        "num_heads": 4,
-        "in_channels": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": 64,
-        "hidden_act": "silu",
-    }
-    config = {
-        "model_type": "qwen2_5_vl",
-        "text_config": text,
-        "vision_config": vision,
-        "tie_word_embeddings": False,
-        "image_token_id": 9,
-    }
-    pixels = {"min_pixels": 3136, "max_pixels": 10**6, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
-    return folder
+def tiny(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's Qwen2.5-VL of one million parameters, with the drawn data's tokenizer."""
+    from trimtab.demo.write_model import write_model
+
+    return write_model(tmp_path_factory.mktemp("tiny"), drawn)

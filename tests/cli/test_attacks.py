@@ -34,6 +34,16 @@ def test_a_reader_that_went_away_is_no_error(what: str) -> None:
     assert (code, told) == (0, "")
 
 
+@pytest.mark.parametrize("what", ["describe Qwen2.5-VL-7B", "describe Qwen2.5-VL-7B --json", "uneven Qwen2.5-VL-7B"])
+def test_a_terminal_without_our_characters_shows_others(what: str) -> None:
+    ascii_alone = "PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii:strict LC_ALL=C"
+    assert shell(f"{ascii_alone} {sys.executable} -m trimtab {what} > /dev/null") == (0, "")
+
+
+def test_what_cannot_be_said_still_has_its_exit_code() -> None:
+    assert shell(f"{sys.executable} -m trimtab describe no-such-model 2>&-")[0] == 2
+
+
 @pytest.mark.integration
 def test_a_limit_on_file_sizes_leaves_no_half_plan(planned: Path, tmp_path: Path) -> None:
     command = f"plan Qwen2.5-VL-7B {planned / 'samples.npz'} --cluster 8xA100-80GB --pp 2 --num-microbatches 4"

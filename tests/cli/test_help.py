@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -47,6 +50,27 @@ def test_the_options_that_matter_stand_first() -> None:
     groups = re.findall(r"^(\w[\w ]+):$", help_of("plan"), re.M)
     assert groups[:4] == ["Arguments", "Options", "Cluster", "Plan"]
     assert "Vision" in groups
+
+
+def test_a_package_that_is_missing_or_of_another_version_is_named(
+    run: Run, drawn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("size", drawn / "data.jsonl", "--model", "Qwen2.5-VL-7B", "--tokenizer", drawn / "tokenizer.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # type: ignore[arg-type]  # as if it were not there
+    missing = run(*words)
+    assert (missing.code, missing.err) == (
+        2,
+        "trimtab: this needs tokenizers, which is not installed: pip install 'trimtab[data]'\n",
+    )
+    old = ModuleType("tokenizers")
+    old.__version__, old.__spec__ = "0.1", ModuleSpec("tokenizers", None)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tokenizers", old)
+    refused = run(*words)
+    assert (refused.code, refused.err) == (
+        2,
+        "trimtab: this needs another version of tokenizers than 0.1 (cannot import name 'AddedToken' from "
+        "'tokenizers'): pip install -U 'trimtab[data]'\n",
+    )
 
 
 def test_other_image_sizes_are_told_by_their_limits(run: Run, drawn: Path, tmp_path: Path) -> None:

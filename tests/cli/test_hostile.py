@@ -18,6 +18,7 @@ CASES = yaml.safe_load(Path(__file__).with_name("hostile.yaml").read_text(encodi
 
 def write(path: Path, content: Any, planned: Path) -> None:
     """One file of a case: its text, or how it is made."""
+    path.parent.mkdir(exist_ok=True)
     if isinstance(content, str):
         path.write_text(content, encoding="utf-8")
     elif "hex" in content:

@@ -29,6 +29,17 @@ def test_what_one_looks_for_is_where_the_table_says(file: str, name: str) -> Non
     assert not name or re.search(rf"^ *(?:def|class) {name}\b", source, re.M)
 
 
+def test_hashed_requirements_are_those_of_the_constraints() -> None:
+    """The command that makes the file stands in its first lines."""
+    wanted = dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text().lower(), re.M))
+    hashed = (ROOT / "requirements-hashed.txt").read_text()
+    pinned = re.findall(r"^([\w.-]+)==([\w.]+).*\\\n    --hash=sha256:[0-9a-f]{64}", hashed, re.M)
+    assert len(pinned) == len(re.findall(r"^\w", hashed, re.M)) > 25
+    assert {"numpy", "numba", "pyyaml", "rich", "typer", "pyarrow", "pillow", "tokenizers", "jinja2"} <= {*dict(pinned)}
+    spelled = {name.replace("_", "-"): version for name, version in wanted.items()}
+    assert dict(pinned).items() <= spelled.items()
+
+
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the source with every diff of the page applied."""

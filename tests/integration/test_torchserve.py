@@ -175,28 +175,6 @@ def test_without_the_token_nobody_is_served(server: Server) -> None:
         assert answer["type"] == "InvalidKeyException"
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"messages": []}, "cannot be"),
-        (question("hello", stream=True), "without stream"),
-        (question("hello", max_tokens=31), "must be a number from 1 to 30"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}
-                ]
-            },
-            "nothing is fetched",
-        ),
-    ],
-)
-def test_a_malformed_request_is_refused_as_by_the_endpoint(server: Server, body: Any, words: str) -> None:
-    status, answer = server.ask(body)
-    assert status == 400
-    assert words in answer["error"]["message"]
-
-
 def test_the_archive_has_the_members_that_its_own_archiver_writes(model_dir: Path, tmp_path: Path) -> None:
     exported = export_torchserve(model_dir, tmp_path / "ours", TorchServeOptions(name="tiny", device_map={"": "cpu"}))
     ours = exported.archive.parent

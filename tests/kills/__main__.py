@@ -20,6 +20,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.kills import serving
+
 Contents = dict[str, bytes]
 
 
@@ -41,6 +43,10 @@ def verbs(folder: Path) -> dict[str, Verb]:
     run([*size, "--out", sizes])
     plan = ["plan", "Qwen2.5-VL-7B", sizes, "--cluster", "8xA100-80GB", "--tp", "2", "--num-microbatches", "4"]
     pack = ["pack", sizes, "--max-patches", "20000", "--max-tokens", "20000", "--oversize", "skip"]
+    profile = ["profile", "Qwen2.5-VL-7B", "--out", "out/p.json", "--device"]
+    for seed in ("0", "1"):
+        run([*plan, "--pp", "2", "--seed", seed, "--out", str(folder / f"plan{seed}")])
+    export = ["--data", str(data / "data.jsonl"), "--out", "out/e.jsonl"]
     places = ["map", "Qwen2.5-VL-7B", "--gpus", "2x24GiB"]
     return {
         "size": Verb([*size, "--special-tokens", "processor", "--exif", "apply", "--out", "out/s.npz"],
@@ -49,6 +55,11 @@ def verbs(folder: Path) -> dict[str, Verb]:
         "pack": Verb([*pack, "--seed", "1", "--out", "out"], [*pack, "--out", "out"], []),
         "plan": Verb([*plan, "--pp", "2", "--out", "out"], [*plan, "--pp", "1", "--out", "out"], ["check", "out"]),
         "map": Verb([*places, "--reserve", "10", "--out", "out"], [*places, "--out", "out"], []),
+        "describe": Verb(["describe", "Qwen2.5-VL-3B", "--out", "out/m.json"],
+                         ["describe", "Qwen2.5-VL-7B", "--out", "out/m.json"], ["describe", "out/m.json"]),
+        "profile": Verb([*profile, "H200"], [*profile, "A100-80GB"], []),
+        "export": Verb(["export", "jsonl", str(folder / "plan0"), *export],
+                       ["export", "qwen-packs", str(folder / "plan1"), *export], []),
     }  # fmt: skip
 
 
@@ -130,9 +141,10 @@ def main() -> int:
     given = parser.parse_args()
     print(f"seed {given.seed}")
     with tempfile.TemporaryDirectory(prefix="trimtab-kills-") as folder:
-        found = verbs(Path(folder))
-        draw = random.Random(given.seed)
-        return sum(attack(n, found[n], Path(folder), given.times, draw) for n in given.only or found)
+        draw, names = random.Random(given.seed), given.only
+        served = serving.attack(Path(folder), given.times, draw) if not names or "serve" in names else 0
+        found = verbs(Path(folder)) if names != ["serve"] else {}
+        return served + sum(attack(n, found[n], Path(folder), given.times, draw) for n in names or found if n in found)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def test_what_is_written_into_stays_where_it_is():
     def write():
         text = torch.zeros(2, 3, device="sim:1")
         text[torch.tensor([True, False], device="sim:0")] = torch.ones(1, 3, device="sim:0")
-        text.add_(torch.ones(200, 2, 3, device="sim:2").sum(0))
+        text.add_(torch.full((2, 3), 200.0, dtype=torch.float64, device="sim:2"))  # twice as large
         return text
 
     found = Meeting().open_in(write)()

@@ -96,7 +96,7 @@ def test_unknown_families_are_refused_with_the_known_ones(model_type):
         (b'{"a": NaN}', "NaN is not a number in JSON"),
         (b"[" * 100_000, "nested too deeply"),
         (b"\xff\xfe\x00", "is not JSON"),
-        (b" " * (MAX_CONFIG_BYTES + 1), "larger than"),
+        (b" " * (MAX_CONFIG_BYTES + 1), "has more than 1 MiB"),
     ],
 )
 def test_unreadable_files_are_refused(tmp_path, content, words):

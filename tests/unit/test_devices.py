@@ -86,6 +86,7 @@ def test_a_cluster_is_parsed_from_number_and_device():
     [
         ("32", "'32' names no cluster: write the number and the kind of its devices"),
         ("", "names no cluster"),
+        ("9" * 5000 + "xA100-80GB", "names no cluster"),
         ("0xH200", "is an empty cluster: give at least one device"),
         ("12xH200", "12 devices do not fill nodes of 8: give a multiple of 8"),
         ("8xV100", "no device is called 'V100'"),

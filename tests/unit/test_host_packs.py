@@ -94,6 +94,19 @@ def test_a_run_of_the_shards_is_what_a_rank_runs_in_the_plan(plan: Path, tmp_pat
     assert (folder / (named if isinstance(named, str) else named[0])).read_bytes() in one.values()
 
 
+def test_shards_of_an_older_result_are_never_read_with_new_ones(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_energon_packs(plan, tmp_path, packs_per_shard=1)
+    written = write_energon_packs(plan, tmp_path)
+    assert list(tmp_path.glob("*.tar")) == [path for path in written.files if path.suffix == ".tar"]
+    assert (tmp_path / ".nv-meta" / "dataset.yaml").is_file()
+    monkeypatch.setattr("trimtab.adapters.host_packs._members", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_energon_packs(plan, tmp_path)
+    assert not (tmp_path / ".nv-meta" / "dataset.yaml").exists(), "Energon would read what is there"
+
+
 def test_ranks_that_do_not_divide_the_packs_are_refused(plan: Path, tmp_path: Path) -> None:
     num_packs = read_planned(plan).packing.num_packs
     with pytest.raises(PlanError, match=rf"{num_packs} packs were to be shared by {num_packs - 1} ranks, and Energon"):

@@ -160,6 +160,12 @@ def test_a_number_of_torchtitans_that_is_none_is_refused(tmp_path, line):
         from_torchtitan(tmp_path / "job.toml")
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "²"])
+def test_a_number_of_megatrons_that_is_none_is_refused(number):
+    with pytest.raises(TrimtabError, match=r"tensor-model-parallel-size .* whole number"):
+        from_megatron(f"--tensor-model-parallel-size {number}", describe("Qwen2.5-VL-7B"))
+
+
 def test_what_is_typed_goes_before_the_file():
     file = GivenRun(dp=2, pp=4, batch=1, global_batch=64, recompute="full", zero_stage=1)
     both = completed(GivenRun(recompute="none", num_microbatches=4), file)

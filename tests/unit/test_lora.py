@@ -39,7 +39,7 @@ WORDS = "write it as in r=16"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("r=0", "r 0 was asked for, and an adapter has rank 1 or more"),
+        ("r=0", "r 0 was asked for, and adapters have ranks of 1 to"),
         ("r=4,bits=3", "bits 3 was asked for, and frozen weights have 16 bits or 4"),
         ("r=4,dropout=1", "dropout 1.0 is no share below 1"),
         ("r=4,alpha=0", "alpha 0.0 scales adapters to nothing"),

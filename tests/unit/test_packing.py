@@ -289,20 +289,6 @@ def test_fill_trades_packs_for_balance():
     assert loose.dist_ratio_cost < tight.dist_ratio_cost
 
 
-def test_native_resolution_data_packs_as_well():
-    table = native_table(30_000, 7)
-    limits = (41_920, 16_384)
-    cost = LinearCost(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.4e6)
-    ours = report_packing(table, pack_samples(table, limits=limits, dp=8, cost=cost, oversize="skip"), cost=cost)
-    isf = report_packing(
-        table, pack_samples(table, limits=limits, dp=8, cost=cost, oversize="skip", method="isf"), cost=cost
-    )
-    assert ours.packs_over_bound <= 1.02
-    assert ours.dist_ratio_cost <= 0.02
-    assert ours.dist_ratio_cost < 0.5 * isf.dist_ratio_cost
-    assert ours.num_packs < isf.num_packs
-
-
 def test_costs_follow_the_table_unit():
     tiles, patches = make_table([2], [300]), make_table([2050], [300], unit="patches")
     assert default_cost(tiles) is TILE_COST

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from plan_cases import tile_samples
 
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
 from trimtab.models.describe import describe
-from trimtab.partition.bmp import bmp_anchor, bmp_candidates
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.stages import candidate_splits
 from trimtab.plan.file.details import PlanDetails
@@ -47,22 +45,6 @@ def test_the_fastest_of_the_best_ranked_is_the_plan_and_the_optimum_stands_besid
     assert exact.stages == sizes(plain.variants[-1].stages)
     assert made.variants[-1].epoch_s >= plain.variants[-1].epoch_s * (1 - 1e-9)
     assert "searched as OmniBal published it: 125 within 2 layers of the anchor" in " ".join(made.plan.assumptions)
-
-
-def test_rows_are_ranked_by_squared_deviations_and_bytes_sent(made: PlanDetails) -> None:
-    ranks = [4 * row.spread_ms**2 + row.sent_mib for row in made.plan.estimates.searched[:-1]]
-    assert ranks == sorted(ranks)
-
-
-def test_every_cut_within_the_radius_is_a_candidate_once(made: PlanDetails, tmp_path: Path) -> None:
-    write_plan(made, tmp_path)
-    problem = reload_plan(tmp_path).case.problem
-    anchor = np.array(bmp_anchor(problem))
-    found = np.array([candidate.cuts for candidate in bmp_candidates(problem, anchor, radius=2)])
-    allowed = [c for c in range(1, len(MODEL.layers)) if c not in problem.forbidden_cuts]
-    moves = np.abs(np.searchsorted(allowed, found) - np.searchsorted(allowed, anchor))
-    assert moves.max() == 2
-    assert len({tuple(cuts) for cuts in found.tolist()}) == len(found) == 5**3
 
 
 def test_the_plan_says_how_it_was_searched_and_refine_runs_the_same_candidates(

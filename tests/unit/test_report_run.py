@@ -33,7 +33,7 @@ def test_times_and_memory_are_compared_on_the_plans_device():
     text = " ".join(page_of(fixtures.make_run()).text)
     assert "1.05x" in text
     assert "100 % of steps within" in text
-    assert "−10.0 %" in text  # 27 of 30 GiB
+    assert "rank 0 27.0 of 30.0 GiB; rank 1 22.0 of 20.0 GiB" in text
     lines = "\n".join(run_lines(fixtures.tiny_details(), fixtures.make_run()))
     assert "Measured against planned: 1.05x" in lines
     assert "rank 0 27.0 of 30.0 GiB; rank 1 22.0 of 20.0 GiB" in lines
@@ -49,7 +49,6 @@ def test_on_another_device_the_shape_alone_is_compared():
         assert "Measured against planned" not in told
         assert "of 30.0 GiB" not in told
     assert "1.05x" not in text
-    assert "Planned at" not in text
 
 
 def test_steps_planned_alike_have_no_order():

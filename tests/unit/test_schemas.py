@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from trimtab.models.describe import describe
+from trimtab.models.description import description_bytes
+from trimtab.models.shipped import shipped_models
 from trimtab.typed_json import parse_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +32,9 @@ def fits(schema: dict[str, Any], value: Any) -> bool:
     if not isinstance(value, FIT[schema["type"]]) or isinstance(value, bool) != (schema["type"] == "boolean"):
         return False
     if schema["type"] == "object":
-        known = schema["properties"]
+        known = schema.get("properties")
+        if known is None:
+            return True
         return set(schema["required"]) <= set(value) <= set(known) and all(fits(known[k], v) for k, v in value.items())
     if schema["type"] == "array":
         items = schema.get("prefixItems") or [schema["items"]] * len(value)
@@ -40,6 +45,18 @@ def fits(schema: dict[str, Any], value: Any) -> bool:
 def test_the_published_schemas_are_those_of_the_dataclasses() -> None:
     published = {path.name: json.loads(path.read_text()) for path in (ROOT / "docs" / "schemas").glob("*.json")}
     assert published == json.loads(json.dumps(schemas())), "python -m bench.schemas writes them"
+
+
+@pytest.mark.parametrize("name", shipped_models())
+def test_a_description_fits_its_schema_and_a_damaged_one_does_not(name: str) -> None:
+    content = json.loads(description_bytes(describe(name)))
+    schema = schemas()["description.schema.json"]
+    assert fits(schema, content)
+    for key in schema["required"]:
+        assert not fits(schema, {name: value for name, value in content.items() if name != key})
+    rule = content["image_rule"]
+    assert not fits(schema, content | {"image_rule": rule | {"settings": rule["settings"] | {"unknown": 1}}})
+    assert not fits(schema, content | {"layers": [content["layers"][0] | {"num_alike": "two"}]})
 
 
 @pytest.mark.parametrize("golden", sorted((ROOT / "tests" / "golden").glob("*.yaml")), ids=lambda path: path.stem)

@@ -1,20 +1,15 @@
 """Sizing a data set: every kind of bad sample is named and left out, and nothing else is raised."""
 
-import contextlib
 import json
 import os
 import struct
 import zlib
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from sample_sets import PixelRule, png, talk, tar_bytes, write_jsonl, write_tokenizer
+from sample_sets import png, talk, tar_bytes, write_jsonl, write_tokenizer
 from size_cases import GOOD, TALK, fill_folder, parquet, pyarrow, size
 
 from trimtab.errors import SampleError
-from trimtab.samples.size import size_samples
 
 
 @pytest.fixture
@@ -290,22 +285,3 @@ def test_members_of_one_name_are_a_bad_sample_and_lose_nothing_silently(folder):
     assert "the shard holds 3.JPG, 3.jpg more than once" in result.bad[1].reason
     with pytest.raises(SampleError, match=r"3 of 5 samples cannot be planned \(3 id\)"):
         size(folder, "a.tar")
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**31), st.integers(0, 20))
-def test_damaged_files_never_raise_anything_else(tmp_path_factory, seed, flips):
-    folder = tmp_path_factory.getbasetemp() / "damaged"
-    folder.mkdir(exist_ok=True)
-    row = {"id": "x", "conversations": TALK, "images": ["a.png", "b.png"]}
-    rng = np.random.default_rng(seed)
-    contents = {
-        "d.jsonl": b"\n".join([json.dumps(row).encode()] * 3),
-        "d.tar": tar_bytes([("1.json", json.dumps(row).encode()), ("1.0.png", png(9, 9)), ("1.1.png", png(9, 9))]),
-    }
-    for name, content in contents.items():
-        damaged = np.frombuffer(content, np.uint8).copy()
-        damaged[rng.integers(0, min(len(damaged), 1200), flips)] = rng.integers(0, 256, flips)
-        (folder / name).write_bytes(damaged.tobytes())
-        with contextlib.suppress(SampleError):
-            size_samples(folder / name, image_rule=PixelRule(), tokenizer=None, on_bad="skip")

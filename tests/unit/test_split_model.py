@@ -85,10 +85,10 @@ def test_model_cards_leave_the_rotary_table_out():
 
 
 def test_the_visible_gpus_are_the_world(monkeypatch):
-    torch = pytest.importorskip("torch", reason="torch counts the GPUs")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    cuda = pytest.importorskip("torch.cuda", reason="torch counts the GPUs")  # `torch` alone may be tests/torch
+    monkeypatch.setattr(cuda, "device_count", lambda: 3)
     assert trimtab.split_model(48) == split_model(48, world_size=3)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(cuda, "device_count", lambda: 0)
     with pytest.raises(PartitionError, match=r"on 0 GPUs .* 1 GPU \(world_size\)"):
         trimtab.split_model(48)
 

@@ -141,8 +141,9 @@ def write_jsonl(
             dp = planned.schedule.table.shape[1]
             width = max(2, len(str(dp - 1)))
             written = tuple(out / f"rank-{rank:0{width}}.jsonl" for rank in range(dp))
-            for rank, path in enumerate(written):
-                _write_records(path, planned, records, range(rank, len(planned.order), dp), fields)
+            with written_together():
+                for rank, path in enumerate(written):
+                    _write_records(path, planned, records, range(rank, len(planned.order), dp), fields)
     return _exported(planned, written, ragged=layout == "ranks")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from trimtab.adapters.data_files import PlannedPacks, WrittenData, read_planned, sources_of, write_jsonl
 from trimtab.adapters.record_files import open_records
 from trimtab.errors import PlanError, SampleError
-from trimtab.files import open_atomically, write_atomically
+from trimtab.files import open_atomically, write_atomically, written_together
 from trimtab.options import ReadingOptions
 from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
@@ -65,6 +65,7 @@ def write_energon_packs(
     media = MediaFolders(whole, allow_outside=reading.allow_outside, exif=reading.exif)
     order = [place for rank in range(dp) for place in range(rank, num_packs, dp)]
     written = []
+    (out / ".nv-meta" / "dataset.yaml").unlink(missing_ok=True)  # Energon reads no folder of old and new shards
     with open_records(files, planned.samples, folder=out) as records:
 
         def conversation(row: int) -> tuple[dict[str, Any], Conversation, list[bytes]]:
@@ -91,6 +92,8 @@ def write_energon_packs(
                         member.size = len(content)
                         tar.addfile(member, io.BytesIO(content))
             written.append(path)
+    for older in {*out.glob(f"packs-{'[0-9]' * 6}.tar")} - {*written}:
+        older.unlink()
     written += _describe(out, layout)
     notes = (
         f"index it once: energon prepare --non-interactive --split-parts 'train:.*' --skip-dataset-yaml {out}",
@@ -205,11 +208,12 @@ packing.PackingDataset.__init__ = init
 
 def write_swift_packs(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> WrittenData:
     """`records.jsonl`, the samples pack by pack, and `planned_packs.py` for --external_plugins of ms-swift."""
-    written = write_jsonl(plan, out / "records.jsonl", data=data, fields=())
     planned = read_planned(plan)
     ends = np.cumsum(np.diff(planned.packing.offsets)[planned.order])
     plugin = out / "planned_packs.py"
-    write_atomically(plugin, _PLUGIN.format(ends=ends.tolist()))
+    with written_together():
+        written = write_jsonl(plan, out / "records.jsonl", data=data, fields=())
+        write_atomically(plugin, _PLUGIN.format(ends=ends.tolist()))
     notes = (
         *written.notes,
         f"train with --dataset {out / 'records.jsonl'} --external_plugins {plugin}, beside what `trimtab export "

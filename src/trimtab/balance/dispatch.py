@@ -61,60 +61,6 @@ def dispatch_packs(
     return fill_table(sequence, dp, num_microbatches, order)
 
 
-def redispatch(
-    schedule: Schedule,
-    dp: int,
-    *,
-    columns: FloatArray | None = None,
-    num_microbatches: int | None = None,
-    first_step: int = 0,
-    keep_steps: bool = True,
-    seed: int = 0,
-    epoch: int = 0,
-    tolerance: float = TOLERANCE,
-) -> Schedule:
-    """The packs of steps `first_step` and later for another number of ranks: no pack is made again, none lost or twice.
-
-    Use it between two epochs, to go on with a plan on more or fewer ranks.
-
-    Without `num_microbatches` a step keeps its number of packs where dp divides it, else it has as many rows as come
-    closest. Where the number is kept, and `keep_steps`, every step keeps its very packs: the optimizer sees the same
-    batches, whatever the ranks. `columns` (per pack: patches, tokens, cost), given for an order other than `random`,
-    put alike packs into one row again, within each step if steps are kept and within blocks of rows otherwise. Without
-    them packs only close up: enough when dp shrinks to a divisor.
-
-    Exact cover; full rows but for the last, so at most dp - 1 empty slots more than there were.
-
-    >>> import numpy as np
-    >>> from trimtab import Schedule
-    >>> redispatch(Schedule(table=np.arange(8).reshape(2, 4, 1)), 2).table.shape
-    (2, 2, 2)
-    """
-    old_dp, old_microbatches = schedule.table.shape[1:]
-    if dp < 1 or (num_microbatches is not None and num_microbatches < 1):
-        raise PackingError(
-            f"dp {dp} x {num_microbatches} micro-batches leaves no place for a pack: give 1 or more of both"
-        )
-    if not 0 <= first_step <= schedule.num_steps:
-        raise PackingError(
-            f"first_step {first_step} is not a step of {schedule.num_steps}: give 0 (all of them) to "
-            f"{schedule.num_steps} (none left)"
-        )
-    per_step = old_dp * old_microbatches
-    if num_microbatches is None:
-        num_microbatches = max(1, round(per_step / dp))
-    slots = schedule.table[first_step:].transpose(0, 2, 1).reshape(-1)
-    sequence = np.ascontiguousarray(slots[slots >= 0])
-    if columns is not None and schedule.order != "random":
-        if keep_steps and dp * num_microbatches == per_step:
-            _group_in_steps(columns, sequence, dp, per_step, (seed, epoch))
-        else:
-            order: Order = "sorted" if schedule.order == "sorted" else "tolerance"
-            moved = order_packs(columns[sequence], dp=dp, order=order, seed=seed, epoch=epoch, tolerance=tolerance)
-            sequence = sequence[moved]
-    return fill_table(sequence, dp, num_microbatches, schedule.order)
-
-
 def _group_in_steps(columns: FloatArray, sequence: IntArray, dp: int, per_step: int, keys: tuple[int, int]) -> None:
     """Rows of alike packs within each `per_step` packs in a row, which stay those packs; rows and ranks shuffled."""
     from trimtab.balance.grouping import group_alike

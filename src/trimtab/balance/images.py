@@ -77,12 +77,6 @@ class ImageShares:
     def atoms_of(self, rank: int) -> IntArray:
         return self.order[self.offsets[rank] : self.offsets[rank + 1]]
 
-    def back(self) -> IntArray:
-        """Position of each atom in `order`: `gathered[back]` is in the atoms' own order again."""
-        back = np.empty_like(self.order)
-        back[self.order] = np.arange(len(self.order))
-        return back
-
 
 def share_images(cost: npt.ArrayLike, num_ranks: int, *, rule: Rule = "balanced") -> ImageShares:
     """Atoms of cost w to `num_ranks` ranks, the largest load small; the same on every rank of equal input.

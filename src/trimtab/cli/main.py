@@ -9,6 +9,8 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -79,6 +81,20 @@ _INSTALL_HINTS = {
     "uvicorn": "serve",
 }
 
+_MADE_WITH = {"transformers": "5.23"}
+"""Packages whose names moved from version to version, and the one that ours are of (docs/compatibility.md)."""
+
+
+def _what_to_install(package: str, error: ImportError) -> str:
+    """A sentence on a package that is not there, or is another version than the one that was imported from."""
+    extra = _INSTALL_HINTS[package]
+    if find_spec(package) is None:
+        return f"this needs {package}, which is not installed: pip install 'trimtab[{extra}]'"
+    needed = f"{package}=={_MADE_WITH[package]}.*" if package in _MADE_WITH else f"trimtab[{extra}]"
+    found = getattr(sys.modules.get(package), "__version__", "the one that is installed")
+    said = str(error).partition(" (")[0]  # without the file
+    return f"this needs another version of {package} than {found} ({said}): pip install -U '{needed}'"
+
 
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
@@ -90,8 +106,12 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def main() -> None:
     """Run the command line; the one place where errors become messages and exit codes."""
     warnings.showwarning = lambda message, *_: print(f"trimtab: warning: {message}", file=sys.stderr)
-    if sys.stdout is None:  # `>&-`
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (open to the end)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # `>&-`
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open to the end)
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of characters that the terminal lacks
     try:
         try:
             app()
@@ -105,11 +125,11 @@ def main() -> None:
         _stop_quietly()
     except TrimtabError as error:
         _fail(str(error), error)
-    except ModuleNotFoundError as error:
-        extra = _INSTALL_HINTS.get((error.name or "").split(".")[0])
-        if extra is None:
+    except ImportError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in _INSTALL_HINTS:
             raise
-        _fail(f"this needs {error.name}, which is not installed: pip install 'trimtab[{extra}]'")
+        _fail(_what_to_install(package, error))
     except OSError as error:
         reason = (error.strerror or str(error) or "no reason given").lower()
         _fail(f"cannot use {error.filename or 'the output'}: {reason}; {_CURES.get(error.errno or 0, _OTHER)}", error)

@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import re
-import stat
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from trimtab.errors import TrimtabError
+from trimtab.files import refuse_special
 from trimtab.options import Option, option_fields
 
 
@@ -116,11 +115,11 @@ class Verb(TyperCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Refuses a device, pipe or socket where a file is to be read: it may never end, or never begin."""
+        """Refuses what is no file where a file is to be read, before anything is done."""
         for name, given in ctx.params.items():
             for value in given if isinstance(given, list | tuple) else [given]:
-                if name != "out" and isinstance(value, str | Path) and _is_special(value):
-                    raise TrimtabError(f"{value} is a device, a pipe or a socket: write its content into a file first")
+                if name != "out" and isinstance(value, str | Path):
+                    refuse_special(value)
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -147,13 +146,6 @@ class Verb(TyperCommand):
 def is_further_rank() -> bool:
     """Whether torchrun has started this process behind another one, on the same machine, with the same command."""
     return os.environ.get("LOCAL_RANK", "0") != "0"
-
-
-def _is_special(path: str | Path) -> bool:
-    try:
-        return stat.S_IFMT(os.stat(path).st_mode) not in (stat.S_IFREG, stat.S_IFDIR)  # noqa: PTH116 (any text)
-    except (OSError, ValueError):  # none of our files
-        return False
 
 
 class Verbs(TyperGroup):

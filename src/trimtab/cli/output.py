@@ -23,7 +23,8 @@ _SHOW_AFTER_S, _LINE_EVERY_S = 1.0, 10.0
 
 def print_json(content: Any) -> None:
     """One JSON object of a mapping or a dataclass: paths as text, non-finite numbers as null."""
-    sys.stdout.write(json.dumps(_finite(content), allow_nan=False, ensure_ascii=False) + "\n")
+    is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    sys.stdout.write(json.dumps(_finite(content), allow_nan=False, ensure_ascii=not is_unicode) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -88,7 +89,7 @@ def told_of_compiling() -> Iterator[None]:
     """Says once that loops are being compiled, should any be: the reason why a machine's first run takes longer."""
     from numba.core import event
 
-    class Teller(event.Listener):  # type: ignore[misc]  # numba has no types  # type: ignore[misc]  # numba has no types
+    class Teller(event.Listener):  # type: ignore[misc]  # numba has no types
         is_told = False
 
         def on_start(self, _: event.Event) -> None:

@@ -69,13 +69,13 @@ def _splits(counted: UnevenModel, pp: int, first: int | None) -> tuple[dict[str,
     """Those to compare by name, and why the rule's is not among them."""
     from trimtab.partition.flops_rule import best_split, flops_split, priced_split, split_with
 
+    optimum, no_answer = best_split(counted, pp=pp), None  # first: it refuses more stages than layers
     splits = {"even": priced_split(counted, [(counted.llm_layers + i) // pp for i in range(pp)][::-1])}
-    no_answer = None
     try:
         splits["the rule"] = flops_split(counted, pp=pp)
     except PartitionError as error:
         no_answer = str(error)
-    splits["optimum"] = best_split(counted, pp=pp)
+    splits["optimum"] = optimum
     if first is not None:
         splits["yours"] = split_with(counted, first, pp=pp)
     return splits, no_answer

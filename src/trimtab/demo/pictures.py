@@ -53,10 +53,7 @@ def encode(picture: Picture) -> bytes:
     else:
         image = Image.new("P", size, PAPER)
         image.putpalette([level for color in _PALETTE for level in color])
-    if picture.kind == "icon":
-        _paint_icon(image, picture, rng)
-    else:
-        _paint_text(image, picture, rng)
+    _paint_text(image, picture, rng)
     image.save(buffer, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
     return buffer.getvalue()
 
@@ -104,11 +101,3 @@ def _paint_photo(picture: Picture, rng: Random) -> Image.Image:
     small = (max(16, picture.width // 4), max(12, picture.height // 4))
     clouds = Image.fromarray(grid.astype(np.uint8)).resize(small, Image.Resampling.BICUBIC)
     return clouds.resize((picture.width, picture.height), Image.Resampling.NEAREST)
-
-
-def _paint_icon(image: Image.Image, picture: Picture, rng: Random) -> None:
-    """A tile with a letter."""
-    W, H = image.size
-    draw = ImageDraw.Draw(image)
-    draw.rounded_rectangle((1, 1, W - 2, H - 2), min(W, H) // 5, fill=rng.choice(COLORS))
-    draw.text((W / 2, H / 2), picture.title[0], fill=PAPER, font=_font_of(min(W, H) // 2), anchor="mm")

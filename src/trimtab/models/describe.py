@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
+from trimtab.files import read_small
 from trimtab.models.ask import INSTALL, is_installed
 from trimtab.models.ask import ask as ask_transformers
 from trimtab.models.description import read_description
@@ -255,12 +256,10 @@ def _read_given(preprocessor: str | Path | Config) -> Config:
 
 def _read_json(path: Path) -> Config:
     """`OSError` where it cannot be read."""
-    with path.open("rb") as file:
-        content = file.read(MAX_CONFIG_BYTES + 1)
-    if len(content) > MAX_CONFIG_BYTES:
-        raise ConfigError(
-            f"{path} is larger than {MAX_CONFIG_BYTES} bytes, and no model's configuration is: give its config.json"
-        )
+    try:
+        content = read_small(path, most_bytes=MAX_CONFIG_BYTES)
+    except TrimtabError as error:
+        raise ConfigError(str(error)) from None
     try:
         value = parse_json(content)
     except ValueError as error:

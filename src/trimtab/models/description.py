@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
+class DescriptionFile:
     """What a description file holds, layers and image rule aside."""
 
     name: str
@@ -71,7 +71,7 @@ def description_bytes(model: ModelSpec) -> bytes:
             f"describe it with one of {', '.join(RULES)}"
         )
     written = {
-        **{f.name: getattr(model, f.name) for f in fields(_File)},
+        **{f.name: getattr(model, f.name) for f in fields(DescriptionFile)},
         "description_version": VERSION,
         "forbidden_cuts": _runs(model.forbidden_cuts),
         "joined_cuts": None if model.joined_cuts is None else _runs(model.joined_cuts),
@@ -113,7 +113,7 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
         )
     problems: list[str] = []
     plain = {k: v for k, v in data.items() if k not in ("description_version", "config", *_RULES_AND_LAYERS)}
-    head = read_typed(_File, plain, "", problems, read_number=_read_number)
+    head = read_typed(DescriptionFile, plain, "", problems, read_number=_read_number)
     rule = _read_rule(data.get("image_rule"), "image_rule", problems)
     clips = data.get("clip_rule")
     if clips is not None:  # earlier versions wrote more than the question
@@ -128,7 +128,7 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
             f"{whence} is no description, write it again with `trimtab describe MODEL --out`:\n"
             + join_problems(problems)
         )
-    kept = {f.name: getattr(head, f.name) for f in fields(_File) if not f.name.endswith("_cuts")}
+    kept = {f.name: getattr(head, f.name) for f in fields(DescriptionFile) if not f.name.endswith("_cuts")}
     return ModelSpec(
         **kept,
         layers=tuple(layers),
@@ -252,7 +252,7 @@ def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
     return float(value) if kind is float else value
 
 
-def _find_misfits(head: _File, layers: Sequence[LayerSpec]) -> list[str]:
+def _find_misfits(head: DescriptionFile, layers: Sequence[LayerSpec]) -> list[str]:
     """Names and cuts that do not belong to the layers."""
     names = {x.name for x in layers}
     problems = [] if len(names) == len(layers) else ["layers: names repeat"]

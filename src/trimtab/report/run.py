@@ -10,18 +10,17 @@ import numpy as np
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.measured.run_log import RunLog, StepRecord, TimeComparison, compare_times
 from trimtab.report.markup import esc, section, tile
-from trimtab.report.table import Cell, Column, Table, numeric, on_page
-from trimtab.report.words import clean, count_scale, memory_scale, percent, signed_percent, time_scale
+from trimtab.report.words import clean, count_scale, memory_scale, percent, time_scale
 from trimtab.units import format_ratio
 
 _ALIKE = 0.05  # planned steps that differ by less have no order that a clock would show
 
 
 def run_section(details: PlanDetails, log: RunLog) -> str:
-    """Tiles and memory; without the latter, and in shares of the median, where devices differ."""
+    """Tiles, and what was compared; memory where the devices are the plan's."""
     tiles = "".join(tile(*figure) for figure in run_figures(details, log))
-    body = f'<dl class="tiles">{tiles}</dl>' + (_memory(log) if log.comparable else "")
-    return section("Training run", " ".join(esc(x, 600) for x in run_sentences(details, log)), body)
+    told = [*run_sentences(details, log), *_memory_sentence(log)]
+    return section("Training run", " ".join(esc(x, 600) for x in told), f'<dl class="tiles">{tiles}</dl>')
 
 
 def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
@@ -86,17 +85,22 @@ def _image_load(steps: Sequence[StepRecord]) -> str:
 
 def run_lines(details: PlanDetails, log: RunLog) -> list[str]:
     """The same for a terminal, one fact a line."""
-    lines = [
+    return [
         *run_sentences(details, log),
         *(f"  {name}: {figure}; {meaning}" for name, figure, meaning in run_figures(details, log)),
+        *(f"  {sentence}" for sentence in _memory_sentence(log)),
     ]
-    if log.comparable:
-        measured, planned = log.warm[-1].peak_memory_bytes, log.header.planned_memory_bytes
-        memory = memory_scale([*planned, *measured])
-        pairs = enumerate(zip(measured, planned, strict=True))
-        devices = (f"rank {i} {memory.number(own)} of {memory.text(plan)}" for i, (own, plan) in pairs)
-        lines.append(f"  Peak memory against the plan's: {'; '.join(devices)}")
-    return lines
+
+
+def _memory_sentence(log: RunLog) -> list[str]:
+    """None where the plan is for other devices."""
+    if not log.comparable:
+        return []
+    measured, planned = log.warm[-1].peak_memory_bytes, log.header.planned_memory_bytes
+    memory = memory_scale([*planned, *measured])
+    pairs = enumerate(zip(measured, planned, strict=True))
+    devices = (f"rank {i} {memory.number(own)} of {memory.text(plan)}" for i, (own, plan) in pairs)
+    return [f"Peak memory against the plan's: {'; '.join(devices)}."]
 
 
 def run_figures(details: PlanDetails, log: RunLog) -> list[tuple[str, str, str]]:
@@ -135,27 +139,6 @@ def _no_order(found: TimeComparison) -> str:
     if found.num_steps < 3 or found.planned_range >= _ALIKE:
         return "too few steps, or steps of one time"
     return f"most planned steps are within {percent(found.planned_range)} of each other"
-
-
-def _memory(log: RunLog) -> str:
-    measured, planned = log.own[-1].peak_memory_bytes, log.header.planned_memory_bytes
-    scale = memory_scale([*measured, *planned])
-    most = max(*measured, *planned, 1)
-    columns = (
-        Column("Rank"),
-        *numeric(f"Peak measured,\n{scale.unit}", f"Planned at\nthe limits, {scale.unit}", "Difference"),
-    )
-    rows = [
-        (
-            str(i),
-            Cell(text=scale.number(own), share=own / most),
-            scale.number(plan),
-            signed_percent(own / plan - 1) if plan else "",
-        )
-        for i, (own, plan) in enumerate(zip(measured, planned, strict=True))
-    ]
-    table = Table(title="Memory, measured against planned", columns=columns, rows=rows)
-    return '<h3 class="after">Memory</h3>' + on_page(table)
 
 
 def _tokens_per_s(log: RunLog) -> float:

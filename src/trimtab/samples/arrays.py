@@ -17,9 +17,11 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any]) -> bytes:
     """An .npz with its metadata as JSON; equal input gives equal bytes."""
+    assert not any(array.dtype.hasobject for array in arrays.values()), "it would be pickled"
     buffer = io.BytesIO()
     text = json.dumps(meta, sort_keys=True).encode()
-    np.savez(buffer, allow_pickle=False, meta=np.frombuffer(text, np.uint8), **arrays)
+    # without `allow_pickle`, which NumPy before 2.2 writes as an array of that name
+    np.savez(buffer, meta=np.frombuffer(text, np.uint8), **arrays)  # type: ignore[arg-type]  # its types know 2.2
     return buffer.getvalue()
 
 

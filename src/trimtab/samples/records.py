@@ -17,6 +17,7 @@ import numpy as np
 
 from trimtab.address import Address
 from trimtab.errors import SampleError
+from trimtab.files import refuse_special
 from trimtab.samples.chunks import Chunk, Format, Groups, Record, parse_record
 from trimtab.samples.columns import arrow_groups, lance_groups, parquet_groups
 from trimtab.samples.json_lists import read_json_list
@@ -72,6 +73,7 @@ def refuse_mosaic(path: Path) -> None:
 
 def detect_format(path: Path) -> Format:
     """The format of a file by `FORMATS`; `SampleError` for one of no known format, or that cannot be read."""
+    refuse_special(path)
     refuse_mosaic(path)
     try:
         with path.open("rb") as file:

@@ -81,13 +81,12 @@ def size_samples(
     [13]
     """
     sources, kept_in = find_sources(data, media_root), None if resume_dir is None else place_of(resume_dir)
-    files = [source.file for source in sources]
     _refuse_other_tiles(sources, image_rule)
     assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
-    ready = _hold_lengths(files)
+    ready = _hold_lengths([source.file for source in sources])
     _refuse_shard(shard, kept_in, ready=ready)
     if ready:
-        parts = [[part] for part in read_length_parts(files, image_rule)]
+        parts = [[part] for part in read_length_parts([source.file for source in sources], image_rule)]
     else:
         how: dict[str, Any] = {"chat_template": chat_template, "markup": image_markup, "special_tokens": special_tokens}
         settings = SizerSettings(
@@ -101,7 +100,11 @@ def size_samples(
         )
         assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
         most_bad = _MAX_BAD if on_bad == "error" and shard is None else None
-        parts = _size_conversations(sources, settings, workers, kept_in, shard, progress, most_bad)
+        size_all = partial(_size_files, sources, workers=workers, kept_in=kept_in, shard=shard, most_bad=most_bad)
+        if isinstance(image_rule, AskedImages):  # one question about all images, before any text is encoded
+            seen = size_all(replace(settings, image_rule=SizesAlone(), clip_rule=None, tokenizer=None))
+            image_rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
+        parts = size_all(settings, progress=progress)
         if shard is not None:
             return _kept_shard(sources, shard, sum(map(len, parts)))
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
@@ -185,23 +188,6 @@ def _hold_lengths(files: Sequence[Path]) -> bool:
     return ready[0]
 
 
-def _size_conversations(
-    sources: Sequence[SourceFile],
-    settings: SizerSettings,
-    workers: int,
-    resume_dir: Path | None,
-    shard: tuple[int, int] | None,
-    progress: Progress | None,
-    most_bad: int | None,
-) -> list[list[Part]]:
-    rule = settings.image_rule
-    if isinstance(rule, AskedImages):  # one question about all images, before any text is encoded
-        alone = replace(settings, image_rule=SizesAlone(), clip_rule=None, tokenizer=None)
-        seen = _size_files(sources, alone, workers, resume_dir, shard, None, most_bad)
-        rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
-    return _size_files(sources, settings, workers, resume_dir, shard, progress, most_bad)
-
-
 _EXIF_ASSUMPTION: dict[Exif, str] = {
     "ignore": "EXIF orientation is ignored, as by Image.open(...).convert('RGB')",
     "apply": "EXIF orientation is applied, as by ImageOps.exif_transpose",
@@ -214,11 +200,12 @@ _EXIF_ASSUMPTION: dict[Exif, str] = {
 def _size_files(
     sources: Sequence[SourceFile],
     settings: SizerSettings,
+    *,
     workers: int,
-    resume_dir: Path | None,
+    kept_in: Path | None,
     shard: tuple[int, int] | None,
-    progress: Progress | None,
     most_bad: int | None,
+    progress: Progress | None = None,
 ) -> list[list[Part]]:
     """Parts of every file, lines numbered within the file; of a shard its own parts alone.
 
@@ -247,7 +234,7 @@ def _size_files(
     lines = [0] * len(files)
     bad: list[BadSample] = []
     with _one_core_a_worker():
-        results = map_in_order(partial(_make_work, settings, resume_dir, most_bad), chunks(), workers, advance)
+        results = map_in_order(partial(_make_work, settings, kept_in, most_bad), chunks(), workers, advance)
         for position, part in enumerate(results):
             number = order[position]
             parts[number].append(_place(part, files[number], lines[number]))

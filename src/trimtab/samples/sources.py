@@ -14,6 +14,7 @@ from typing import Any
 
 from trimtab.address import Address, place_of
 from trimtab.errors import SampleError, refuse_type
+from trimtab.files import read_small
 from trimtab.samples.chunks import parse_record
 from trimtab.samples.hub import cached_place
 from trimtab.samples.meta_file import MetaSource, read_meta
@@ -187,7 +188,7 @@ def _without_other_splits(names: Sequence[str], folder: Path) -> tuple[list[str]
 
 def _read_object(path: Path) -> Mapping[str, Any]:
     try:
-        content = parse_record(path.read_bytes())
+        content = parse_record(read_small(path))
     except BadRecordError as error:
         raise SampleError(f"{path} is {error}") from None
     if not isinstance(content, dict):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import ConfigError
+from trimtab.files import refuse_special
 
 _DTYPE = re.compile(r"auto|(torch\.)?b?float\d+\w*")
 _LARGEST = 10**7  # ten times the largest vocabulary; positions, which may be more, are no "size"
@@ -19,6 +20,8 @@ def check_config(folder: Path) -> None:
     """Refuses in a sentence, before any loader reads the folder; what else is wrong the loaders say."""
     if not folder.is_dir():  # which a loader would take for a name on the Hub
         raise ConfigError(f"{folder} is no folder: give one that holds config.json and safetensors files")
+    for file in folder.iterdir():  # a loader would wait for ever
+        refuse_special(file)
     try:
         content = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -9,7 +9,6 @@ checkpoints. InternLM2 is Llama under other names, with one matrix for queries, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,11 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter, WeightRenaming, apply_renamings
 
 from trimtab.errors import ConfigError
+from trimtab.files import read_small
 from trimtab.models.asking.build import UNASKED
 from trimtab.models.families.internvl import REMOTE
 from trimtab.models.quote import quote
+from trimtab.typed_json import parse_json
 
 IMAGE_ROW = "<IMG_CONTEXT>"  # stands in a text for one row of image features
 
@@ -191,7 +192,7 @@ def _image_token_id(folder: Path) -> int:
     """The id of the token that images stand for, from the tokenizer's own files."""
     for name, key in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
         try:
-            tokens = json.loads((folder / name).read_text(encoding="utf-8"))[key]
+            tokens = parse_json(read_small(folder / name))[key]
         except (OSError, ValueError, KeyError, TypeError):
             continue
         rows = tokens.items() if isinstance(tokens, dict) else ((x.get("id"), x) for x in tokens)
@@ -199,7 +200,7 @@ def _image_token_id(folder: Path) -> int:
         if found:
             return found[0]
     try:
-        return int(json.loads((folder / "added_tokens.json").read_text(encoding="utf-8"))[IMAGE_ROW])
+        return int(parse_json(read_small(folder / "added_tokens.json"))[IMAGE_ROW])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
             f"no tokenizer file in {folder} says which token {IMAGE_ROW} is: take tokenizer_config.json from where "

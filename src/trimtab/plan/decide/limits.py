@@ -46,7 +46,9 @@ def try_limits(
 ) -> list[TriedLimits]:
     """Each candidate pair, with a random part of the samples packed under it."""
     count = min(len(samples), _TRIED_SAMPLES)
-    rows = np.sort(np.random.Generator(np.random.PCG64(options.seed)).choice(len(samples), count, replace=False))
+    rows = np.sort(
+        np.random.Generator(np.random.PCG64(options.seed % 2**128)).choice(len(samples), count, replace=False)
+    )
     part, part_cost = select_rows(samples, rows), cost[rows]
     mean, extremes = samples_work.mean(axis=0), extreme_rows(samples_work)
     tried = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.balance.dispatch import redispatch
+from trimtab.balance.dispatch import fill_table
 from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError
 from trimtab.plan.decide.mixture import Epoch
@@ -35,7 +35,8 @@ def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
     """
     num_rows = int((schedule.table >= 0).any(axis=1).sum())
     per_step = max(1, math.ceil(num_rows / max(1, round(num_rows / num_microbatches))))
-    return redispatch(schedule, schedule.table.shape[1], num_microbatches=per_step)
+    slots = schedule.table.transpose(0, 2, 1).reshape(-1)
+    return fill_table(slots[slots >= 0], schedule.table.shape[1], per_step, schedule.order)
 
 
 def sizes_file(plan: Plan) -> TableFile:

@@ -200,10 +200,23 @@ def plan_folder(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def plan_from_yaml(text: str, *, origin: str = "the plan") -> Plan:
-    """Parse and validate a plan; an unknown key is a warning, an unknown major version or wrong type an error."""
+def unknown_keys(path: Path | str) -> list[str]:
+    """Places of keys in a plan that nothing reads: `load_plan` warns of them, `check_plan` takes them for mistakes."""
+    origin, text = read_file(path, "plan", wrote="trimtab plan")
+    unknown: list[str] = []
+    plan_from_yaml(text, origin=origin, unknown=unknown)
+    return unknown
+
+
+def plan_from_yaml(text: str, *, origin: str = "the plan", unknown: list[str] | None = None) -> Plan:
+    """Parse and validate a plan; an unknown major version or wrong type is an error.
+
+    An unknown key is a warning, or goes to `unknown`.
+    """
     version = ("plan_version", PLAN_VERSION)
-    plan = record_from_yaml(text, Plan, origin=origin, version=version, verb="plan", read_number=_read_number)
+    plan = record_from_yaml(
+        text, Plan, origin=origin, version=version, verb="plan", read_number=_read_number, unknown=unknown
+    )
     if not plan.decisions.stages:
         raise PlanError(f"{origin}: decisions.stages is empty: make the plan again")
     return plan
@@ -252,6 +265,7 @@ def record_from_yaml(
     version: tuple[str, str],
     verb: str,
     read_number: ReadNumber = lambda _place, kind, value, _problems: kind(value),
+    unknown: list[str] | None = None,
 ) -> _Record:
     """What `record_to_yaml` wrote of a `kind`; `version` is its key and our own value, `verb` the one that writes it.
 
@@ -269,14 +283,17 @@ def record_from_yaml(
         raise PlanError(f"{origin} has no {key_name} in quotes: give a {verb} that `trimtab {verb}` wrote")
     if written.split(".")[0] != ours.split(".")[0]:
         raise PlanError(f"{origin} has {key_name} {written}, this trimtab reads {ours}: make the {verb} again")
-    problems, unknown = list[str](), list[str]()
-    record = read_typed(kind, content, "", problems, read_number=read_number, unknown=unknown)
-    for key in unknown:
+    problems, strange = list[str](), list[str]()
+    record = read_typed(kind, content, "", problems, read_number=read_number, unknown=strange)
+    for key in strange:
         if removed := _REMOVED_KEYS.get(key.rpartition(".")[2]):
             raise PlanError(f"{origin}: {key} asks for {removed}, which trimtab has no more: make the {verb} again")
     if problems:
         raise PlanError(join_problems([f"{origin}: {problem}" for problem in problems]))
-    for key in unknown:
-        warnings.warn(f"{origin}: key {key} is unknown and ignored", stacklevel=2)
+    if unknown is not None:
+        unknown += strange
+    else:
+        for key in strange:
+            warnings.warn(f"{origin}: key {key} is unknown and ignored", stacklevel=2)
     assert isinstance(record, kind)
     return record

@@ -20,7 +20,7 @@ from trimtab.plan.decide.compare import simulate_plan
 from trimtab.plan.decide.mixture import draw_epoch
 from trimtab.plan.decide.packs import cover_problems, load_packs, read_samples
 from trimtab.plan.file.reload import ReloadedPlan, options_of, reload_plan, stages_of
-from trimtab.plan.file.yaml import open_plan
+from trimtab.plan.file.yaml import open_plan, unknown_keys
 from trimtab.plan.plan import Plan
 from trimtab.plan.sharing.choice import decision_problems
 from trimtab.specs import ClusterSpec, ModelSpec
@@ -38,7 +38,8 @@ def check_plan(path: Path | str, *, model: ModelSpec | None = None, cluster: Clu
     devices are not in the table of published ones. Raises `PlanError` only where there is no readable plan at `path`.
     """
     plan, folder = open_plan(path)
-    problems = list(_changed_files(plan, folder))
+    problems = [f"key {key} is unknown, and nothing reads it: correct or remove it" for key in unknown_keys(path)]
+    problems += _changed_files(plan, folder)
     try:
         found = reload_plan(Path(path), model=model, cluster=cluster)
     except TrimtabError as error:

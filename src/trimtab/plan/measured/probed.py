@@ -51,7 +51,6 @@ class ProbedProfile:
     """A profile with measured bytes, and how far the old one was off."""
 
     profile: Profile
-    state_factor: float  # measured state over predicted
     correction_bytes: tuple[int, ...]  # of each device: what its peak was above all that is priced
 
 
@@ -121,7 +120,6 @@ def probed_profile(
             zero_stage=case.options.sharding,
             assumptions=(*_unsaid(profile.assumptions), *said),
         ),
-        state_factor=factor,
         correction_bytes=tuple(int(x) for x in corrections),
     )
 

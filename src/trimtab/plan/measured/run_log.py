@@ -95,7 +95,6 @@ class TimeComparison:
     """Measured against planned step times of the warm steps that have both."""
 
     num_steps: int
-    measured_s: float  # median
     planned_s: float  # median
     ratio: float  # median of measured / planned, step by step
     band: float  # relative half-width that the plan claims
@@ -113,7 +112,6 @@ def compare_times(log: RunLog, *, band: float) -> TimeComparison | None:
     ratios = measured / planned
     return TimeComparison(
         num_steps=len(pairs),
-        measured_s=float(np.median(measured)),
         planned_s=float(np.median(planned)),
         ratio=float(np.median(ratios)),
         band=band,

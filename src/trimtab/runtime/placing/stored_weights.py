@@ -6,7 +6,6 @@ that stays mapped costs no memory before it is read, and none that the system co
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -17,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES  # its names of types; there is no public table (0.8)
 
 from trimtab.errors import ConfigError, join_problems
+from trimtab.files import read_small
 from trimtab.models.quote import quote
+from trimtab.typed_json import parse_json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -87,7 +88,7 @@ def open_weights(folder: Path) -> dict[str, StoredTensor]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        written: Any = json.loads(index.read_text(encoding="utf-8"))
+        written: Any = parse_json(read_small(index))
     except ValueError as error:
         raise ConfigError(f"{index} is not JSON ({error}): download it again") from None
     files = written.get("weight_map") if isinstance(written, dict) else None

@@ -120,7 +120,7 @@ class Meeting(TorchFunctionMode):
             try:
                 return call(*args, **kwargs)
             finally:
-                self.__enter__()  # type: ignore[no-untyped-call]
+                self.__enter__()
 
         return unwatched
 

@@ -1,0 +1,68 @@
+"""Messages name only options and verbs that exist: every text in the source, beside the command line's own tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from trimtab.cli.main import app
+
+SRC = Path(__file__).parents[2] / "src" / "trimtab"
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
+FOREIGN = {  # of torchrun, the hub's downloader, Megatron-LM and ms-swift, which the same texts name
+    "--bad",  # a colour of the style sheet
+    "--overlap-moe-expert-parallel-comm",
+    *("--nproc-per-node", "--no-python", "--revision", "--repo-type", "--tp-comm-overlap", "--packing"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--pipeline-model-parallel-layout"),
+}
+
+
+def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+    """Words of every verb, and its options."""
+    yield words, {"--help", *(name for one in command.params for name in (*one.opts, *one.secondary_opts))}
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*words, name))
+
+
+TREE = dict(commands(get_command(app)))
+
+
+def texts(source: str) -> Iterator[str]:
+    """Every string, f-strings whole: what is computed in them stands as an ellipsis."""
+    parts = set[int]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts |= {id(part) for part in node.values}
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.value
+
+
+def wrong_advice(source: str) -> list[str]:
+    known = set().union(*TREE.values()) | FOREIGN
+    wrong = []
+    for text in texts(source):
+        wrong += [option for option in OPTION.findall(text) if option not in known]
+        for told in re.findall(r"`trimtab ([^`…]+)", text):
+            words = told.split()
+            verb = tuple(words[: 2 if words[0] == "export" and len(words) > 1 and words[1] != "FRAMEWORK" else 1])
+            options = TREE.get(verb if verb in TREE or not words[-1].isupper() else verb[:1])
+            if options is None or set(OPTION.findall(told)) - options:
+                wrong.append(f"trimtab {told}")
+    return wrong
+
+
+def test_every_option_and_verb_that_a_text_names_exists() -> None:
+    files = [file for file in SRC.rglob("*.py") if file.parent.name != "adapters"]  # which write others' command lines
+    wrong = {str(file.relative_to(SRC)): wrong_advice(file.read_text(encoding="utf-8")) for file in files}
+    assert {name: advice for name, advice in wrong.items() if advice} == {}
+
+
+def test_advice_that_is_wrong_is_found() -> None:
+    source = 'raise E(f"{x} was asked: give --no-such, or run `trimtab nope`, or `trimtab report --cluster {y}`")'
+    assert wrong_advice(source) == ["--no-such", "trimtab nope", "trimtab report --cluster "]
