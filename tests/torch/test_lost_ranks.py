@@ -93,10 +93,10 @@ def test_a_killed_rank_is_named_once(folder: Path) -> None:
     settings = endless(folder, "killed")
     with Torchrun(settings, 4) as run:
         wait_for(lambda: len(read_lines(settings)) > 2, run)
-        run.ranks()[2].kill()
+        run.ranks()[2].kill()  # on a busy machine others may be slow to answer, and are named beside it
         assert_said_once(
             run,
-            r"at (step|reading the samples of step) \d+ the run has lost rank 2 of 4 \(process \d+ on \S+\), which .*: "
+            r"at (step|reading the samples of step) \d+ the run has lost (rank .*; )?rank 2 of 4 \(.*\), which .*: "
             r"see its messages and the system's log .*, and go on from the last checkpoint \(--resume\)",
         )
 

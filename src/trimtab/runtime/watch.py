@@ -28,7 +28,7 @@ from trimtab.errors import TrimtabError
 PATIENCE_S = 10.0
 """After so long a rank is named that others wait for."""
 BEAT_S = 1.0
-ANSWER_S = 5.0  # five beats: who has written nothing in that time is taken for ended, once a connection has broken
+ANSWER_S = 10.0  # ten beats: who has written nothing in that time is taken for ended, once a connection has broken
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +181,7 @@ class Watch:
         """This rank has left; harmless when it was closed already."""
         self._closing.set()
         for thread in self._threads:
-            thread.join(timeout=2 * BEAT_S)  # not longer: it may wait for a store that is gone
+            thread.join(timeout=ANSWER_S)  # not longer: it may wait for a store that is gone
         self._threads, self.store = [], None
 
     # -- the threads --------------------------------------------------------------------------------------------------
