@@ -290,7 +290,7 @@ def test_files_of_sizes_and_shards_are_refused(planned: Path, tmp_path: Path) ->
         data_of(read_planned(planned), [sizes])
     shard = tmp_path / "shard.tar"
     shard.write_bytes(bytes(1024))
-    with pytest.raises(SampleError, match=r"shard.tar is a tar shard, .* go into no JSON: export npy, or"):
+    with pytest.raises(SampleError, match=r"shard.tar is a tar shard, .* go into no JSON: export npy, and"):
         write_jsonl(planned, tmp_path / "out.jsonl", data=[shard])
 
 

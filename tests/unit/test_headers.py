@@ -132,7 +132,7 @@ def test_jpeg_with_an_appendix_is_whole_but_a_thumbnails_end_marker_does_not_cou
 
 def test_more_pixels_than_pillow_opens_or_than_is_asked_for_are_refused():
     assert image_size(png_header(MAX_PIXELS // 2, 2)) == (MAX_PIXELS // 2, 2)
-    with pytest.raises(ImageError, match="DecompressionBombError"):
+    with pytest.raises(ImageError, match="more than 178956970"):
         image_size(png_header(MAX_PIXELS // 2 + 1, 2))
     for name in ("png", "gif", "webp lossy"):
         with pytest.raises(ImageError, match="64 x 48 pixels, more than 3071"):
@@ -144,7 +144,7 @@ HOSTILE = {
     "text": (b"<html>not found</html>", "not an image, or truncated: it starts with b'<html>no'"),
     "png signature only": (b"\x89PNG\r\n\x1a\n", "not an image, or truncated"),
     "png zero wide": (png_header(0, 10), "no pixel|not an image"),
-    "png bomb": (png_header(60000, 60000), "Bomb"),
+    "png bomb": (png_header(60000, 60000), "more than 178956970"),
     "png odd depth": (png_header(10, 10, depth=3), "not an image"),
     "png half": (VALID["png"][: len(VALID["png"]) // 2], "truncated: a PNG"),
     "png without end": (VALID["png"][:-12], "truncated: a PNG"),
@@ -163,7 +163,7 @@ HOSTILE = {
     ),
     "webp bomb": (
         b"RIFF\x20\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xff" * 6 + bytes(10),
-        "pixels, more than 178956970|Bomb|could not create decoder",  # the last is Pillow 11.3
+        "pixels, more than 178956970|could not create decoder",  # the last is Pillow 11.3
     ),
     "gif half": (VALID["gif"][: len(VALID["gif"]) // 2], "not a readable image .*truncated"),
     "bmp half": (VALID["bmp"][: len(VALID["bmp"]) // 2], "not a readable image .*truncated"),

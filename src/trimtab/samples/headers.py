@@ -74,11 +74,12 @@ def _size(file: BinaryIO, num_bytes: int, exif: Exif, max_pixels: int) -> tuple[
     if width <= 0 or height <= 0:
         raise ImageError(f"the header says {width} x {height} pixels, which holds no pixel; {_TAKE_AGAIN}")
     if width * height > max_pixels:
-        raise ImageError(
-            f"the header says {width} x {height} pixels, more than {max_pixels}, where Pillow and trainers refuse an "
-            "image: shrink it"
-        )
+        raise ImageError(f"the header says {width} x {height} pixels{_too_many(max_pixels)}")
     return width, height
+
+
+def _too_many(most: int) -> str:
+    return f", more than {most}, where Pillow and trainers refuse an image: shrink it"
 
 
 def _refuse_heic(head: bytes) -> None:
@@ -127,6 +128,8 @@ def _pillow(file: BinaryIO, num_bytes: int, exif: Exif, max_pixels: int) -> tupl
                 raise ImageError(f"truncated: a {kind} of {num_bytes} bytes without its end mark; {_TAKE_AGAIN}")
     except ImageError:
         raise
+    except Image.DecompressionBombError:  # before its size is known to us
+        raise ImageError(f"the header says many pixels{_too_many(MAX_PIXELS)}") from None
     except UnidentifiedImageError:  # whose own words are an address
         file.seek(0)
         raise ImageError(f"not an image, or truncated: it starts with {file.read(8)!r}; name an image file") from None
