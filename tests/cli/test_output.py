@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,11 @@ def test_what_further_ranks_of_a_machine_find_wrong_is_told_by_its_first(
         assert (run(*words).code, run(*words).err) == (2, "")
 
 
-def test_samples_left_out_of_packs_are_counted(run: Run, planned: Path) -> None:
-    packed = run("pack", planned / "samples.npz", "--max-patches", 3000, "--max-tokens", 2000, "--oversize", "skip")
+@pytest.mark.parametrize(("limits", "num_left_out"), [((3000, 2000), r"\d+"), ((1, 1), "240")])
+def test_samples_left_out_of_packs_are_counted(
+    run: Run, planned: Path, limits: tuple[int, int], num_left_out: str
+) -> None:
+    most = ["--max-patches", limits[0], "--max-tokens", limits[1]]
+    packed = run("pack", planned / "samples.npz", *most, "--oversize", "skip")
     assert packed.code == 0, packed.err
-    assert "oversize samples left out, as asked" in packed.out
+    assert re.search(rf"\b{num_left_out} oversize samples left out, as asked", packed.out), packed.out
