@@ -2,10 +2,13 @@
 
 import base64
 import json
+import tarfile
 
 import pytest
 from sample_sets import png, talk, tar_bytes, write_jsonl
 from size_cases import TALK, CoarseWhenMany, fill_folder, parquet, pyarrow, rows_of, size
+
+from trimtab.samples.tars import read_tar
 
 
 @pytest.fixture
@@ -94,3 +97,21 @@ def test_a_rule_for_samples_of_several_images_is_asked(folder):
     )
     result = size(folder, "data.jsonl", image_rule=CoarseWhenMany())
     assert result.table.num_patches.tolist() == [32, 8]
+
+
+def tar_header(name, size, kind=tarfile.REGTYPE):
+    found = tarfile.TarInfo(name)
+    found.size, found.type = size, kind
+    return found.tobuf()
+
+
+def test_a_tar_holds_folders_and_no_member_larger_than_itself(tmp_path):
+    """A folder is passed over; a header that claims a terabyte ends the shard, and nothing of that size is read."""
+    start = tar_header("images", 0, tarfile.DIRTYPE) + tar_header("s.txt", 9) + b"a caption".ljust(512, b"\0")
+    (tmp_path / "good.tar").write_bytes(start + bytes(1024))
+    (tmp_path / "bad.tar").write_bytes(start + tar_header("t.txt", 1 << 40) + bytes(1024))
+    (tmp_path / "empty.tar").write_bytes(bytes(1024))
+    (good,), (first, bad) = read_tar(tmp_path / "good.tar"), read_tar(tmp_path / "bad.tar")
+    assert (good.key, good.problem, first) == ("s", None, good)
+    assert str(bad.problem).startswith(f"the tar ends here: member t.txt claims {1 << 40} bytes")
+    assert list(read_tar(tmp_path / "empty.tar")) == []
