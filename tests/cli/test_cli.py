@@ -25,6 +25,9 @@ def test_describe(run: Run) -> None:
     assert found["num_params"]["total"] == 8_292_166_656
     assert found["layers"][0]["name"] == "model.visual.patch_embed"
     assert "model.language_model.layers[0..27]" in run("describe", "Qwen2.5-VL-7B").out
+    cuts = re.search(r"Forbidden cuts: (\d+)-(\d+)\.", run("describe", "Qwen3-VL-2B").out)
+    assert cuts is not None  # the decoder's first blocks read the tower's middle ones
+    assert int(cuts[1]) < int(cuts[2])
 
 
 def test_image_size(run: Run) -> None:
@@ -175,6 +178,9 @@ def test_a_run_of_ones_own_is_predicted_and_told_beside_a_plan(run: Run, drawn: 
     told = run(*own).out
     assert "16 A100-80GB as dp 4 x pp 2 x tp 2, 4 micro-batches a rank and step" in told
     assert "x the samples/s" in told
+    alone = run(*(word for word in own if word != "--beside-plan")).out
+    assert alone
+    assert told.startswith(alone.rstrip())
 
 
 def test_a_plan_that_shares_images_checks_reports_and_says_so(run: Run, drawn: Path, tmp_path: Path) -> None:

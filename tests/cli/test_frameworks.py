@@ -188,3 +188,25 @@ def test_bare_flags_are_checked_against_a_model(run: Run) -> None:
 
 def test_an_unknown_framework_is_exit_code_two(run: Run) -> None:
     assert run("check", "plan", "--for", "abacus").code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "told"),
+    [
+        ("deepspeed", 0, r"warning: \d+ layers are planned with .*DeepSpeed can run it"),
+        ("pai-megatron", 0, r"warning: recompute of \d+ layers is planned, and the scripts.*pai-megatron can run it"),
+        ("torchtitan", 1, r"^Qwen2.5-VL-7B is of the family qwen2_5_vl, and torchtitan"),
+    ],
+)
+def test_a_check_for_a_framework_tells_what_differs_and_what_is_refused(
+    run: Run, planned: Path, name: str, code: int, told: str
+) -> None:
+    result = run("check", planned, "--for", name)
+    assert result.code == code, result.err
+    assert re.search(told, result.out.strip(), re.DOTALL | re.IGNORECASE), result.out
+
+
+def test_a_plan_for_a_framework_is_one_that_it_runs(run: Run, planned: Path, tmp_path: Path) -> None:
+    words = ["plan", "Qwen2.5-VL-7B", planned / "samples.npz", "--cluster", "8xA100-80GB", "--for", "fsdp2"]
+    assert run(*words, "--out", tmp_path / "plan", "--json").json["decisions"]["parallel"]["pp"] == 1
+    assert run("check", tmp_path / "plan", "--for", "fsdp2").code == 0

@@ -2,13 +2,14 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import pytest
 from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
 
 from trimtab.errors import ConfigError, ImageError
+from trimtab.models.images import clips
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.rows import Slot, read_conversation
 from trimtab.samples.size import size_samples
@@ -222,3 +223,30 @@ def test_a_frame_of_another_size_than_the_header_says_is_bad(tmp_path):
         pytest.raises(BadRecordError, match="frame 1 of 32 x 48"),
     ):
         read_frames(file, "a", [0, 1])
+
+
+def test_clips_are_asked_for_once_and_refused_in_the_processors_words(monkeypatch):
+    """The processor's answer is a row of counts, or its own words; windows hold 4 x 4 squares of 2 x 2 patches."""
+    answer = {"rows": [[128, 32, 2, 8192, 1, 8, 16], "give more frames"], "texts": ["<v>"], "clip_token": "<v>"}
+    asked = []
+
+    def ask(question, what):
+        asked.append(what)
+        return {"patch_size": 14, "extra_rows": 0} if what == "images" else {**answer, "soft": "<v>"}
+
+    rule = clips.AskedClips(question='{"config": {}}', windows=(2, 4))
+    monkeypatch.setattr(clips, "is_installed", lambda: False)
+    with pytest.raises(ConfigError, match="videos are counted by the model's own processor: "):
+        rule.prepare([CLIP])
+    monkeypatch.setattr(clips, "is_installed", lambda: True)
+    monkeypatch.setattr(clips, "ask", ask)
+    short = replace(CLIP, num_frames=1)
+    rule.prepare([CLIP, short, CLIP])
+    rule.prepare([CLIP])
+    assert asked == ["images", "clips"]
+    with pytest.raises(ImageError, match="1 frames of 64 x 48 pixels, its processor says: give more frames"):
+        rule.count_clip(short)
+    # two tiles of 8 x 16 patches are two windows each, of 64 patches that see one another
+    answer["rows"] = [[256, 64, 2, 32768, 1, 8, 16]]
+    assert rule.count_clip(replace(CLIP, num_frames=4)).image.patches_windowed == 2 * 2 * 64**2
+    assert rule.count_clip(CLIP).image.patches_windowed == 8192  # whose patches are no grid: as it was told

@@ -374,3 +374,11 @@ def test_extremes_are_paired_while_they_differ_and_rest_after_failures():
     assert paired(5, 3.0) == [[1, 0]]
     assert paired(6, 0.5) == [[4, 0], [1, 5], [3, 2]]
     assert paired(0, 0.5) == []
+
+
+def test_a_share_of_sizes_that_grow_is_found_behind_the_first_guess():
+    """Half of what is left lies in the last quarter, behind the half of the samples that is looked at first."""
+    sizes, none_carried, left = np.repeat([[0.0], [1.0]], 1000, axis=0), np.empty(0, np.int64), np.array([1000.0])
+    assert stream._count_share(sizes, none_carried, 0, 0.5, left, np.inf) == 1500
+    assert stream._count_share(sizes, none_carried, 0, 1.0, left, np.inf) == 2000
+    assert stream._count_share(sizes, none_carried, 1500, 0.5, left, np.inf) == 500

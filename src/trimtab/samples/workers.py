@@ -87,6 +87,6 @@ class _Worker:
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    assert parent is not None, "it runs in a worker"
+    parent.join()
+    os._exit(1)

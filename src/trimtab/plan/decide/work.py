@@ -41,8 +41,6 @@ def pad_documents(samples: SampleTable, dims: ParallelDims) -> SampleTable:
 def padded_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
     """(num_packs, T): every sample is as long as the batch's longest; images are not padded."""
     work = packed_work(packing, samples_work)
-    if packing.num_packs == 0:
-        return work
     size = np.diff(packing.offsets)
     gathered = samples_work[packing.indices]
     for term in (TOKENS, TOKENS_SQ, TOKENS_WINDOWED):
@@ -83,8 +81,6 @@ def join_samples(work: FloatArray) -> FloatArray:
 
 def extreme_rows(work: FloatArray) -> FloatArray:
     """The few rows of `work` that decide `limit_work`."""
-    if len(work) == 0:
-        return work
     most = [int(work[:, PATCHES].argmax()), int(work[:, TOKENS].argmax())]
     return work[most + [int(_density(work, square, rows).argmax()) for square, rows in _SQUARES]]
 
