@@ -176,6 +176,14 @@ def write_atomically(path: Path, content: bytes | str, *, sync: bool = True) -> 
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
+def is_there(path: Path, *, or_folder: bool = False) -> bool:
+    """Whether there is such a file; no `OSError` for a name that is longer than any (Python's own raise)."""
+    try:
+        return path.is_file() or (or_folder and path.exists())
+    except OSError:
+        return False
+
+
 def refuse_special(path: Path | str) -> None:
     """`TrimtabError` for a device, pipe or socket that is to be read: it may never end, or never begin."""
     try:

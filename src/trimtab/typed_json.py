@@ -27,17 +27,20 @@ def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 # made once: making one costs more than a short record
 STRICT = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
+_WITH_NAN = json.JSONDecoder(object_pairs_hook=_refuse_twice)
 
 
-def parse_json(content: bytes) -> Any:
+def parse_json(content: bytes, *, with_nan: bool = False) -> Any:
     """Use it for JSON from outside: strict, in UTF-8, no key twice; a `ValueError` says what is wrong.
+
+    `with_nan`: numbers may be NaN or infinite, as Python writes them.
 
     >>> parse_json(b'{"a": [1, null]}')
     {'a': [1, None]}
     """
     text = content.decode("utf-8-sig")
     try:
-        return refuse_surrogates(STRICT.decode(text), text)
+        return refuse_surrogates((_WITH_NAN if with_nan else STRICT).decode(text), text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

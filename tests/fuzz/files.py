@@ -88,7 +88,7 @@ def plans(folder: Path) -> Try:
             file.write_text(json.dumps(reshaped(parse_yaml(file.read_text()), draw)))  # JSON is YAML
         else:
             file.write_bytes(damaged(file.read_bytes(), draw))
-        with suppress(TrimtabError, OSError), warnings.catch_warnings():  # OSError: a name too long for any file
+        with suppress(TrimtabError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             check_plan(folder / "plan")
 

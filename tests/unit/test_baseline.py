@@ -12,8 +12,10 @@ from plan_cases import tile_samples
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
+from trimtab.partition.simulate import simulate
 from trimtab.plan.baseline import Baseline, parse_baseline
 from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.decide import compare
 from trimtab.plan.decide.compare import explain_losses
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import load_details
@@ -77,6 +79,17 @@ def test_a_faster_baseline_that_does_not_fit_is_shown_and_not_compared_with() ->
     assert (other.fits, baseline.fits) == (False, True)
     assert other.epoch_s < baseline.epoch_s
     assert (other.name, baseline.name) == ("other baseline", "baseline")
+
+
+def test_the_pipeline_that_is_drawn_is_the_slowest_of_the_median_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(compare, "simulate", lambda *args, **given: drawn.append(args) or simulate(*args, **given))
+    made = make(PAPER)
+    assert len(drawn) == len(made.variants)  # one of each, however many ranks there are
+    for variant in made.variants:
+        step_s = np.sort(variant.step_s)[len(variant.step_s) // 2]
+        behind_s = variant.step_s.max() - variant.rank_s[2].max()  # the gradients' all-reduce, in every step
+        assert variant.timeline.makespan_s == pytest.approx(step_s - behind_s, rel=1e-9)
 
 
 def test_each_baseline_is_what_its_words_say(made: PlanDetails) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -117,3 +118,22 @@ def test_a_key_that_stands_twice_is_an_error(folder):
     (folder / "plan.yaml").write_text(text.replace("\n  recompute:", "\n  recompute: []\n  recompute:"))
     with pytest.raises(PlanError, match="key 'recompute' stands twice"):
         load_plan(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("config: ", "config: {long}  # "),
+        ("preprocessor: ", "preprocessor: {long}  # "),
+        ("- {path: ", "- {path: {long}, was: "),
+        ("table: ", "table: {long}  # "),
+        ("offsets: {file: ", "offsets: {file: {long}, was: "),
+    ],
+)
+def test_a_name_longer_than_any_file_has_is_a_problem_like_any_other(folder, old, new):
+    text = (folder / "plan.yaml").read_text()
+    assert old in text, "the case changes nothing"
+    (folder / "plan.yaml").write_text(text.replace(old, new.replace("{long}", "x" * 5000), 1))
+    with pytest.warns(UserWarning, match="was") if "was" in new else contextlib.nullcontext():
+        problems = check_plan(folder)
+    assert any("x" * 5000 in problem for problem in problems)

@@ -15,7 +15,7 @@ from trimtab.adapters.data_files import PlannedPacks, read_planned
 from trimtab.adapters.host_packs import write_energon_packs
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError, SampleError
-from trimtab.files import fingerprint_file
+from trimtab.files import fingerprint_file, write_atomically
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -118,8 +118,14 @@ def test_a_video_is_refused_by_name(plan: Path, tmp_path: Path, monkeypatch: pyt
         write_energon_packs(plan, tmp_path / "packs")
 
 
+def dies_at_the_loader(path: Path, content: str) -> None:
+    if path.name == "sample_loader.py":
+        raise KeyboardInterrupt
+    write_atomically(path, content)
+
+
 def test_the_offline_layout_of_llava_onevision_holds_questions_and_answers(
-    drawn: Path, plan: Path, tmp_path: Path
+    drawn: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SampleError, match=r"offline packs hold one image, one question and one answer a sample"):
         write_energon_packs(plan, tmp_path / "refused", layout="llava-ov")
@@ -131,6 +137,12 @@ def test_the_offline_layout_of_llava_onevision_holds_questions_and_answers(
     write_energon_packs(made, tmp_path / "packs", layout="llava-ov")
     by_id = {record["id"]: record for record in simple}
     planned = read_planned(made)
+    with monkeypatch.context() as dies:
+        dies.setattr("trimtab.adapters.host_packs.write_atomically", dies_at_the_loader)
+        with pytest.raises(KeyboardInterrupt):
+            write_energon_packs(made, tmp_path / "packs", layout="llava-ov")
+    assert not (tmp_path / "packs" / ".nv-meta" / "dataset.yaml").exists(), "Energon would read what is there"
+    write_energon_packs(made, tmp_path / "packs", layout="llava-ov")
     loader: dict[str, Any] = {}
     exec((tmp_path / "packs" / ".nv-meta" / "sample_loader.py").read_text(encoding="utf-8"), loader)
     for number, sample in enumerate(read_shards(tmp_path / "packs")):

@@ -1,6 +1,7 @@
 """One field is one option: the command line, the default, the help and the checks come from it."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
@@ -9,9 +10,11 @@ from plans import small_plan
 from typer.testing import CliRunner
 
 from trimtab.cli.options import verb
+from trimtab.errors import TrimtabError
 from trimtab.options import Option, option_problems, same_fields
 from trimtab.plan.file.reload import options_of
 from trimtab.plan.options import PlanOptions
+from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.units import parse_bytes
 
 
@@ -117,3 +120,17 @@ def test_what_a_plan_keeps_of_its_options_comes_back() -> None:
         assert getattr(found, name) == value, name
     assert (found.dp, found.pp, found.schedule) == (2, 2, plan.decisions.schedule.name)
     assert found.profile is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"timeout_s": 0}, r"--timeout\) 0 was asked for: give 1 or more"),
+        ({"timeout_s": 10**9}, r"--timeout\) 1000000000 was asked for: give 604800 or less"),
+        ({"timeout_s": 1.5}, r"--timeout\) 1\.5 was asked for, which is a float: give a whole number"),
+        ({"device": "tpu"}, "device 'tpu' was asked for: choose one of cpu, cuda"),
+    ],
+)
+def test_a_probe_asked_in_python_is_checked_as_on_the_command_line(change, words):
+    with pytest.raises(TrimtabError, match=words):
+        ProbeSettings(plan=Path("plan"), model=Path("model"), **change)

@@ -75,7 +75,7 @@ def test_no_half_written_log_is_taken_for_one(tmp_path):
     with pytest.raises(PlanError, match=r"line 1 of the run log .* is no record"):
         read_run_log(path)
     path.write_text("step 1 loss 2\n")
-    with pytest.raises(PlanError, match=r"line 1 of the run log .* is no JSON: name the log"):
+    with pytest.raises(PlanError, match=r"line 1 of the run log .* is no JSON .*: name the log"):
         read_run_log(path)
     with pytest.raises(PlanError, match="cannot read the run log"):
         read_run_log(tmp_path / "none")
@@ -108,6 +108,18 @@ def test_headers_that_no_run_logs_are_refused(tmp_path, name, value):
     path = tmp_path / "run.jsonl"
     path.write_text(json.dumps({**json.loads(line_of(fixtures.make_header())), name: value}) + "\n")
     with pytest.raises(PlanError, match=rf"line 1 of the run log .* is no record \({name}"):
+        read_run_log(path)
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [(', "loss": 0.5}', "key 'loss' stands twice"), (r', "note": "\ud800"}', "surrogates not allowed")],
+)
+def test_a_line_that_readers_take_differently_is_not_taken_for_one_cut_by_a_kill(tmp_path, end, words):
+    run = fixtures.make_run()
+    path = tmp_path / "run.jsonl"
+    path.write_text(line_of(run.header) + line_of(run.steps[0]).rstrip()[:-1] + end + "\n")
+    with pytest.raises(PlanError, match=rf"line 2 of the run log .* is no JSON .*{words}"):
         read_run_log(path)
 
 

@@ -29,6 +29,21 @@ def test_a_config_that_asks_for_the_impossible_is_refused(tmp_path: Path, fields
         check_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"dtype": "os.system", "dtype": "float32"}', "key 'dtype' stands twice in one object"),
+        ('{"rope_theta": NaN}', "NaN is not a number in JSON"),
+        ('{"model_type": "\\ud800"}', "surrogates not allowed"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_config_that_a_loader_may_read_otherwise_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"is not strict JSON .*{words}"):
+        check_config(tmp_path)
+
+
 def test_a_config_of_a_large_model_is_taken(tmp_path: Path) -> None:
     large = {"hidden_size": 16384, "vocab_size": 262_208, "max_position_embeddings": 10_485_760}
     text = {**large, "dtype": "float8_e4m3fn", "_attn_implementation": "sdpa"}

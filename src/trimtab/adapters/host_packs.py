@@ -165,10 +165,9 @@ def part_filter(part: str) -> bool:
 
 
 def _describe(out: Path, layout: PackLayout) -> list[Path]:
-    """What Energon reads beside its own index: of which type the samples are."""
-    contents = {"dataset.yaml": _DATASET[layout]}
-    if layout == "llava-ov":
-        contents["sample_loader.py"] = _OV_LOADER
+    """What Energon reads beside its own index: of which type the samples are. Without the last, it reads nothing."""
+    contents = {"sample_loader.py": _OV_LOADER} if layout == "llava-ov" else {}
+    contents["dataset.yaml"] = _DATASET[layout]
     for name, content in contents.items():
         write_atomically(out / ".nv-meta" / name, content)
     return [out / ".nv-meta" / name for name in contents]

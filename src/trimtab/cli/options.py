@@ -9,13 +9,16 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from trimtab.errors import TrimtabError
 from trimtab.files import refuse_special
 from trimtab.options import Option, option_fields
 
@@ -107,12 +110,14 @@ class Verb(TyperCommand):
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """What is wrong with the command line is said once a machine, not once a process of torchrun."""
-        try:
+        with _told_once():
             return super().make_context(*args, **extra)
-        except Exception as problem:  # Typer's own, whose classes are private
-            if is_further_rank() and not isinstance(problem, typer.Exit):
-                sys.exit(2)
-            raise
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Refuses an empty `--out`: Python takes it for the folder that the user is in."""
+        if "--out=" in args or ("--out", "") in pairwise(args):
+            raise TrimtabError("--out is empty, and names no file or folder: give a name, or . for this folder")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Refuses what is no file where a file is to be read, before anything is done."""
@@ -148,8 +153,38 @@ def is_further_rank() -> bool:
     return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
+_LONGEST = 200
+
+
+def shorten(message: str) -> str:
+    """`message` with about 80 characters of each longer word, and of what was typed: both ends tell which it is."""
+    typed = (word.strip() for word in sys.argv)
+    words = {*re.findall(r"\S+", message), *typed}
+    for word in sorted((x for x in words if len(x) > _LONGEST), key=len, reverse=True):
+        message = message.replace(word, f"{word[:57]}...{word[-20:]}")
+    return message
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """Typer's words on a wrong command line: shortened, and said by one process of a machine."""
+    try:
+        yield
+    except Exception as problem:  # Typer's own, whose classes are private
+        if is_further_rank() and not isinstance(problem, typer.Exit):
+            sys.exit(2)
+        if hasattr(problem, "message"):
+            problem.message = shorten(problem.message)
+        raise
+
+
 class Verbs(TyperGroup):
     """A group of commands whose help shows the first sentence of each, whole."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As Typer does; a long word that is no verb is not shown whole."""
+        with _told_once():
+            return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))

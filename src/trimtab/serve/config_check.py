@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import ConfigError
-from trimtab.files import refuse_special
+from trimtab.files import read_small, refuse_special
+from trimtab.typed_json import parse_json
 
 _DTYPE = re.compile(r"auto|(torch\.)?b?float\d+\w*")
 _LARGEST = 10**7  # ten times the largest vocabulary; positions, which may be more, are no "size"
@@ -23,9 +24,11 @@ def check_config(folder: Path) -> None:
     for file in folder.iterdir():  # a loader would wait for ever
         refuse_special(file)
     try:
-        content = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(read_small(folder / "config.json"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return  # as the loaders say
+    except ValueError as error:  # what a loader reads otherwise than we do is not checked
+        raise ConfigError(f"{folder / 'config.json'} is not strict JSON ({error}): do not use this folder") from None
     for name, value in _fields(content):
         if name.endswith("_implementation") and isinstance(value, str) and "/" in value:
             reason = "a kernel to fetch from the Hub"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 from trimtab.errors import ConfigError
 from trimtab.models.images.native import GlmSmartResize, SmartResize
@@ -11,15 +10,6 @@ from trimtab.models.images.tiles import DynamicTiling
 from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.quote import quote
 from trimtab.specs import ImageRule
-
-
-@runtime_checkable
-class ImageRuleBySample(ImageRule, Protocol):
-    """A rule under which a lone image is treated otherwise than one of several."""
-
-    def in_sample(self, num_images: int) -> ImageRule:
-        """The rule for each image of a sample that holds `num_images`."""
-        ...
 
 
 def with_limits(rule: ImageRule, *, max_pixels: int | None = None, max_tiles: int | None = None) -> ImageRule:
@@ -51,7 +41,10 @@ def rule_in_sample(rule: ImageRule, num_images: int) -> ImageRule:
 
     Only LLaVA-OneVision's rule tells samples apart, see `AnyRes.in_sample`.
     """
-    return rule.in_sample(num_images) if isinstance(rule, ImageRuleBySample) else rule
+    if not hasattr(rule, "in_sample"):  # isinstance of a protocol takes 0.1 ms, a third of sizing lengths
+        return rule
+    own: ImageRule = rule.in_sample(num_images)
+    return own
 
 
 def _no_such_limit(rule: ImageRule, what: str, value: int, whose: str) -> ConfigError:

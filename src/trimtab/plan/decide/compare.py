@@ -17,7 +17,7 @@ from trimtab.balance.packing import pack_samples
 from trimtab.options import RecomputeMode, same_fields
 from trimtab.partition.baselines import even_stages, full_recompute
 from trimtab.partition.schedules import microbatch_unit
-from trimtab.partition.simulate import StageTimes, simulate
+from trimtab.partition.simulate import StageTimes, simulate, simulate_steps
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.partition.timeline import Timeline
 from trimtab.plan.baseline import Baseline, parse_baseline
@@ -324,9 +324,9 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
 def _typical_timeline(times: StageTimes, table: IntArray, step_s: FloatArray, problem: SplitProblem) -> Timeline:
     """The slowest rank of the step of median length."""
     step = int(np.argsort(step_s, kind="stable")[len(step_s) // 2])
-    ranks = [_columns(times, table[step, rank]) for rank in range(table.shape[1])]
-    timelines = [simulate(t, schedule=problem.schedule, num_devices=problem.num_stages) for t in ranks]
-    return max(timelines, key=lambda timeline: timeline.makespan_s)
+    makespan_s = simulate_steps(times, table[step][:, None], schedule=problem.schedule, num_devices=problem.num_stages)
+    slowest = _columns(times, table[step, int(makespan_s.argmax())])
+    return simulate(slowest, schedule=problem.schedule, num_devices=problem.num_stages)
 
 
 def _columns(times: StageTimes, packs: IntArray) -> StageTimes:

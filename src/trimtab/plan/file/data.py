@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimtab.address import Address, place_of
 from trimtab.errors import PlanError, SampleError
-from trimtab.files import fingerprint_file
+from trimtab.files import fingerprint_file, is_there
 from trimtab.plan.plan import DataFile, Plan
 from trimtab.samples.lengths import holds_lengths
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, state_roots
@@ -63,7 +63,7 @@ def find_data_files(
 
 def refuse_no_records(files: Sequence[Path]) -> None:
     """Raises `SampleError` where a file is missing, or holds sizes and no records."""
-    gone = [str(file) for file in files if not file.is_file()]
+    gone = [str(file) for file in files if not is_there(file)]
     if gone or not files:
         raise SampleError(
             f"the records of the plan were looked for in {', '.join(gone) or 'no file'}, which is not there: name the "
@@ -80,7 +80,7 @@ def refuse_no_records(files: Sequence[Path]) -> None:
 def _place(path: str, folder: Path) -> Path:
     """A file as the plan names it: an address, or from the working folder, or else from the plan's."""
     place = place_of(path)
-    return place if isinstance(place, Address) or place.is_file() else folder / path
+    return place if isinstance(place, Address) or is_there(place) else folder / path
 
 
 def _sized(file: DataFile) -> SizedFile:

@@ -9,6 +9,7 @@ from typing import Any
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_from_bytes
 from trimtab.errors import PlanError
+from trimtab.files import is_there
 from trimtab.models.describe import describe
 from trimtab.models.shipped import find_shipped
 from trimtab.options import RecomputedTier, same_fields
@@ -116,10 +117,10 @@ def find_model(plan: Plan, folder: Path) -> ModelSpec:
         )
     source, preprocessor = find_config(given.config, folder), given.preprocessor
     other = None if preprocessor is None else Path(preprocessor)
-    if other is not None and not other.exists() and (folder / other).exists():
+    if other is not None and not is_there(other, or_folder=True) and is_there(folder / other, or_folder=True):
         other = folder / other
     for what, place in (("model", None if find_shipped(source) else source), ("preprocessor", other)):
-        if place is not None and not Path(place).exists():
+        if place is not None and not is_there(Path(place), or_folder=True):
             raise PlanError(
                 f"the plan names its {what} {place}, which is neither here nor beside the plan: run this from the "
                 f"folder that the plan was made in, or put the {what} there"
@@ -130,7 +131,9 @@ def find_model(plan: Plan, folder: Path) -> ModelSpec:
 def find_config(config: str, folder: Path) -> str:
     """The plan's model as its user named it, or what lies beside the plan under that name; it may be nowhere."""
     beside = folder / config
-    return str(beside) if not Path(config).exists() and beside.exists() else config
+    if is_there(Path(config), or_folder=True) or not is_there(beside, or_folder=True):
+        return config
+    return str(beside)
 
 
 def options_of(plan: Plan) -> PlanOptions:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import PlanError, join_problems, refuse_type
-from trimtab.files import blake2b
+from trimtab.files import blake2b, is_there
 from trimtab.plan.plan import PLAN_VERSION, Plan, TableFile
 from trimtab.typed_json import ReadNumber, parse_yaml, read_typed
 
@@ -74,7 +74,7 @@ def table_path(folder: Path, name: str) -> Path:
         raise PlanError(
             f"the plan names the table {name!r}, which lies outside its own folder: keep tables beside the plan"
         )
-    if not path.is_file():
+    if not is_there(path):
         raise PlanError(f"the table {path} is missing: give the folder that `trimtab plan` or `pack --out` wrote")
     return path
 

@@ -13,7 +13,7 @@ from trimtab import __version__
 from trimtab.address import Address, place_of
 from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError, TrimtabError, join_problems
-from trimtab.files import fingerprint_file
+from trimtab.files import fingerprint_file, is_there
 from trimtab.plan.case import tower_cuts
 from trimtab.plan.decide.assemble import describe_estimates, model_fingerprint, say_trained, summarise
 from trimtab.plan.decide.compare import simulate_plan
@@ -105,7 +105,7 @@ def _changed_files(plan: Plan, folder: Path, *, missing: bool = True) -> Iterato
     for file in plan.inputs.data.files:
         place = place_of(file.path)
         places = [place] if isinstance(place, Address) else [place, folder / file.path]
-        there = next((p for p in places if p.is_file()), None)
+        there = next((p for p in places if is_there(p)), None)
         if there is None and missing:
             yield f"data file {file.path} is not where it was: check from the folder the plan was made in"
         if there and (there.stat().st_size != file.num_bytes or fingerprint_file(there) != file.blake2b):

@@ -14,7 +14,7 @@ from trimtab.errors import PlanError, TrimtabError
 from trimtab.files import blake2b
 from trimtab.plan.plan import Plan
 from trimtab.specs import FloatArray
-from trimtab.typed_json import read_typed
+from trimtab.typed_json import parse_json, read_typed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +145,12 @@ def read_run_log(path: Path) -> RunLog:
         raise PlanError(f"cannot read the run log {path}: {error}; name the log that `trimtab train` wrote") from None
     for number, line in enumerate(lines, 1):
         try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            if header is not None:
+            found = parse_json(line.encode(), with_nan=True)
+        except ValueError as error:
+            if header is not None and isinstance(error, json.JSONDecodeError):
                 continue
             raise PlanError(
-                f"line {number} of the run log {path} is no JSON: name the log that `trimtab train` wrote"
+                f"line {number} of the run log {path} is no JSON ({error}): name the log that `trimtab train` wrote"
             ) from None
         try:
             if found["kind"] == "run":

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from trimtab.errors import TrimtabError
-from trimtab.options import PLAN, TIMEOUT, Option, ReadingOptions, TorchDevice
+from trimtab.errors import TrimtabError, join_problems
+from trimtab.options import PLAN, TIMEOUT, Option, ReadingOptions, TorchDevice, option_problems
 from trimtab.plan.options import parse_share
 from trimtab.units import parse_bytes
 
@@ -33,8 +33,6 @@ class ProbeSettings:
     timeout_s: Annotated[int, TIMEOUT] = 1800
 
     def __post_init__(self) -> None:
-        if self.num_steps < 2:
-            raise TrimtabError(
-                f"{self.num_steps} steps a run were asked for, and the optimizer's state is there from the second on: "
-                "give 2 or more"
-            )
+        problems = option_problems(self)
+        if problems:
+            raise TrimtabError(join_problems(problems))
