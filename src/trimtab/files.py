@@ -196,6 +196,8 @@ def refuse_special(path: Path | str) -> None:
 
 def read_small(path: Path, *, most_bytes: int = 64 * _MIB) -> bytes:
     """A file that somebody wrote by hand or a program keeps settings in; `TrimtabError` for any other."""
+    if "\0" in str(path):
+        raise TrimtabError(f"{str(path)[:60]!r} holds a null character, which no file's name has: name a file")
     refuse_special(path)
     with path.open("rb") as file:
         content = file.read(most_bytes + 1)

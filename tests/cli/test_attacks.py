@@ -56,6 +56,8 @@ def test_a_limit_on_file_sizes_leaves_no_half_plan(planned: Path, tmp_path: Path
 @pytest.mark.integration
 @pytest.mark.parametrize("target", sorted(SEEDS))
 def test_seeds_and_some_seconds_of_fuzz_find_nothing(target: str) -> None:
+    if target == "videos":
+        pytest.importorskip("av", reason="videos are written to be damaged: pip install 'trimtab[video]'")
     command = [sys.executable, "-m", "tests.fuzz", "--target", target]
     runs = [[*command, "--minutes", "0.1"], *([*command, "--seed", str(seed)] for seed in SEEDS[target])]
     for run in runs:
