@@ -107,7 +107,7 @@ def test_missing_paths_name_the_shipped_descriptions(tmp_path):
     for source in (tmp_path / "no.json", "no-such-model", tmp_path):
         with pytest.raises(ConfigError, match=r"Qwen2\.5-VL-7B"):
             describe(source)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="holds a null character"):
         describe("a\0b")
     with pytest.raises(ConfigError, match=r"preprocessor .* cannot be read"):
         describe(qwen3(), preprocessor=tmp_path / "no.json")
