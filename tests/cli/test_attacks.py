@@ -59,7 +59,11 @@ def test_seeds_and_some_seconds_of_fuzz_find_nothing(target: str) -> None:
     if target == "videos":
         pytest.importorskip("av", reason="videos are written to be damaged: pip install 'trimtab[video]'")
     command = [sys.executable, "-m", "tests.fuzz", "--target", target]
-    runs = [[*command, "--minutes", "0.1"], *([*command, "--seed", str(seed)] for seed in SEEDS[target])]
+    # always the same seeds: what a random one finds is for the long runs, not for who happens to land
+    runs = [
+        [*command, "--minutes", "0.1", "--from", "20261123"],
+        *([*command, "--seed", str(seed)] for seed in SEEDS[target]),
+    ]
     for run in runs:
         done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -27,20 +27,21 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0, help="For each target.")
     parser.add_argument("--target", choices=sorted(TARGETS), action="append")
     parser.add_argument("--seed", type=int, default=None, help="Try this one seed.")
+    parser.add_argument("--from", dest="first", type=int, help="The first seed; default: a random one.")
     given = parser.parse_args()
+    first = random.SystemRandom().randrange(2**32) if given.first is None else given.first
     faulthandler.enable()
     signal.signal(signal.SIGALRM, _give_up)
     num_findings = 0
     for name in given.target or sorted(TARGETS):
         with tempfile.TemporaryDirectory(prefix="trimtab-fuzz-") as folder:
-            num_findings += attack(name, Path(folder), given.minutes * 60, given.seed)
+            num_findings += attack(name, Path(folder), given.minutes * 60, given.seed, first)
     raise SystemExit(1 if num_findings else 0)
 
 
-def attack(name: str, folder: Path, seconds: float, seed: int | None = None) -> int:
+def attack(name: str, folder: Path, seconds: float, seed: int | None, first: int) -> int:
     """Findings of one target in so many seconds; each is printed."""
     try_seed = TARGETS[name](folder)
-    first = random.SystemRandom().randrange(2**32)
     print(f"{name}: from seed {first if seed is None else seed}", flush=True)
     end, done, slowest_s, findings = time.monotonic() + seconds, 0, 0.0, 0
     while time.monotonic() < end and (seed is None or not done):

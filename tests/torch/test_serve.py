@@ -126,6 +126,7 @@ def test_an_answer_ends_at_a_stop_and_a_seed_repeats_it(running: Running) -> Non
     first = running.send({**sampled, "seed": 7}).text
     assert running.send({**sampled, "seed": 7}).text == first != running.send({**sampled, "seed": 8}).text
     whole = running.send({**HELLO, "max_tokens": 40})
+    assert running.send({**HELLO, "max_tokens": 40, "temperature": 1e-300}).text == whole.text
     stop = whole.text[6:9]
     ended = running.send({**HELLO, "max_tokens": 40, "stop": stop})
     assert ended.json["usage"]["completion_tokens"] < 40

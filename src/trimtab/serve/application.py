@@ -40,6 +40,7 @@ _RANGES = {
     "frequency_penalty": (-0.99, 2),  # it becomes 1 + penalty
     "seed": (-(2**63), 2**63 - 1),
 }
+_LEAST_TEMPERATURE = 1e-5  # below, the likeliest token is taken: logits over less overflow float32
 _LENGTHS = {"max_completion_tokens", "max_tokens", "max_output_tokens"}
 _MAX_STOPS, _MAX_STOP_LENGTH = 4, 256
 _MALFORMED = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
@@ -125,7 +126,7 @@ class _Checked:
         settings.max_length, settings.min_length, settings.min_new_tokens = None, 0, None
         settings.num_beams = settings.num_return_sequences = 1
         if "temperature" in body:
-            settings.do_sample = body["temperature"] > 0
+            settings.do_sample = body["temperature"] >= _LEAST_TEMPERATURE
         if not settings.do_sample:
             settings.temperature = settings.top_p = settings.top_k = None  # unused; Transformers warns if they are set
         settings.seed = None if seed is None else int(seed)
