@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from trimtab.adapters.megatron_check import flag_values, parse_megatron_flags, stage_counts
+from trimtab.adapters.megatron_check import flag_values, read_megatron_flags, stage_counts
 from trimtab.errors import PlanError, join_problems
 from trimtab.files import read_small
 from trimtab.plan.given import GivenRun
@@ -53,7 +53,7 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
         field: _number(flag, said[flag], problems) for flag, field in _MEGATRON_NUMBERS.items() if flag in said
     }
     try:
-        given |= _megatron_split(typed, model)
+        given |= _megatron_split(said, model)
     except PlanError as error:
         problems += str(error).splitlines()
     given["recompute"] = _megatron_recompute(said, given.get("pp") or 1, problems)
@@ -142,9 +142,9 @@ _MEGATRON_NUMBERS = {
 _MEGATRON_UNPRICED = ("encoder_pipeline_model_parallel_size",)
 
 
-def _megatron_split(text: str, model: ModelSpec) -> dict[str, Any]:
+def _megatron_split(said: Mapping[str, str], model: ModelSpec) -> dict[str, Any]:
     """Degrees, and the blocks of the stages that Megatron-Core makes of the flags: all vision blocks on the first."""
-    flags = parse_megatron_flags(text)
+    flags = read_megatron_flags(said)
     pp = flags.pipeline_model_parallel_size
     degrees = {"tp": flags.tensor_model_parallel_size, "pp": pp}
     if pp == 1:

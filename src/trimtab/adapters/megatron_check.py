@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Literal, get_args
@@ -76,8 +76,12 @@ def parse_megatron_flags(text: str) -> MegatronFlags:
     Underscores may stand for hyphens, `=` for the blank, and a later flag takes the place of an earlier one, as in
     argparse.
     """
+    return read_megatron_flags(flag_values(text))
+
+
+def read_megatron_flags(said: Mapping[str, str]) -> MegatronFlags:
+    """Those that decide the split, of `flag_values`."""
     found: dict[str, int | str | bool] = {}
-    said = flag_values(text)
     for field in fields(MegatronFlags):
         if field.name in said:
             found[field.name] = True if field.type == "bool" else said[field.name]

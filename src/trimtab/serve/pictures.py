@@ -14,7 +14,7 @@ from trimtab.samples.headers import image_size
 
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+(;[a-z]+=[a-z0-9.-]+)*;base64,", re.IGNORECASE)
 _MAX_RATIO = 200  # as Qwen-VL's processors have it; CLIP's would make 336 x 34 million pixels of 1 x 100,000
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # those whose size trimtab reads itself; Pillow opens no other
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow opens no other
 
 
 def open_picture(url: str, *, max_pixels: int) -> Image.Image:
