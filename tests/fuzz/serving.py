@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import base64
 import functools
 import io
@@ -55,6 +56,7 @@ def bodies(folder: Path) -> Try:
     thread = ModelThread(model, limits)
     chat = ChatProcessor(load_processor(_saved(folder)), limits, name="tiny")
     thread.start()
+    atexit.register(thread.shutdown)  # an answer's last token is sent before `generate` returns
     gate = Gate(build_application(PlacedModel("tiny", model, chat), thread), thread, limits)
     loop = asyncio.new_event_loop()
     told = logging.Handler()

@@ -429,3 +429,14 @@ def test_a_drain_has_an_end(folder: Path) -> None:
         for reply in begun:
             assert reply.result().status == 503
             assert reply.result().error["message"].startswith("the server stopped before the answer was done")
+
+
+def test_a_server_that_ended_left_no_thread_in_torchs_code(folder: Path) -> None:
+    """A process that ends while a thread of it is in C++ is aborted: `run` returns after both have ended."""
+    with running_server(folder) as running:
+        worker = running.server.thread
+        worker.intake.call_soon_threadsafe(time.sleep, 1)
+        running.server.stop()
+        running.thread.join(HANGS_S)
+        assert worker._threads
+        assert not any(thread.is_alive() for thread in worker._threads)

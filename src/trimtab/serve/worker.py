@@ -123,7 +123,7 @@ class ModelThread(GenerationState):  # type: ignore[misc] # Transformers is not 
         self._changed = threading.Condition()  # holds the jobs and whether to stop
         self._stopping = False
         self._failures = 0  # in a row
-        self._thread = threading.Thread(target=self._run, name="trimtab-model", daemon=True)
+        self._threads: list[threading.Thread] = []
 
     def try_batch(self, rows: Sequence[Inputs]) -> None:
         """Finds out whether this model answers `rows` together as alone. Before `start`."""
@@ -133,21 +133,27 @@ class ModelThread(GenerationState):  # type: ignore[misc] # Transformers is not 
         # Handlers decode, template and tokenise where they run: on a loop of their own, one after the other, so that
         # the server's loop is free for those that wait.
         self.intake = asyncio.new_event_loop()
-        threading.Thread(target=self.intake.run_forever, name="trimtab-intake", daemon=True).start()
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name="trimtab-model", daemon=True),
+            threading.Thread(target=self.intake.run_forever, name="trimtab-intake", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def shutdown(self) -> None:
-        """Returns when the thread has ended. Nobody waits any more: what is left ends at its next token."""
+        """Returns when both threads have ended. Nobody waits any more: what is left ends at its next token."""
         self.intake.call_soon_threadsafe(self.intake.stop)
         self.wanted.clear()
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join()
+        for thread in self._threads:  # a process that ends while one of them is in torch's code is aborted
+            thread.join()
+        self.intake.close()
 
     def is_cb_alive(self) -> bool:
         """What /health asks."""
-        return self._thread.is_alive() and self._failures < _FAILURES_TO_BE_SICK
+        return all(thread.is_alive() for thread in self._threads) and self._failures < _FAILURES_TO_BE_SICK
 
     # -- from the handlers ------------------------------------------------------------------------------------------
 
