@@ -128,7 +128,7 @@ class Watch:
         self._place = None if name is None else Place(name, self._number, waits, advice)
 
     def wait_for(self, work: Any, place: str, result: Tensor, advice: str = "") -> None:
-        """`work.wait()`, watched; on a GPU that only queues the wait, so an event behind it tells its end."""
+        """`work.wait()`, watched; on a GPU that only queues the wait, so an event after it tells its end."""
         wait = Place(place, None, True, advice)
         with self._lock:
             self._waits.append(wait)
