@@ -8,6 +8,7 @@ theirs, which never waits for the store, names whom an old wait is for.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -121,6 +122,7 @@ class Watch:
         self._threads += [threading.Thread(target=run, name="trimtab watch", daemon=True) for run in self._runs()]
         for thread in self._threads:
             thread.start()
+        atexit.register(self.close)  # a process that ends while a thread of it is in the store's code is aborted
 
     def come_to(self, name: str | None, *, waits: bool = True, advice: str = "") -> None:
         """The main thread is at this place now; None: anywhere. All ranks come to the same ones in one order."""
@@ -179,6 +181,7 @@ class Watch:
 
     def close(self) -> None:
         """This rank has left; harmless when it was closed already."""
+        atexit.unregister(self.close)
         self._closing.set()
         for thread in self._threads:
             thread.join(timeout=ANSWER_S)  # not longer: it may wait for a store that is gone
