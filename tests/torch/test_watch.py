@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trimtab.errors import TrimtabError
@@ -211,3 +215,15 @@ def test_timeouts_that_are_none_are_refused(tmp_path, value, told):
     settings = TrainSettings(plan=tmp_path, model=tmp_path)
     with pytest.raises(TrimtabError, match=rf"timeout_s \(--timeout\) {value}.*: {told}"):
         replace(settings, timeout_s=value)
+
+
+def test_a_process_that_ends_without_closing_has_left(tmp_path: Path):
+    """Else a thread in the store's code would end the process by SIGABRT, and the others would wait for it."""
+    ends = """
+import sys
+from torch.distributed import FileStore
+from trimtab.runtime.watch import Watch
+Watch(rank=0, num_ranks=1, store=FileStore(sys.argv[1], 2)).meet("the start", {}, 60)
+"""
+    subprocess.run([sys.executable, "-c", ends, str(tmp_path / "store")], check=True)
+    assert json.loads(FileStore(str(tmp_path / "store"), 2).get("rank/0"))["has_left"]
