@@ -23,17 +23,9 @@ from trimtab.report.words import (
 )
 from trimtab.specs import RecomputeChoice, Stage
 
-MAKERS = [
-    fixtures.internvl_details,
-    fixtures.tiny_details,
-    fixtures.interleaved_details,
-    fixtures.text_only_details,
-    fixtures.hostile_details,
-]
-
 
 @pytest.mark.parametrize("width", [80, 100, 140])
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", fixtures.MAKERS.values())
 def test_every_line_fits_the_terminal(make, width):
     text = plan_text(make(), width=width)
     assert max(cell_len(line) for line in text.splitlines()) <= width
