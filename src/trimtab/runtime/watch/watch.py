@@ -82,7 +82,7 @@ class Watch:
         self.places.come_to(name, waits=waits, advice=advice)
 
     def wait_for(self, work: Any, place: str, result: Tensor, *, may_skip: bool, advice: str = "") -> None:
-        """`work.wait()`, watched; on a GPU that only queues the wait, so an event behind it tells its end.
+        """`work.wait()`, watched; on a GPU that only queues the wait, so an event after it tells its end.
 
         `may_skip`: other ranks may pass without this collective, as one that runs no backward does.
         """
