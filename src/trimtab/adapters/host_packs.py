@@ -65,7 +65,7 @@ def write_energon_packs(
     media = MediaFolders(whole, allow_outside=reading.allow_outside, exif=reading.exif)
     order = [place for rank in range(dp) for place in range(rank, num_packs, dp)]
     written = []
-    (out / ".nv-meta" / "dataset.yaml").unlink(missing_ok=True)  # Energon reads no folder of old and new shards
+    _remove_index(out)
     with open_records(files, planned.samples, folder=out) as records:
 
         def conversation(row: int) -> tuple[dict[str, Any], Conversation, list[bytes]]:
@@ -103,6 +103,14 @@ def write_energon_packs(
     return WrittenData(files=tuple(written), num_records=len(planned.packing.indices), num_packs=num_packs, notes=notes)
 
 
+def _remove_index(out: Path) -> None:
+    """First what makes Energon read a folder, then what it has written to index the shards of an older export."""
+    (out / ".nv-meta" / "dataset.yaml").unlink(missing_ok=True)
+    for pattern in ("packs-*.tar.idx", *(f".nv-meta/{name}" for name in _INDEX)):
+        for file in out.glob(pattern):
+            file.unlink()
+
+
 def _members(
     place: int, samples: Sequence[tuple[dict[str, Any], Conversation, list[bytes]]], layout: PackLayout
 ) -> Iterator[tuple[str, bytes]]:
@@ -133,6 +141,7 @@ def _question_and_answer(record: dict[str, Any], said: Conversation) -> tuple[st
     return turns[0][1].replace(IMAGE_MARK, "").strip(), turns[1][1]
 
 
+_INDEX = (".info.*", "index.*", "split.*")  # counts, places and parts of the shards: webdataset/config.py at 7.4.1
 _DATASET = {
     "records": "__module__: megatron.energon\n__class__: CrudeWebdataset\n",
     "llava-ov": """sample_type:

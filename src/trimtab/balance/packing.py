@@ -165,6 +165,15 @@ def report_packing(
     return report_balance(samples, packing, result.schedule, cost=per_sample, padded_cost=padded_cost, padded=True)
 
 
+def refuse_empty(packing: Packing) -> None:
+    """Raise `PackingError` where every sample was skipped: packs of nothing are no result for a run."""
+    if packing.num_packs == 0:
+        raise PackingError(
+            f"all {len(packing.oversize)} samples are above {packing.limits[0]} patches or {packing.limits[1]} tokens "
+            "and were to be skipped, so no pack is left: raise max_patches or max_tokens"
+        )
+
+
 def warm_up(*methods: PackMethod) -> None:
     """Compile or load the compiled loops of these methods, or of all: a measured run then contains none of it."""
     small = SampleTable.of(np.arange(40) % 5, np.arange(40) + 1, patch_unit="tiles")
