@@ -139,3 +139,12 @@ def test_rows_of_a_random_step_are_alike_and_the_step_is_the_shuffles():
     plain = np.arange(512).reshape(-1, 8)
     for d in range(3):
         assert dist_ratio(columns[:, d][rows_of(schedule)]) < 0.7 * dist_ratio(columns[:, d][plain])
+
+
+@pytest.mark.parametrize("order", ["sorted", "tolerance"])
+def test_equal_blocks_are_not_shuffled_alike(order):
+    packs = np.tile(np.random.default_rng(0).random((64, 3)), (4, 1))
+    table = dispatch_packs(packs, dp=4, order=order, block_steps=16).table
+    blocks = table.reshape(4, 64) - 64 * np.arange(4)[:, None]
+    assert [sorted(block) for block in blocks.tolist()] == [list(range(64))] * 4
+    assert len({tuple(block) for block in blocks.tolist()}) == 4
