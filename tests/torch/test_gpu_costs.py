@@ -14,6 +14,7 @@ from tiny_models import as_saved, make_tiny_model
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
+from bench.gpu.copies import CountBytes, count_copies  # noqa: E402
 from bench.gpu.costs import MODELS, Formula, sizes_for  # noqa: E402
 from bench.gpu.gain import MODEL, SHRUNK, needed_bytes  # noqa: E402
 from bench.gpu.gain import sizes_for as gain_sizes  # noqa: E402
@@ -124,6 +125,18 @@ def test_the_curves_that_made_the_seconds_are_found_again() -> None:
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1), name
     before, after = (max(abs(x.errors(e)[x.held_out]).max() for x in layers) for e in (None, found))
     assert after < 0.02 < before
+
+
+def test_copies_from_one_device_to_another_are_counted_in_bytes() -> None:
+    x = torch.zeros(10, 4)
+    with CountBytes() as counting:
+        x.to(torch.float64)
+        x.clone()
+        assert counting.moved_bytes == 0
+        x.to("meta")
+        torch.empty(10, 4, device="meta").copy_(x)
+    assert counting.moved_bytes == 2 * 160
+    assert count_copies(lambda: x + 1, CPU) == {"pinned": 0, "pageable": 0}
 
 
 def test_nothing_measured_is_refused_in_a_sentence(tmp_path, capsys, monkeypatch) -> None:
