@@ -79,6 +79,15 @@ def test_tolerance_moves_only_packs_that_stick_out():
     assert others == [p for p in range(64) if p not in far]
 
 
+def test_rows_of_packs_that_stick_out_lie_anywhere_among_the_others():
+    columns = np.ones((512, 2))
+    columns[::4] *= 1.5
+    rows = rows_of(dispatch_packs(columns, dp=8, order="tolerance", tolerance=0.01))
+    places = np.flatnonzero((rows % 4 == 0).all(axis=1))
+    assert len(places) == 16
+    assert 20 < places.mean() < 43  # of 64 rows; 31.5 +- 4
+
+
 def test_tolerance_without_outliers_is_the_shuffle():
     schedule = dispatch_packs(np.ones((50, 3)), dp=8, order="tolerance")
     assert rows_of(schedule).reshape(-1)[:50].tolist() == list(range(50))
