@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trimtab.adapters.data_files import PlannedPacks, WrittenData, read_planned, sources_of, write_jsonl
+from trimtab.adapters.data_files import WrittenData, read_planned, rows_of_pack, sources_of, write_jsonl
 from trimtab.adapters.record_files import open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import open_atomically, write_atomically, written_together
@@ -82,7 +82,7 @@ def write_energon_packs(
             with open_atomically(path) as file, tarfile.open(fileobj=file, mode="w") as tar:
                 for place in order[start : start + packs_per_shard]:
                     samples = []
-                    for row in _rows_of(planned, place):
+                    for row in rows_of_pack(planned, place):
                         try:
                             samples.append(conversation(row))
                         except BadRecordError as error:
@@ -109,12 +109,6 @@ def _remove_index(out: Path) -> None:
     for pattern in ("packs-*.tar.idx", *(f".nv-meta/{name}" for name in _INDEX)):
         for file in out.glob(pattern):
             file.unlink()
-
-
-def _rows_of(planned: PlannedPacks, place: int) -> list[int]:
-    packing, pack = planned.packing, planned.order[place]
-    rows: list[int] = packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist()
-    return rows
 
 
 def _members(
