@@ -42,8 +42,8 @@ trimtab train own trimtab-demo/model --random-weights --device cpu --lr 1e-3 --s
 
 HEAD = """# Which Transformers, which torch
 
-The extra `trimtab[torch]` asks for what the tests of real models run with: torch 2.13 and Transformers 5.23, or newer. No
-other torch was run. With older ones install `trimtab[data]` beside your own; the table says what ran. By reading:
+The extra `trimtab[torch]` asks for what the tests of real models run with: torch 2.13 and Transformers 5.23, or newer.
+No other torch was run. With older ones install `trimtab[data]` beside your own; the table says what ran. By reading:
 
 | what | needs |
 |---|---|
