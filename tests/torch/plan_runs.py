@@ -9,30 +9,20 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from plan_cases import packs_of, write_packs
 
-from trimtab.files import write_atomically
-from trimtab.plan.decide.packs import pack_contents
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader
-from trimtab.specs import Packing, Schedule
 
 NUM_PACKS, PLAN_DP, NUM_MICROBATCHES = 22, 2, 2
 
 
 def write_small_plan(folder: Path) -> int:
     """22 packs of 1 to 3 samples in steps of 2 ranks x 2 micro-batches, the last of which is half empty; its rows."""
-    sizes = 1 + np.arange(NUM_PACKS) % 3
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    indices = np.random.default_rng(0).permutation(int(offsets[-1])).astype(np.int64)
-    slots = np.full(24, -1, np.int64)
-    slots[:NUM_PACKS] = np.random.default_rng(1).permutation(NUM_PACKS)
-    table = np.ascontiguousarray(slots.reshape(6, 2, 2).transpose(0, 2, 1))
-    packing = Packing(offsets=offsets, indices=indices, limits=(9, 9))
-    for name, content in pack_contents(packing, Schedule(table=table)).items():
-        write_atomically(folder / name, content)
-    return int(offsets[-1])
+    packing, schedule = packs_of(NUM_PACKS, dp=PLAN_DP, num_microbatches=NUM_MICROBATCHES)
+    write_packs(folder, packing, schedule)
+    return len(packing.indices)
 
 
 def gather_rows(rows: list[list[int]]) -> list[list[list[int]]]:

@@ -102,7 +102,6 @@ MAX_LAYERS = 6
 
 _HYBRID = {"text_config.layer_types": ["conv", "full_attention", "conv"], "text_config.num_hidden_layers": 3}
 _EXPERTS = "text_config.moe_intermediate_size"
-_CLIP = {"model_type": "clip_vision_model", "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 GIVEN: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": _GEMMA4},

@@ -2,145 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
-from sample_sets import SPECIAL, write_tokenizer
-from tiny_models import ODD_CONFIGS
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from model_folders import CASES, write_data, write_model, write_plan_of
 
-import trimtab
 from trimtab.errors import ConfigError, PlanError, SampleError
-from trimtab.files import fingerprint_file
-from trimtab.models.describe import describe
 from trimtab.options import ReadingOptions
-from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import open_conversations
 from trimtab.runtime.data.missing import UnreadableSampleError
-from trimtab.samples.tokens import MARKUPS
-
-CASES = {
-    "qwen2_vl": "qwen2_vl",
-    "qwen2_5_vl": "qwen2_5_vl",
-    "qwen3_vl": "qwen3_vl",
-    "internvl": "internvl qwen2",
-    "llava": "llava llama",
-    "llava_next": "llava_next",
-    "llava_onevision": "llava_onevision",
-    "gemma3": "gemma3",
-}
-SQUARE = {"height": 56, "width": 56}
-
-
-def image_processor(family, config):
-    """Small settings of the family's real one."""
-    if family.startswith("qwen"):
-        limits = {"shortest_edge": 3136, "longest_edge": 50176}
-        vision = config.vision_config
-        return Qwen2VLImageProcessorPil(
-            size=limits, patch_size=vision.patch_size, merge_size=vision.spatial_merge_size, temporal_patch_size=2
-        )
-    if family in ("llava_next", "llava_onevision"):
-        cls = LlavaNextImageProcessorPil if family == "llava_next" else LlavaOnevisionImageProcessorPil
-        points = config.image_grid_pinpoints
-        size = {"shortest_edge": 56} if family == "llava_next" else SQUARE
-        crop = {"crop_size": SQUARE} if family == "llava_next" else {}
-        return cls(size=size, image_grid_pinpoints=points, **crop)
-    return {
-        "internvl": lambda: GotOcr2ImageProcessorPil(size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=4),
-        "llava": lambda: CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=SQUARE),
-        "gemma3": lambda: Gemma3ImageProcessorPil(size=SQUARE),
-    }[family]()
-
-
-def write_model(folder, family):
-    """config.json, preprocessor and tokenizer of a tiny model."""
-    model_type, vision, text, outer = json.loads(json.dumps(ODD_CONFIGS[CASES[family]]))
-    markup = MARKUPS[family]
-    special = (*SPECIAL, "<end_of_turn>")
-    write_tokenizer(folder, template_of(markup), special=special)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    soft = tokenizer.convert_tokens_to_ids(markup.soft)
-    if family in ("qwen2_vl", "qwen2_5_vl"):
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    text["vocab_size"] = len(tokenizer)
-    token = {"image_token_index": soft} if family.startswith("llava") else {"image_token_id": soft}
-    if family.startswith("qwen"):
-        token |= {"video_token_id": tokenizer.convert_tokens_to_ids("<|video_pad|>")}
-        token |= {"vision_start_token_id": tokenizer.convert_tokens_to_ids("<|vision_start|>")}
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **{**outer, **token})
-    written = json.loads(config.to_json_string(use_diff=False))
-    written.pop("image_seq_length", None)
-    (folder / "config.json").write_text(json.dumps(written))
-    image_processor(family, config).save_pretrained(folder)
-    return config
-
-
-def template_of(markup):
-    """ChatML with the family's placeholder."""
-    shown = markup.written or markup.placeholder
-    return (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for c in m.content %}{% if c.type == 'image' %}" + shown + "{% else %}{{ c.text }}{% endif %}{% endfor %}"
-        "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-
-
-def write_data(folder, *, num=8, seed=0):
-    folder.mkdir()
-    rng = random.Random(seed)
-    with (folder / "data.jsonl").open("w") as file:
-        for number in range(num):
-            names = []
-            for image in range(number % 3):
-                names.append(f"{number}-{image}.png")
-                size = (rng.randrange(40, 220), rng.randrange(40, 220))
-                pixels = np.random.default_rng(number).integers(0, 255, (size[1], size[0], 3), np.uint8)
-                Image.fromarray(pixels).save(folder / names[-1])
-            turns = [
-                {"from": "human", "value": "<image>\n" * len(names) + "what is in the picture"},
-                {"from": "gpt", "value": "a red cat " * (1 + number)},
-            ]
-            file.write(json.dumps({"id": f"s{number}", "image": names, "conversations": turns}) + "\n")
-    return folder / "data.jsonl"
-
-
-def write_plan_of(folder, family, data, options, cluster, **limits):
-    """plan/ for the model in model/ and this data, whose largest sample fills a pack unless `options` say otherwise."""
-    spec = describe(folder / "model", **limits)
-    sized = trimtab.size_samples(
-        data, image_rule=spec.image_rule, image_markup=MARKUPS[family], tokenizer=folder / "model"
-    )
-    most = {"max_patches": int(sized.table.num_patches.max()), "max_tokens": int(sized.table.num_tokens.max())}
-    file = DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=fingerprint_file(data))
-    details = trimtab.make_plan(
-        spec,
-        sized.table,
-        trimtab.parse_cluster(cluster),
-        PlanOptions(**most | options),
-        origin=PlanOrigin(data_files=(file,)),
-    )
-    trimtab.write_plan(details, folder / "plan")
 
 
 def write_planned(tmp_path, family, **limits):
     config = write_model(tmp_path / "model", family)
     data = write_data(tmp_path / "data")
     options = {"dp": 1, "pp": 1, "num_microbatches": 2, "max_patches": 4096, "max_tokens": 1024}
-    write_plan_of(tmp_path, family, data, options, "1xA100-80GB", **limits)
+    write_plan_of(tmp_path, data, options, **limits)
     return config
 
 

@@ -55,7 +55,6 @@ CONFIG = {
     },
 }
 ROWS = 4 * 1608  # of one image: four tiles of 40 x 40 patches and a class token, padded to a multiple of 8
-CROSSED = 4 * 1601
 
 
 @functools.cache

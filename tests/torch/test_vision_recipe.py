@@ -17,10 +17,6 @@ from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import recipe
 
 
-def test_patched_classes_share_images_and_are_whole_again(tmp_path: Path) -> None:
-    on_ranks(vision_recipe.run_patched, tmp_path, num_ranks=2)
-
-
 def test_the_helpers_by_hand_give_the_features_and_the_averaged_gradient(tmp_path: Path) -> None:
     on_ranks(vision_recipe.run_helpers, tmp_path, num_ranks=3)
 

@@ -1,4 +1,4 @@
-"""Tests of runtime/vision/ (apply, handle, outputs, seams) with the tower's own forward as the seam.
+"""Tests of runtime/vision/ (apply, handle, outputs, recipe, seams) with the tower's own forward as the seam.
 
 Needs torch and Transformers, 5 or 4.57: under the latter run this file alone.
 pip install 'transformers==4.57.6' && pytest tests/torch/test_vision_towers.py
@@ -19,6 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.integration
-def test_towers_on_three_ranks_are_exact(tmp_path: Path) -> None:
+def test_patched_classes_share_images_and_are_whole_again(tmp_path: Path) -> None:
     """float64, features and gradients to 1e-12; fewer images than ranks, and clips."""
-    on_ranks(vision_towers.run_towers, tmp_path, num_ranks=3)
+    on_ranks(vision_towers.run_patched, tmp_path, num_ranks=3)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from gloo_ranks import on_ranks
-from test_conversations import write_data, write_model, write_plan_of
+from model_folders import write_data, write_model, write_plan_of
 
 from trimtab.models.describe import describe
 from trimtab.options import Tower
@@ -43,7 +43,7 @@ def write_run(folder: Path, family: str, *, dp: int = 2, **text: Any) -> None:
     (folder / "model" / "config.json").write_text(json.dumps(config))
     data = write_data(folder / "data", num=NUM_SAMPLES)
     options = {"dp": dp, "pp": 2, "tp": 1, "num_microbatches": 2, "dtype": "fp32", "attention": "sdpa"}
-    write_plan_of(folder, family, data, options, f"{2 * dp}xA100-80GB")
+    write_plan_of(folder, data, options, f"{2 * dp}xA100-80GB")
 
 
 def write_variant(

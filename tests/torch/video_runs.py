@@ -30,19 +30,13 @@ if not REAL_PIXELS:
 import numpy as np
 import torch
 import transformers
+from model_folders import write_model, write_plan_of
 from PIL import Image
-from video_cases import records, write_video_model
+from video_cases import records
 
-import trimtab
-from trimtab.files import fingerprint_file
 from trimtab.models.asking import clips, images
-from trimtab.models.describe import describe
-from trimtab.models.families.known import family_of
 from trimtab.models.images import clips as asked_clips
-from trimtab.models.images.clips import clip_rule_of
 from trimtab.options import ReadingOptions, VideoOptions
-from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import open_conversations
 from trimtab.samples.rows import Slot, read_conversation
@@ -107,31 +101,15 @@ class RealProcessor:
 
 
 def run(folder: Path, family: str) -> dict[str, Any]:
-    config = write_video_model(folder / "model", family)
+    config = write_model(folder / "model", family, videos=True)
     (folder / "data").mkdir()
     data = folder / "data" / "data.jsonl"
     # videos of unlike lengths share no pack of LLaVA-OneVision, and no call of the processors without grids
     sampling = VideoOptions(num_frames=None if family.startswith("qwen") else 6)
     written = records(folder / "data", files=HAS_AV)
     data.write_text("".join(json.dumps(record) + "\n" for record in written))
-    spec = describe(folder / "model")
-    sized = trimtab.size_samples(
-        data,
-        image_rule=spec.image_rule,
-        clip_rule=clip_rule_of(spec, sampling),
-        image_markup=family_of(spec.family).markup or spec.image_markup,
-        tokenizer=folder / "model",
-    )
-    most = {"max_patches": int(sized.table.num_patches.max()), "max_tokens": int(sized.table.num_tokens.max())}
-    file = DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=fingerprint_file(data))
-    details = trimtab.make_plan(
-        spec,
-        sized.table,
-        trimtab.parse_cluster("1xA100-80GB"),
-        PlanOptions(dp=1, pp=1, num_microbatches=2, **most),
-        origin=PlanOrigin(data_files=(file,)),
-    )
-    trimtab.write_plan(details, folder / "plan")
+    options = {"dp": 1, "pp": 1, "num_microbatches": 2}
+    sized = write_plan_of(folder, data, options, video=sampling)
     rows = open_conversations(folder / "plan", folder / "model", ReadingOptions(video=sampling))
     samples = [rows[row] for row in range(len(rows))]
     processor = RealProcessor(folder / "model", folder / "data", sampling)

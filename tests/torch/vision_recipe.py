@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from typing import Any
 
@@ -11,44 +10,8 @@ import torch.distributed as dist
 from rounding import assert_close
 from torch import Tensor
 from vision_runs import make_case
-from vision_towers import GRIDS, flatten, make_towers
 
 from trimtab.runtime.vision import recipe, vision_dp
-
-
-def run_patched(rank: int, _folder: str) -> None:
-    """Every class that the recipe patches: features and gradients of one process, with the group from verl's module."""
-    num_ranks = dist.get_world_size()
-    ulysses = types.ModuleType("verl.utils.ulysses")
-    ulysses.get_ulysses_sequence_parallel_group = lambda: dist.group.WORLD  # type: ignore[attr-defined]
-    sys.modules.update({name: types.ModuleType(name) for name in ("verl", "verl.utils")})
-    sys.modules["verl.utils.ulysses"] = ulysses
-    for name, tower in make_towers().items():
-        grid = torch.tensor(GRIDS[1])
-        torch.manual_seed(1)
-        pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * tower.config.patch_size**2).double()
-        whole = flatten(tower(pixels, grid_thw=grid))
-        weights = torch.randn_like(whole)
-        (whole * weights).sum().backward()
-        expected = [p.grad.clone() for p in tower.parameters()]
-        tower.zero_grad()
-        recipe.apply_vision_dp_patch()
-        recipe.apply_vision_dp_patch()  # once more changes nothing
-        rows = flatten(tower(pixels, grid_thw=grid))
-        held = recipe.holder_of(tower)
-        assert held is not None
-        assert held.load.calls == 1
-        assert held.load.patches < held.load.group_patches
-        first, last = (len(rows) * r // num_ranks for r in (rank, rank + 1))
-        (rows * weights)[first:last].sum().backward()  # each rank's loss covers its part of the rows
-        assert_close(rows, whole, name, dtype=torch.float64)
-        for p, gradient in zip(tower.parameters(), expected, strict=True):
-            dist.all_reduce(p.grad)
-            assert float((p.grad - gradient).norm()) <= 1e-12 * max(1.0, float(gradient.norm())), name
-        held.remove()
-        recipe.unapply_vision_dp_patch()
-        assert not hasattr(type(tower).forward, "__wrapped__") or type(tower).forward.__module__ != recipe.__name__
-        assert_close(flatten(tower(pixels, grid_thw=grid)), whole, name, dtype=torch.float64)
 
 
 def run_helpers(rank: int, _folder: str) -> None:

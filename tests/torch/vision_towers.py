@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from rounding import assert_close
 from torch import Tensor, nn
 
-from trimtab.runtime.vision import vision_dp
+from trimtab.runtime.vision import recipe
 
 WIDTHS = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 64}
 GRIDS = [[[1, 4, 4]], [[1, 8, 8], [1, 4, 4], [3, 4, 8]]]
@@ -46,33 +48,42 @@ def flatten(output: Any) -> Tensor:
     return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or [])], -1)
 
 
-def run_towers(rank: int, _folder: str) -> None:
+def run_patched(rank: int, _folder: str) -> None:
+    """Every class that the recipe patches: features and gradients of one process, with the group from verl's module."""
     num_ranks = dist.get_world_size()
+    ulysses = types.ModuleType("verl.utils.ulysses")
+    ulysses.get_ulysses_sequence_parallel_group = lambda: dist.group.WORLD  # type: ignore[attr-defined]
+    sys.modules.update({name: types.ModuleType(name) for name in ("verl", "verl.utils")})
+    sys.modules["verl.utils.ulysses"] = ulysses
     for name, tower in make_towers().items():
         for table in GRIDS:
             grid = torch.tensor(table)
-            patch = tower.config.patch_size
             torch.manual_seed(1)
-            pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * patch**2).double()
+            pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * tower.config.patch_size**2).double()
             run = functools.partial(tower, pixels, grid_thw=grid)
-            whole = flatten(run())
+            own = run()
+            whole = flatten(own)
             weights = torch.randn_like(whole)
             (whole * weights).sum().backward()
             expected = [p.grad.clone() for p in tower.parameters()]
             tower.zero_grad()
-            with vision_dp(tower, at="tower", timeout_s=60) as handle:
-                rows = flatten(run())
-                assert type(run()) is type(_paused(handle, run)), name
-                first, last = (len(rows) * r // num_ranks for r in (rank, rank + 1))
-                (rows * weights)[first:last].sum().backward()
-            assert "forward" not in tower.__dict__
+            recipe.apply_vision_dp_patch()
+            recipe.apply_vision_dp_patch()  # once more changes nothing
+            shared = run()
+            assert type(shared) is type(own), name
+            rows, held = flatten(shared), recipe.holder_of(tower)
+            assert held is not None
+            assert held.load.calls == 1
+            assert held.load.patches < held.load.group_patches or len(grid) == 1
+            first, last = (len(rows) * r // num_ranks for r in (rank, rank + 1))
+            (rows * weights)[first:last].sum().backward()  # each rank's loss covers its part of the rows
             assert_close(rows, whole, name, dtype=torch.float64)
             for p, gradient in zip(tower.parameters(), expected, strict=True):
                 dist.all_reduce(p.grad)
                 assert float((p.grad - gradient).norm()) <= 1e-12 * max(1.0, float(gradient.norm())), name
             tower.zero_grad()
-
-
-def _paused(handle: Any, run: Any) -> Any:
-    with handle.paused():
-        return run()
+            held.remove()
+            recipe.unapply_vision_dp_patch()
+            assert "forward" not in tower.__dict__
+            assert getattr(type(tower).forward, "__module__", None) != recipe.__name__
+            assert_close(flatten(run()), whole, name, dtype=torch.float64)

@@ -95,3 +95,8 @@ def edit(data: dict, path: str, value: object) -> dict:
 
 
 QWEN3, INTERNVL, QWEN25 = qwen3(), read_config("InternVL-Chat-V1-5"), read_config("Qwen2.5-VL-7B")
+"""Values that no field of a model's file expects, and `...`, which takes the field out."""
+DAMAGE = [
+    *(None, True, 0, -1, 1, 3, 7, 10**9, 2**31, 10**400, 1.5, 0.0, -2.5, 1e308, float("nan")),
+    *("", "x", [], [1], [[1]], [[1, 1]], {}, {"a": 1}, ...),
+]

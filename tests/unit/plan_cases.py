@@ -1,10 +1,14 @@
-"""Sample sizes for the tests of plan/: like a mixture of chats, photos and many-page documents."""
+"""Sample sizes like a mixture of chats, photos and many-page documents, and packs that are shuffled over ranks."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
-from trimtab.specs import SampleTable
+from trimtab.files import write_atomically
+from trimtab.plan.decide.packs import even_steps, pack_contents
+from trimtab.specs import Packing, SampleTable, Schedule
 
 
 def tile_samples(num_samples: int = 600, seed: int = 0) -> SampleTable:
@@ -19,3 +23,23 @@ def tile_samples(num_samples: int = 600, seed: int = 0) -> SampleTable:
         source=(tiles == 0).astype(np.int32),
         source_names=("images", "text"),
     )
+
+
+def packs_of(num_packs: int, *, dp: int, num_microbatches: int, even: bool = False) -> tuple[Packing, Schedule]:
+    """Pack p holds 1 + p % 3 rows; packs are dealt in a shuffled order, as dispatch deals them."""
+    sizes = 1 + np.arange(num_packs) % 3
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    indices = np.random.default_rng(num_packs).permutation(int(offsets[-1])).astype(np.int64)
+    num_steps = -(-num_packs // (dp * num_microbatches))
+    slots = np.full(num_steps * num_microbatches * dp, -1, np.int64)
+    slots[:num_packs] = np.random.default_rng(1).permutation(num_packs)
+    table = np.ascontiguousarray(slots.reshape(num_steps, num_microbatches, dp).transpose(0, 2, 1))
+    packing = Packing(offsets=offsets, indices=indices, limits=(10, 10), seed=5)
+    schedule = Schedule(table=table)
+    return packing, even_steps(schedule, num_microbatches) if even else schedule
+
+
+def write_packs(folder: Path, packing: Packing, schedule: Schedule) -> Path:
+    for name, content in pack_contents(packing, schedule).items():
+        write_atomically(folder / name, content)
+    return folder

@@ -1,14 +1,39 @@
-"""The small plan of tests/golden, for the tests of its file."""
+"""Plans for tests: the small one of tests/golden, and those of data files."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from trimtab.costs.devices import parse_cluster
+from trimtab.files import fingerprint_file
+from trimtab.models.describe import describe
+from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.yaml import load_plan
-from trimtab.plan.plan import Plan
+from trimtab.plan.options import PlanOptions, PlanOrigin
+from trimtab.plan.plan import DataFile, Plan
+from trimtab.samples.size import size_samples
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_v1_0.yaml"
 
 
 def small_plan() -> Plan:
     return load_plan(GOLDEN)
+
+
+def origin_of(*files: Path) -> PlanOrigin:
+    """What a plan of these files says of where it comes from."""
+    named = (DataFile(path=str(x), num_bytes=x.stat().st_size, blake2b=fingerprint_file(x)) for x in files)
+    return PlanOrigin(command="trimtab plan", data_files=tuple(named))
+
+
+def size_and_plan(
+    files: Sequence[Path], out: Path, *, unique_ids: bool = True, max_pixels: int | None = None, **options: Any
+) -> Path:
+    """A plan for Qwen2.5-VL-7B on 8 devices as dp 4, of files that are sized without a tokenizer."""
+    model = describe("Qwen2.5-VL-7B", max_pixels=max_pixels)
+    sized = size_samples(list(files), image_rule=model.image_rule, tokenizer=None, on_bad="skip", unique_ids=unique_ids)
+    chosen = PlanOptions(**({"dp": 4, "pp": 2, "num_microbatches": 2} | options))
+    write_plan(make_plan(model, sized.table, parse_cluster("8xA100-80GB"), chosen, origin=origin_of(*files)), out)
+    return out

@@ -168,3 +168,12 @@ def make_run(num_steps: int = 40, **change) -> RunLog:
     planned = [0.9 + 0.2 * ((7 * i) % num_steps) / num_steps for i in range(num_steps)]
     steps = [make_step(i + 1, 1.05 * p + 4.0 * (i == 0), planned_s=p) for i, p in enumerate(planned)]
     return RunLog(header=make_header(**change), steps=tuple(steps), starts=(1,))
+
+
+MAKERS = {
+    "internvl": internvl_details,
+    "tiny": tiny_details,
+    "interleaved": interleaved_details,
+    "text_only": text_only_details,
+    "hostile": hostile_details,
+}

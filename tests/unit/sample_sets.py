@@ -58,12 +58,18 @@ class PixelRule:
 def png(width, height):
     """A real one-bit PNG of zeros."""
 
-    def chunk(name, body):
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
     rows = zlib.compress((b"\0" + bytes(-(-width // 8))) * height)
-    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return png_of(width, height, 1, 0, content=_chunk(b"IDAT", rows))
+
+
+def png_of(width, height, depth=8, colour=2, *, content=b""):
+    """A PNG that claims this size; of `content`, which may be none, nothing is checked."""
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + content + _chunk(b"IEND", b"")
+
+
+def _chunk(name, body):
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
 
 
 def talk(*texts):

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plan_cases import tile_samples
+from plans import origin_of
 
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError
-from trimtab.files import fingerprint_file
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.yaml import load_plan, name_table, plan_to_yaml
 from trimtab.plan.measured.check import check_plan, verify_plan
-from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile, RecomputeDecision
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.plan import RecomputeDecision
 
 MODEL = describe("InternVL-Chat-V1-5")
 
@@ -29,11 +29,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     data = folder / "data.jsonl"
     data.write_text("what is in the image\n")
-    named = DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=fingerprint_file(data))
     options = PlanOptions(pp=4, tp=2, num_microbatches=8)
-    samples = tile_samples(100)
-    origin = PlanOrigin(data_files=(named,))
-    write_plan(make_plan(MODEL, samples, parse_cluster("8xH200"), options, origin=origin), folder)
+    write_plan(make_plan(MODEL, tile_samples(100), parse_cluster("8xH200"), options, origin=origin_of(data)), folder)
     return folder
 
 
@@ -53,7 +50,6 @@ def change_decisions(folder, **change):
     ("name", "first", "message"),
     [
         ("indices.npy", lambda table: table[1], "samples are packed more than once"),
-        ("indices.npy", lambda _: 10**6, "point outside the sample table"),
         ("schedule.npy", lambda _: -7, "point outside the sample table"),
     ],
 )
@@ -65,13 +61,6 @@ def test_a_table_whose_hash_was_changed_with_it_is_read(folder, name, first, mes
     packing = load_plan(folder).decisions.packing
     change_decisions(folder, packing=replace(packing, **{name.removesuffix(".npy"): named}))
     with pytest.raises(PlanError, match=message):
-        verify_plan(folder, MODEL)
-
-
-def test_a_table_of_another_hash_is_not_read(folder):
-    table = folder / "indices.npy"
-    table.write_bytes(table.read_bytes()[:-8] + bytes(8))
-    with pytest.raises(PlanError, match="is not the one the plan was made with"):
         verify_plan(folder, MODEL)
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import size_and_plan
+from sample_sets import tar_bytes
 
 from trimtab.adapters.data_files import (
     data_of,
@@ -22,35 +24,14 @@ from trimtab.adapters.data_files import (
     write_nested_packs,
 )
 from trimtab.adapters.record_files import find_records, open_records
-from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError, SampleError
-from trimtab.files import fingerprint_file
 from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
-from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile
 from trimtab.samples.size import size_samples
 from trimtab.specs import Schedule
 
 pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
 pytest.importorskip("tokenizers", reason="the demo builds a tokenizer: pip install 'trimtab[data]'")
-
-
-def size_and_plan(files: Sequence[Path], out: Path, *, unique_ids: bool = True, **options: Any) -> Path:
-    """A plan for Qwen2.5-VL-7B on 8 devices as dp 4."""
-    model = describe("Qwen2.5-VL-7B")
-    sized = size_samples(list(files), image_rule=model.image_rule, tokenizer=None, on_bad="skip", unique_ids=unique_ids)
-    named = tuple(DataFile(path=str(f), num_bytes=f.stat().st_size, blake2b=fingerprint_file(f)) for f in files)
-    details = make_plan(
-        model,
-        sized.table,
-        parse_cluster("8xA100-80GB"),
-        PlanOptions(**({"dp": 4, "pp": 2, "num_microbatches": 2} | options)),
-        origin=PlanOrigin(command="trimtab plan", data_files=named, num_skipped=len(sized.bad)),
-    )
-    write_plan(details, out)
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -313,16 +294,9 @@ def test_bytes_in_a_column_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_shards_samples_are_named_in_arrays(tmp_path: Path) -> None:
-    import io
-    import tarfile
-
-    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
-        for i in range(8):
-            record = {"conversations": records_of(1, start=i)[0]["conversations"]}
-            content = b"{" if i == 3 else json.dumps(record).encode()
-            member = tarfile.TarInfo(f"s{i}.json")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+    records = [{"conversations": record["conversations"]} for record in records_of(8)]
+    members = [(f"s{i}.json", b"{" if i == 3 else json.dumps(record).encode()) for i, record in enumerate(records)]
+    (tmp_path / "shard.tar").write_bytes(tar_bytes(members))
     plan = size_and_plan([tmp_path / "shard.tar"], tmp_path / "plan")
     write_arrays(plan, tmp_path / "npy")
     ids = read_planned(plan).samples.ids

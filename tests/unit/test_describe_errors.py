@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from described_configs import INTERNVL, QWEN3, QWEN25, describe, edit, qwen3, small_internvl
+from described_configs import DAMAGE, INTERNVL, QWEN3, QWEN25, describe, edit, qwen3, small_internvl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,32 +124,6 @@ def test_content_that_is_not_json_is_refused():
 
 # -- damage ---------------------------------------------------------------------------------------------------------
 
-VALUES = st.sampled_from(
-    [
-        None,
-        True,
-        0,
-        -1,
-        1,
-        3,
-        7,
-        10**9,
-        10**400,
-        1.5,
-        0.0,
-        -2.5,
-        1e308,
-        float("nan"),
-        "",
-        "x",
-        [],
-        [1],
-        [[1]],
-        {},
-        {"a": 1},
-    ]
-)
-
 
 def paths(config: dict, prefix: str = "") -> list[str]:
     found = []
@@ -165,7 +139,7 @@ HUGE = [4096, 4097, 10**6, 2**30, 2**31 - 1, 10**9, 10**18, 10**400, 1e300, 5e-3
 CONFIGS = [qwen3(), small_internvl(), *(dict(read_config(x)) for x in ("InternVL-Chat-V1-5", "Qwen2.5-VL-7B"))]
 
 
-@pytest.mark.parametrize("values", [st.one_of(st.just(...), VALUES), st.sampled_from(HUGE)], ids=["damage", "huge"])
+@pytest.mark.parametrize("values", [st.sampled_from(DAMAGE), st.sampled_from(HUGE)], ids=["damage", "huge"])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_damage_ends_at_once_in_a_model_or_an_error_that_is_short(values, data):

@@ -3,9 +3,9 @@
 import io
 import os
 import struct
-import zlib
 
 import pytest
+from sample_sets import png_of
 
 from trimtab.errors import ImageError
 from trimtab.samples.headers import MAX_PIXELS, image_size
@@ -36,12 +36,6 @@ def exif_of(orientation, filler=0):
 def written(folder, data):
     (folder / "image").write_bytes(data)
     return (folder / "image").open("rb")
-
-
-def png_header(width, height, depth=8, colour=2):
-    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
-    end = b"\0\0\0\0IEND\xaeB`\x82"
-    return b"\x89PNG\r\n\x1a\n\0\0\0\r" + body + struct.pack(">I", zlib.crc32(body)) + end
 
 
 VALID = {
@@ -131,9 +125,9 @@ def test_jpeg_with_an_appendix_is_whole_but_a_thumbnails_end_marker_does_not_cou
 
 
 def test_more_pixels_than_pillow_opens_or_than_is_asked_for_are_refused():
-    assert image_size(png_header(MAX_PIXELS // 2, 2)) == (MAX_PIXELS // 2, 2)
+    assert image_size(png_of(MAX_PIXELS // 2, 2)) == (MAX_PIXELS // 2, 2)
     with pytest.raises(ImageError, match="more than 178956970"):
-        image_size(png_header(MAX_PIXELS // 2 + 1, 2))
+        image_size(png_of(MAX_PIXELS // 2 + 1, 2))
     for name in ("png", "gif", "webp lossy"):
         with pytest.raises(ImageError, match="64 x 48 pixels, more than 3071"):
             image_size(VALID[name], max_pixels=64 * 48 - 1)
@@ -143,9 +137,9 @@ HOSTILE = {
     "empty": (b"", "is empty"),
     "text": (b"<html>not found</html>", "not an image, or truncated: it starts with b'<html>no'"),
     "png signature only": (b"\x89PNG\r\n\x1a\n", "not an image, or truncated"),
-    "png zero wide": (png_header(0, 10), "no pixel|not an image"),
-    "png bomb": (png_header(60000, 60000), "more than 178956970"),
-    "png odd depth": (png_header(10, 10, depth=3), "not an image"),
+    "png zero wide": (png_of(0, 10), "no pixel|not an image"),
+    "png bomb": (png_of(60000, 60000), "more than 178956970"),
+    "png odd depth": (png_of(10, 10, depth=3), "not an image"),
     "png half": (VALID["png"][: len(VALID["png"]) // 2], "truncated: a PNG"),
     "png without end": (VALID["png"][:-12], "truncated: a PNG"),
     "jpeg start only": (b"\xff\xd8", "not an image|not a readable image"),

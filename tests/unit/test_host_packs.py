@@ -10,31 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plans import size_and_plan
 
 from trimtab.adapters.data_files import PlannedPacks, read_planned
 from trimtab.adapters.host_packs import write_energon_packs
-from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError, SampleError
-from trimtab.files import fingerprint_file, write_atomically
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile
+from trimtab.files import write_atomically
 from trimtab.samples.rows import read_conversation
-from trimtab.samples.size import size_samples
 
 pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
 pytest.importorskip("tokenizers", reason="the demo builds a tokenizer: pip install 'trimtab[data]'")
 
 
-def plan_of(data: Path, out: Path) -> Path:
-    model = describe("Qwen2.5-VL-7B", max_pixels=501760)
-    sized = size_samples([data], image_rule=model.image_rule, tokenizer=None)
-    named = (DataFile(path=str(data), num_bytes=data.stat().st_size, blake2b=fingerprint_file(data)),)
-    options = PlanOptions(dp=4, pp=2, num_microbatches=2, max_tokens=5000, max_patches=16384)
-    origin = PlanOrigin(data_files=named)
-    write_plan(make_plan(model, sized.table, parse_cluster("8xA100-80GB"), options, origin=origin), out)
-    return out
+LIMITS = {"max_pixels": 501760, "max_tokens": 5000, "max_patches": 16384}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +34,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return plan_of(drawn, tmp_path_factory.mktemp("plan") / "plan")
+    return size_and_plan([drawn], tmp_path_factory.mktemp("plan") / "plan", **LIMITS)
 
 
 def ids_of(planned: PlannedPacks, place: int) -> list[str]:
@@ -105,6 +93,19 @@ def test_shards_of_an_older_result_are_never_read_with_new_ones(
     assert not (tmp_path / ".nv-meta" / "dataset.yaml").exists(), "Energon would read what is there"
 
 
+def test_a_new_export_leaves_no_index_of_the_older_shards(plan: Path, tmp_path: Path) -> None:
+    write_energon_packs(plan, tmp_path, packs_per_shard=1)
+    meta, shards = tmp_path / ".nv-meta", sorted(tmp_path.glob("*.tar"))
+    index = [meta / name for name in (".info.json", ".info.yaml", "index.sqlite", "index.uuid", "split.yaml")]
+    index += [shard.with_name(f"{shard.name}.idx") for shard in shards]
+    others = [tmp_path / "notes.txt", meta / "notes.txt"]
+    for file in index + others:
+        file.write_text("of the older shards", encoding="utf-8")
+    written = write_energon_packs(plan, tmp_path)
+    left = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*written.files, *others}
+
+
 def test_ranks_that_do_not_divide_the_packs_are_refused(plan: Path, tmp_path: Path) -> None:
     num_packs = read_planned(plan).packing.num_packs
     with pytest.raises(PlanError, match=rf"{num_packs} packs were to be shared by {num_packs - 1} ranks, and Energon"):
@@ -133,7 +134,7 @@ def test_the_offline_layout_of_llava_onevision_holds_questions_and_answers(
     simple = [r | {"conversations": r["conversations"][:2]} for r in lines if isinstance(r.get("image"), str)]
     data = drawn.with_name("simple.jsonl")
     data.write_text("\n".join(map(json.dumps, simple)) + "\n", encoding="utf-8")
-    made = plan_of(data, tmp_path / "plan")
+    made = size_and_plan([data], tmp_path / "plan", **LIMITS)
     write_energon_packs(made, tmp_path / "packs", layout="llava-ov")
     by_id = {record["id"]: record for record in simple}
     planned = read_planned(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from described_configs import qwen3
 from placement_cases import small_model
 
 from trimtab.errors import PartitionError
@@ -27,38 +28,9 @@ def test_quantised_formats_leave_norms_embedding_and_head_alone():
 
 
 def test_experts_are_quantised_only_by_formats_that_know_them():
-    moe = describe(
-        {
-            "model_type": "qwen3_vl_moe",
-            "tie_word_embeddings": False,
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_heads": 4,
-                "in_channels": 3,
-                "patch_size": 14,
-                "spatial_merge_size": 2,
-                "temporal_patch_size": 2,
-                "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [],
-                "out_hidden_size": 64,
-            },
-            "text_config": {
-                "model_type": "qwen3_vl_moe_text",
-                "hidden_size": 64,
-                "moe_intermediate_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 16,
-                "vocab_size": 101,
-                "num_experts": 8,
-                "num_experts_per_tok": 2,
-            },
-        }
-    )
+    experts = {"model_type": "qwen3_vl_moe_text", "num_experts": 8, "num_experts_per_tok": 2}
+    text = {**qwen3()["text_config"], **experts, "moe_intermediate_size": 32}
+    moe = describe(qwen3(model_type="qwen3_vl_moe", text_config=text))
     at = next(i for i, x in enumerate(moe.layers) if x.tower == "language" and x.kind == "block")
     layer, experts = moe.layers[at], 8 * 3 * 64 * 32
     attention = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64

@@ -53,12 +53,6 @@ def written(folder: Path, packing: Packing = PACKING, schedule: Schedule = SCHED
     return dataclasses.replace(small_plan().decisions.packing, **tables)
 
 
-def test_packs_load_as_they_were_written(tmp_path: Path) -> None:
-    loaded = load_packs(tmp_path, written(tmp_path), times=np.ones(3, np.int64))
-    np.testing.assert_array_equal(loaded.packing.indices, PACKING.indices)
-    np.testing.assert_array_equal(loaded.schedule.table, SCHEDULE.table)
-
-
 @pytest.mark.parametrize(
     ("packing", "schedule", "message"),
     [

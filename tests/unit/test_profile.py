@@ -126,6 +126,8 @@ def test_a_profile_that_still_has_the_device_s_host_link_loads(tmp_path):
         (lambda d: d.pop("dtype"), "dtype: missing"),
         (lambda d: d.update(colour="red"), "colour: unknown"),
         (lambda d: d.update(method="guessed"), "method: 'guessed' is none of analytic, traced, timed"),
+        (lambda d: d.update(attention="magic"), "attention: 'magic' is none of"),
+        (lambda d: d.update(fused_kernels=0), "fused_kernels: expected bool"),
         (lambda d: d["layers"][1].update(forward_s="fast"), "layers.1.forward_s: expected a list"),
         (lambda d: d["layers"][1]["tiers"][0].update(name=3), "layers.1.tiers.0.name: 3 is none of none, selective"),
         (lambda d: d["layers"][0]["forward_s"].pop(), r"layers.0 \(patches\): 6 coefficients, expected 7"),

@@ -142,18 +142,3 @@ def test_columns_are_as_high_as_their_ranks_load_however_many(count):
     assert heights[0] == pytest.approx(110 * mean[: -(-count // plots.MAX_RANKS)].mean() / 5, abs=0.2)
     assert heights == sorted(heights)
     assert f"the highest mean is {time_scale([5.0]).text(4.0)}" in drawn
-
-
-def test_an_empty_timeline_is_drawn_as_nothing():
-    none = np.empty(0)
-    line = Timeline(
-        stage=none.astype(np.int32),
-        microbatch=none.astype(np.int32),
-        kind=none.astype(np.int8),
-        start_s=none,
-        end_s=none,
-        num_devices=2,
-        makespan_s=0.0,
-    )
-    assert "data-t" not in svg.timeline(line, span_s=1.0, title="t", description="d")
-    assert time_scale([]).text(0.0) == "0 µs"

@@ -15,15 +15,9 @@ from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.report.trace import chrome_trace
 
 MAKERS = [
-    fixtures.internvl_details,
-    fixtures.tiny_details,
-    fixtures.interleaved_details,
-    fixtures.text_only_details,
-    fixtures.hostile_details,
+    *fixtures.MAKERS.values(),
     lambda: fixtures.crowded_details(num_stages=8, num_microbatches=64, num_packs=64),
 ]
-
-
 CATEGORIES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 

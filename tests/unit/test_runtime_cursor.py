@@ -10,29 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_cases import packs_of, write_packs
 from plans import small_plan
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
-from trimtab.plan.decide.packs import even_steps, pack_contents
 from trimtab.plan.file.yaml import name_table, plan_to_yaml
 from trimtab.runtime.data.cursor import Cursor, Deal, cursor_from_state, cursor_to_state, make_deal
 from trimtab.runtime.data.tables import PlanTables, hold_tables, open_tables
 from trimtab.specs import Packing, Schedule
-
-
-def packs_of(num_packs: int, *, dp: int, num_microbatches: int, even: bool = False) -> tuple[Packing, Schedule]:
-    """Pack p holds 1 + p % 3 rows; packs are dealt in a shuffled order, as dispatch deals them."""
-    sizes = 1 + np.arange(num_packs) % 3
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    indices = np.random.default_rng(num_packs).permutation(int(offsets[-1])).astype(np.int64)
-    num_steps = -(-num_packs // (dp * num_microbatches))
-    slots = np.full(num_steps * num_microbatches * dp, -1, np.int64)
-    slots[:num_packs] = np.random.default_rng(1).permutation(num_packs)
-    table = np.ascontiguousarray(slots.reshape(num_steps, num_microbatches, dp).transpose(0, 2, 1))
-    packing = Packing(offsets=offsets, indices=indices, limits=(10, 10), seed=5)
-    schedule = Schedule(table=table)
-    return packing, even_steps(schedule, num_microbatches) if even else schedule
 
 
 def tables_of(num_packs: int, *, dp: int = 2, num_microbatches: int = 2, even: bool = False) -> PlanTables:
@@ -169,12 +155,6 @@ def test_epoch_0_is_the_plan_itself_and_later_epochs_reorder_its_steps() -> None
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def write_packs(folder: Path, packing: Packing, schedule: Schedule) -> Path:
-    for name, content in pack_contents(packing, schedule).items():
-        write_atomically(folder / name, content)
-    return folder
 
 
 def test_tables_of_a_folder_are_those_in_memory(tmp_path: Path) -> None:

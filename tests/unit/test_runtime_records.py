@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from plans import size_and_plan
 from sample_sets import PixelRule, talk, write_jsonl
 
 from trimtab.errors import SampleError
@@ -132,23 +133,11 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_records_of_a_plan_folder(tmp_path: Path) -> None:
-    from trimtab.costs.devices import parse_cluster
-    from trimtab.files import fingerprint_file
-    from trimtab.models.describe import describe
-    from trimtab.plan.build import make_plan, write_plan
-    from trimtab.plan.options import PlanOptions, PlanOrigin
-    from trimtab.plan.plan import DataFile
-
     file = write_jsonl(tmp_path / "data.jsonl", [record("a"), b"[", *(record(f"b{i}") for i in range(20))])
-    model, cluster = describe("Qwen2.5-VL-7B"), parse_cluster("16xA100-80GB")
-    options = PlanOptions(dp=2, pp=8, tp=1, max_tokens=200, max_patches=1000)
-    named = DataFile(path=str(file), num_bytes=file.stat().st_size, blake2b=fingerprint_file(file))
-    origin = PlanOrigin(data_files=(named,))
-    details = make_plan(model, size(file).table, cluster, options, origin=origin)
-    write_plan(details, tmp_path / "plan")
+    size_and_plan([file], tmp_path / "plan", max_tokens=200, max_patches=1000)
     for records in (open_records(tmp_path / "plan"), open_records(tmp_path / "plan" / "plan.yaml", [file])):
         assert names(records) == ["a", *(f"b{i}" for i in range(20))]
-        np.testing.assert_array_equal(records.samples.num_tokens, details.samples.num_tokens)
+        np.testing.assert_array_equal(records.samples.num_tokens, size(file).table.num_tokens)
     file.rename(tmp_path / "moved.jsonl")
     with pytest.raises(SampleError, match=r"looked for in .*data.jsonl, which is not there: name the data files"):
         open_records(tmp_path / "plan")

@@ -2,11 +2,9 @@
 
 import json
 import os
-import struct
-import zlib
 
 import pytest
-from sample_sets import png, talk, tar_bytes, write_jsonl, write_tokenizer
+from sample_sets import png, png_of, talk, tar_bytes, write_jsonl, write_tokenizer
 from size_cases import GOOD, TALK, fill_folder, parquet, pyarrow, size
 
 from trimtab.errors import SampleError
@@ -125,17 +123,12 @@ def fill_trap(folder):
     (folder / "empty.png").touch()
     os.mkfifo(folder / "fifo.png")
     (folder / "cut.png").write_bytes(png(40, 20)[:-5])
-    (folder / "bomb.png").write_bytes(png(9, 9)[:16] + png_head(60_000, 60_000))
+    (folder / "bomb.png").write_bytes(png_of(60_000, 60_000))
     (folder / "sliver.png").write_bytes(png(500, 2))
     template = "{% for m in messages %}{% if 'refuse' in m.content %}{{ raise_exception('refused') }}{% endif %}"
     template += "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}{{ '<|image_pad|>' if "
     write_tokenizer(folder / "model", template + "c.type == 'image' else c.text }}{% endfor %}{% endif %}{% endfor %}")
     return folder
-
-
-def png_head(width, height):
-    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return body[4:] + struct.pack(">I", zlib.crc32(body)) + b"\0\0\0\0IEND\xaeB`\x82"
 
 
 @pytest.fixture(scope="module")

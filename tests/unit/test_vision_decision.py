@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from described_configs import qwen3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import tile_samples
@@ -146,14 +147,7 @@ def test_equal_images_are_shared_to_the_last_one(tmp_path):
 
 
 def test_deepstack_features_travel_with_the_others():
-    vision = {"depth": 4, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "in_channels": 3}
-    vision |= {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 96}
-    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [1, 3]}
-    text = {"model_type": "qwen3_vl_text", "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 3}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "vocab_size": 500}
-    text |= {"attention_bias": False}
-    config = {"model_type": "qwen3_vl", "tie_word_embeddings": False, "vision_config": vision, "text_config": text}
-    assert feature_values(describe(config)) == 3 * 96 / 4
+    assert feature_values(describe(qwen3())) == 3 * 64 / 4
     assert feature_values(QWEN) == 3584 / 4
     assert feature_values(TILES) == pytest.approx(6144 * 256 / 1025)
 
