@@ -3,7 +3,7 @@
     python bench/training_gain.py [--data ../shared/data] [--size 10m] [--samples 200] [--dp 4]
     python bench/training_gain.py --device cuda --dtype bfloat16 --attention flash_attention_2 --size 2b --scale 1
 
-An InternVL-like model with random weights trains on samples of drawn sizes (of the real mixture, or generated), every
+A model with random weights (`gain_models`) trains on samples of drawn sizes (of the real mixture, or generated), every
 side of them scaled down: a tile has 256 / scale tokens and 1024 / scale patches, and text and limits shrink alike.
 Every scheme trains on the very same samples, images and labels, with the same loss (their sum over labels by the
 number of labels of the whole set): learning rate 0 keeps the weights, so the losses must agree, and do or it stops.
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +28,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from gain_models import NAMES, GainModel, make_model
 from lengths import DEFAULT_DATA, make_table, read_mixture
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.dispatch import dispatch_packs
@@ -39,10 +39,10 @@ from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.options import PackMethod
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.loss import IGNORED, packed_loss
+from trimtab.runtime.recompute.apply import apply
 from trimtab.specs import Packing, SampleTable
 
 LIMITS = (9, 4096)  # tiles and tokens of a pack, before scaling
-VOCABULARY, IMAGE_TOKEN, PATCH = 4096, 4095, 14
 SCHEMES: tuple[tuple[str, PackMethod], ...] = (
     ("padded, random", "random"),
     ("padded, length-grouped", "length_group"),
@@ -50,24 +50,6 @@ SCHEMES: tuple[tuple[str, PackMethod], ...] = (
     ("balanced packs", "balanced"),
 )
 LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """Widths and depths of the two towers; heads of 64."""
-
-    vision: tuple[int, int]  # width, layers
-    text: tuple[int, int]
-    key_heads: int
-
-
-SIZES = {
-    "tiny": Size(vision=(64, 1), text=(64, 1), key_heads=1),  # for the bench's own test
-    "10m": Size(vision=(192, 4), text=(256, 8), key_heads=2),
-    "60m": Size(vision=(384, 8), text=(576, 14), key_heads=3),
-    "2b": Size(vision=(1024, 24), text=(2048, 28), key_heads=8),
-    "8b": Size(vision=(1024, 24), text=(4096, 36), key_heads=8),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,46 +70,11 @@ class Row:
     num_microbatches: int
     real_tokens: int
     computed_tokens: int
+    real_flops: float  # forward and backward of the real tokens, nothing twice
     loss: float
     seconds: float  # of all micro-batches, one after the other
     memory_bytes: int
     dp_seconds: float  # steps of dp ranks, each as long as its slowest
-
-
-def make_model(size: Size, scale: int, attention: str, dtype: torch.dtype, device: str) -> torch.nn.Module:
-    side = PATCH * math.isqrt(1024 // scale)
-    (vision_width, vision_layers), (width, layers) = size.vision, size.text
-    vision = {
-        "hidden_size": vision_width,
-        "intermediate_size": 4 * vision_width,
-        "num_hidden_layers": vision_layers,
-        "num_attention_heads": vision_width // 64,
-        "image_size": [side, side],
-        "patch_size": [PATCH, PATCH],
-    }
-    text = {
-        "model_type": "qwen2",
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 64,
-        "num_key_value_heads": size.key_heads,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 32768,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    config = AutoConfig.for_model(
-        "internvl",
-        vision_config=vision,
-        text_config=text,
-        image_token_id=IMAGE_TOKEN,
-        image_seq_length=256 // scale,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention, dtype=dtype)
-    return model.to(device).train()
 
 
 def draw_sizes(folder: Path, num_samples: int, scale: int, seed: int) -> SampleTable:
@@ -157,33 +104,19 @@ def group_by_length(table: SampleTable, batch_size: float, dp: int, seed: int) -
     return PackResult(packing=Packing(offsets=offsets, indices=indices, limits=LIMITS), schedule=schedule)
 
 
-def step_cost(model: torch.nn.Module, scale: int) -> LinearCost:
-    """Forward flop per tile and per token: two for each weight a row meets; attention 4 x width x layers per pair."""
-    towers = (model.model.vision_tower, model.model.language_model)
-    weights = [sum(p.numel() for p in tower.parameters() if p.dim() == 2) for tower in towers]
-    vision, text = model.config.vision_config, model.config.text_config
-    patches = 1024 // scale + 1
-    pairs = 4 * vision.hidden_size * vision.num_hidden_layers
-    return LinearCost(
-        patches=2.0 * weights[0] * patches + pairs * patches**2,
-        tokens=2.0 * weights[1],  # the embedding, which multiplies nothing, stands for the head, which is not in it
-        tokens_sq=2.0 * text.hidden_size * text.num_hidden_layers,  # causal: half
-    )
-
-
-def make_sample(row: int, tiles: int, tokens: int, scale: int, dtype: torch.dtype) -> dict[str, Any]:
+def make_sample(model: GainModel, row: int, tiles: int, tokens: int, scale: int) -> dict[str, Any]:
     """Sample `row`: its image tokens first, then text to learn; the same whoever asks."""
     draw = torch.Generator().manual_seed(row)
-    num_image, side = tiles * (256 // scale), PATCH * math.isqrt(1024 // scale)
-    text = torch.randint(0, IMAGE_TOKEN, (tokens - num_image,), generator=draw)
+    num_image = tiles * (256 // scale)
+    text = torch.randint(0, model.image_token, (tokens - num_image,), generator=draw)
     sample: dict[str, Any] = {
-        "input_ids": torch.cat([torch.full((num_image,), IMAGE_TOKEN), text]),
+        "input_ids": torch.cat([torch.full((num_image,), model.image_token), text]),
         "labels": torch.cat([torch.full((num_image,), IGNORED), text]),
     }
     sample["labels"][0] = IGNORED
-    if tiles:
-        sample["pixel_values"] = torch.randn(tiles, 3, side, side, generator=draw).to(dtype)
-    return sample
+    if model.square_tiles:
+        sample["mm_token_type_ids"] = (sample["input_ids"] == model.image_token).long()
+    return sample | (model.images(tiles, draw) if tiles else {})
 
 
 def pad_samples(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -200,16 +133,21 @@ def pad_samples(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "labels": rows([sample["labels"] for sample in samples], IGNORED),
         "use_cache": False,
     }
-    pixels = [sample["pixel_values"] for sample in samples if "pixel_values" in sample]
-    return batch | ({"pixel_values": torch.cat(pixels)} if pixels else {})
+    if "mm_token_type_ids" in samples[0]:
+        batch["mm_token_type_ids"] = rows([sample["mm_token_type_ids"] for sample in samples], 0)
+    for key in ("pixel_values", "image_grid_thw"):
+        images = [sample[key] for sample in samples if key in sample]
+        if images:
+            batch[key] = torch.cat(images)
+    return batch
 
 
 def make_batch(
-    result: PackResult, pack: int, table: SampleTable, scale: int, dtype: torch.dtype, collate: Callable[..., Any]
+    model: GainModel, result: PackResult, pack: int, table: SampleTable, scale: int, collate: Callable[..., Any]
 ) -> MicroBatch:
     rows = result.packing.indices[result.packing.offsets[pack] : result.packing.offsets[pack + 1]]
     tiles, tokens = table.num_patches[rows], table.num_tokens[rows]
-    samples = [make_sample(int(r), int(v), int(t), scale, dtype) for r, v, t in zip(rows, tiles, tokens, strict=True)]
+    samples = [make_sample(model, int(r), int(v), int(t), scale) for r, v, t in zip(rows, tiles, tokens, strict=True)]
     inputs = collate(samples)
     return MicroBatch(
         inputs=inputs,
@@ -272,33 +210,33 @@ def time_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: M
 
 def compare(arguments: argparse.Namespace) -> list[Row]:
     """Every scheme on the same samples; raises if their losses differ."""
-    dtype, scale, dp = getattr(torch, arguments.dtype), arguments.scale, arguments.dp
-    model = make_model(SIZES[arguments.size], scale, arguments.attention, dtype, arguments.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    table = draw_sizes(arguments.data, arguments.samples, scale, arguments.seed)
-    limits = (LIMITS[0], LIMITS[1] // scale)
+    dtype, scale = getattr(torch, arguments.dtype), arguments.scale
+    gained = make_model(
+        arguments.size,
+        scale,
+        attention=arguments.attention,
+        dtype=dtype,
+        device=arguments.device,
+        text_layers=arguments.text_layers,
+    )
+    model = gained.module
+    if arguments.recompute:
+        apply(model, [name for name, x in model.named_modules() if isinstance(x, GradientCheckpointingLayer)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=arguments.device == "cuda")
+    table = gained.price_by(draw_sizes(arguments.data, arguments.samples, scale, arguments.seed))
     num_labels = int((table.num_tokens - 256 // scale * table.num_patches - (table.num_patches == 0)).sum())
-    cost = step_cost(model, scale)
     packed = PackedCollator(model.config, attention=arguments.attention, vision_in_every_pack=False)
-
-    def pack(method: PackMethod, batch_size: float = 4) -> PackResult:
-        return pack_samples(
-            table, limits=limits, dp=dp, method=method, cost=cost, seed=arguments.seed, batch_size=batch_size
-        )
-
-    batch_size = len(table) / pack("balanced").packing.num_packs
-    results = {method: pack(method, batch_size) for _, method in SCHEMES if method != "length_group"}
-    results["length_group"] = group_by_length(table, batch_size, dp, arguments.seed)
+    results, batch_size = pack_all(table, gained.cost, arguments)
     num_params = sum(p.numel() for p in model.parameters())
     print(
         f"{num_params / 1e6:.1f} M parameters, {arguments.dtype}, {arguments.attention}, {arguments.device}; "
         f"{len(table)} samples, {table.num_tokens.sum():,} tokens, {table.num_patches.sum():,} tiles; packs of at most "
-        f"{limits[0]} tiles and {limits[1]} tokens, padded batches of {batch_size:.1f} samples"
+        f"{LIMITS[0]} tiles and {LIMITS[1] // scale} tokens, padded batches of {batch_size:.1f} samples"
     )
 
     def batch_of(method: PackMethod, number: int) -> MicroBatch:
         collate = pad_samples if method in ("random", "length_group") else packed
-        return make_batch(results[method], number, table, scale, dtype, collate)
+        return make_batch(gained, results[method], number, table, scale, collate)
 
     seconds: dict[PackMethod, np.ndarray] = {}
     losses: dict[PackMethod, float] = {}
@@ -315,6 +253,7 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
             losses[method] = sum(loss for _, loss in found)
             if arguments.device == "cuda":
                 memory[method] = torch.cuda.max_memory_allocated()
+    real_flops = 3 * float(gained.cost.of_samples(table).sum())
     rows = []
     for scheme, method in SCHEMES:
         if arguments.device != "cuda":
@@ -327,6 +266,7 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
                 num_microbatches=len(batches[method]),
                 real_tokens=sum(b.real_tokens for b in batches[method]),
                 computed_tokens=sum(b.computed_tokens for b in batches[method]),
+                real_flops=real_flops,
                 loss=losses[method],
                 seconds=float(seconds[method].sum()),
                 memory_bytes=memory[method],
@@ -335,8 +275,25 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
         )
     spread = max(row.loss for row in rows) / min(row.loss for row in rows) - 1
     if spread > LOSS_TOLERANCE[arguments.dtype]:
-        raise SystemExit(f"the schemes' losses differ by {spread:.1e}: {[row.loss for row in rows]}")
+        raise ValueError(f"the schemes' losses differ by {spread:.1e}: {[row.loss for row in rows]}")
     return rows
+
+
+def pack_all(
+    table: SampleTable, cost: LinearCost, arguments: argparse.Namespace
+) -> tuple[dict[PackMethod, PackResult], float]:
+    """Micro-batches of every scheme, and samples of a padded one: as many as of a balanced pack in the mean."""
+    limits = (LIMITS[0], LIMITS[1] // arguments.scale)
+
+    def pack(method: PackMethod, batch_size: float = 4) -> PackResult:
+        return pack_samples(
+            table, limits=limits, dp=arguments.dp, method=method, cost=cost, seed=arguments.seed, batch_size=batch_size
+        )
+
+    batch_size = len(table) / pack("balanced").packing.num_packs
+    results = {method: pack(method, batch_size) for _, method in SCHEMES if method != "length_group"}
+    results["length_group"] = group_by_length(table, batch_size, arguments.dp, arguments.seed)
+    return results, batch_size
 
 
 def show(rows: list[Row], dp: int, device: str) -> None:
@@ -356,7 +313,9 @@ def show(rows: list[Row], dp: int, device: str) -> None:
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--size", choices=SIZES, default="10m")
+    parser.add_argument("--size", choices=NAMES, default="10m")
+    parser.add_argument("--text-layers", type=int, help="of a published model: that many of its language model's")
+    parser.add_argument("--recompute", action="store_true", help="every block again in backward")
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--scale", type=int, choices=(1, 4, 16, 64), default=16, help="tokens of a tile: 256 / scale")
     parser.add_argument("--dp", type=int, default=4)

@@ -40,6 +40,7 @@ SIZES = (
     Size(model="Qwen2.5-VL-3B", patches=8192, tokens=6144, room_bytes=90e9),
     Size(model="Qwen2.5-VL-7B", patches=8192, tokens=6144, room_bytes=130e9, text_layers=14),  # all 28 take 149e9
     Size(model="Qwen3-VL-2B", patches=2048, tokens=1024, room_bytes=42e9),
+    Size(model="Qwen3-VL-2B", patches=1024, tokens=512, room_bytes=23e9, text_layers=4),
 )
 CAPS = (0.25, 0.5, 0.75)
 """Of the way from everything recomputed to nothing."""

@@ -30,19 +30,38 @@ commit it was measured with. A case that needs more memory than the device has s
 
 | suite | what it measures |
 |---|---|
-| `costs` | layers of eight models: seconds by formula and by a fit against measured ones, at sizes no fit has seen |
+| `costs` | layers of eight models at tp 1, 2, 4 and 8, by sdpa and flash: formula, a fit, and measured at other sizes |
 | `memory` | peaks of whole training steps by choice of recompute: by formula, traced, probed, against measured |
-| `gain` | tokens a second of padded random, length-grouped, ISF and balanced micro-batches of the same samples |
+| `gain` | tokens a second, MFU and peak of Qwen2.5-VL-3B: padded random, length-grouped, ISF, balanced micro-batches |
 | `recompute` | seconds of a step at three caps: layers chosen one by one, one number for all, every n-th |
 | `placement` | loading and answering with weights in host memory and on disk, beside Accelerate's map |
 | `vision_dp` | what the exchange of shared images costs beside encoding them, two to four ranks on one device |
 | `serving` | answers a second of a placed model behind the server, beside plain `generate` |
 | `kernels` | rates of products, attention and norms over rows, widths, tensor-parallel degrees; the time of a launch |
 
-On a machine without network, [wheels](#without-network) bring what it lacks.
+On a machine without network, [wheels](#without-network) bring what it lacks. What a suite needs and the machine has not
+(flash-attn, a newer Transformers) is a sentence in its line, and no failure.
+
+Nothing is measured of activations offloaded to host memory: that tier was removed, and no plan has it.
 """
 
 TAIL = """
+## From lines to defaults
+
+One command sets every default that these lines can move beside what they say, with its place in `src/trimtab`: the
+curves of `Efficiency` fitted anew, with the error of the formulas on held-out sizes before and after under each
+attention; the bands of seconds and bytes; what the allocator reserves; the start of a kernel.
+
+<!-- not run: it needs a clone; a test runs both commands -->
+```sh
+python -m bench.gpu --tiny --device cpu --out results
+python -m bench.gpu.refit --results results # without --results: the lines that lie in the repository
+```
+
+Whoever changes a default writes both figures into the changelog, as a `DECISION CHANGE`, and runs
+`python bench/published_runs.py --write docs/predictions.md`: runs that others published must not get worse. The line
+`efficiency = ...` that it prints can be given to `profile_model(..., efficiency=...)` at once, for that device alone.
+
 ## Without network
 
 The first command, run where there is a network, gathers what the device's machine lacks; the second installs it there:
@@ -90,46 +109,54 @@ def _kernels(lines: Sequence[Line]) -> Iterable[str]:
 
 
 def _costs(lines: Sequence[Line]) -> Iterable[str]:
-    yield "| model | median error by formula | by a fit | the fit's band |"
-    yield "|---|---|---|---|"
+    yield "| model, attention | median error by formula | by a fit |"
+    yield "|---|---|---|"
     for case, same in _by_case(lines):
-        if same[-1].get("out_of_memory"):
-            yield f"| {case} | out of memory | | |"
+        measured = [line for line in same if "formula_median_error" in line]
+        if not measured:
+            yield f"| {case} | {_why_not(same[-1])} | |"
             continue
-        figures = [
-            statistics.median(line[key] for line in same if key in line)
-            for key in ("formula_median_error", "fitted_median_error", "band")
-        ]
-        yield f"| {case} | " + " | ".join(f"{figure:.1%}" for figure in figures) + " |"
+        cells = (
+            f"{statistics.median(line[key] for line in measured):.1%}"
+            for key in ("formula_median_error", "fitted_median_error")
+        )
+        yield f"| {case} | " + " | ".join(cells) + " |"
 
 
 def _gain(lines: Sequence[Line]) -> Iterable[str]:
-    yield "| model | scheme | tokens/s | peak, GiB |"
-    yield "|---|---|---|---|"
+    yield "| model | scheme | tokens/s | MFU | peak, GiB |"
+    yield "|---|---|---|---|---|"
     for case, same in _by_case(lines):
-        if same[-1].get("out_of_memory"):
-            yield f"| {case} | out of memory | | |"
+        measured = [line["rows"] for line in same if "rows" in line]
+        if not measured:
+            yield f"| {case} | {_why_not(same[-1])} | | | |"
             continue
-        for number, row in enumerate(same[-1]["rows"]):
-            rate = statistics.median(
-                line["rows"][number]["real_tokens"] / line["rows"][number]["seconds"] for line in same if "rows" in line
-            )
-            yield f"| {case} | {row['scheme']} | {rate:,.0f} | {row['memory_bytes'] / 2**30:.2f} |"
+        for number, row in enumerate(measured[-1]):
+            own = [rows[number] for rows in measured]
+            rate = statistics.median(x["real_tokens"] / x["seconds"] for x in own)
+            mfu = statistics.median(x["mfu"] for x in own)
+            yield f"| {case} | {row['scheme']} | {rate:,.0f} | {mfu:.1%} | {row['memory_bytes'] / 2**30:.2f} |"
 
 
 def _memory(lines: Sequence[Line]) -> Iterable[str]:
-    yield "| model | recompute | peak, GiB | by formula | traced | probed | within its cap |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| model | recompute | peak, GiB | reserved, GiB | by formula | traced | probed | within its cap |"
+    yield "|---|---|---|---|---|---|---|---|"
     for case, name, rows in _rows_of(lines):
         if "peak_bytes" not in rows[-1]:
-            yield f"| {case} | {name} | | | | | |"
+            yield f"| {case} | {name} | | | | | | |"
             continue
         errors = (
             statistics.median(row[f"{method}_error"] for row in rows) for method in ("formula", "traced", "probed")
         )
         cap = {True: "yes", False: "no", None: ""}[rows[-1].get("within_cap")]
         peak = max(row["peak_bytes"] for row in rows) / 2**30
-        yield f"| {case} | {name} | {peak:.2f} | " + " | ".join(f"{error:+.1%}" for error in errors) + f" | {cap} |"
+        reserved = max(row["reserved_bytes"] or 0 for row in rows) / 2**30
+        held = f"{reserved:.2f}" if reserved else ""
+        yield (
+            f"| {case} | {name} | {peak:.2f} | {held} | "
+            + " | ".join(f"{error:+.1%}" for error in errors)
+            + f" | {cap} |"
+        )
 
 
 def _recompute(lines: Sequence[Line]) -> Iterable[str]:
@@ -182,12 +209,16 @@ def _serving(lines: Sequence[Line]) -> Iterable[str]:
             )
 
 
+def _why_not(line: Line) -> str:
+    return "out of memory" if line.get("out_of_memory") else str(line["not_there"])
+
+
 def _rows_of(lines: Sequence[Line]) -> Iterable[tuple[str, str, list[Line]]]:
     """Case, row and the row in every repetition, of suites whose lines hold rows by name."""
     for case, same in _by_case(lines):
         measured = [line["rows"] for line in same if "rows" in line]
         if not measured:
-            yield case, "out of memory", [{"fits": False}]
+            yield case, _why_not(same[-1]), [{"fits": False}]
             continue
         for name in measured[-1]:
             yield case, name, [rows[name] for rows in measured if name in rows]

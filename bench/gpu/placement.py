@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import transformers
 from bench.gpu.setting import Case, Setting
-from bench.offload_traffic import open_shop
-from simulated_devices import counted, simulated
 
 from trimtab.models.asking.build import complete
 from trimtab.models.describe import describe
@@ -142,22 +140,30 @@ def _run(setting: Setting, request: Request, load: Callable[[], Any]) -> dict[st
 
 
 def _devices(setting: Setting) -> AbstractContextManager[Any]:
-    return simulated() if setting.tiny and setting.device.type == "cpu" else nullcontext()
+    if setting.device.type != "cpu":
+        return nullcontext()
+    from simulated_devices import simulated
+
+    return simulated()
 
 
 @contextmanager
 def _copies(setting: Setting) -> Iterator[Any]:
-    if setting.device.type == "cpu":
-        with counted() as traffic:
-            yield traffic
-    else:
+    if setting.device.type != "cpu":
         yield None
+        return
+    from simulated_devices import counted
+
+    with counted() as traffic:
+        yield traffic
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
 def _tiny_request(folder: Path) -> Request:
+    from bench.offload_traffic import open_shop  # with devices in Python, which are new in torch: read for tiny runs
+
     shop = open_shop("qwen2_5_vl", folder, num_new=NUM_NEW)
     return Request(folder=folder, spec=shop.spec, inputs=shop.inputs, images=((56, 56),), dtype="fp32")
 

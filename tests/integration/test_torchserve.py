@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 
 from tiny_chat import picture, question, save_chat_model
 
-from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve
+from trimtab.adapters.torchserve import ArchiveOptions, export_torchserve
 from trimtab.runtime.placing.load import load_placed
 from trimtab.serve.processor import load_processor
 
@@ -103,7 +103,7 @@ def server(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     port, home = free_ports(), tmp_path_factory.mktemp("server")
-    options = TorchServeOptions(name="tiny", max_new_tokens=30, port=port, **MAPS[request.param])
+    options = ArchiveOptions(name="tiny", max_new_tokens=30, port=port, **MAPS[request.param])
     exported = export_torchserve(model_dir, home / "store", options)
     environment = {
         **os.environ,
@@ -176,7 +176,7 @@ def test_without_the_token_nobody_is_served(server: Server) -> None:
 
 
 def test_the_archive_has_the_members_that_its_own_archiver_writes(model_dir: Path, tmp_path: Path) -> None:
-    exported = export_torchserve(model_dir, tmp_path / "ours", TorchServeOptions(name="tiny", device_map={"": "cpu"}))
+    exported = export_torchserve(model_dir, tmp_path / "ours", ArchiveOptions(name="tiny", device_map={"": "cpu"}))
     ours = exported.archive.parent
     command = [SCRIPTS / "torch-model-archiver", "--model-name", "tiny", "--version", "1.0"]
     command += ["--handler", ours / "torchserve_handler.py", "--extra-files", ours / "setup_config.json"]

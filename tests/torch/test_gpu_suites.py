@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +58,37 @@ def test_wheels_bring_what_a_bare_machine_lacks_and_leave_its_torch_alone():
 
 
 @pytest.mark.integration
+def test_a_run_killed_at_random_goes_on_and_loses_nothing(tmp_path):
+    draw, seed = random.Random(), random.SystemRandom().randrange(2**32)
+    draw.seed(seed)
+    command = [sys.executable, "-m", "bench.gpu", "--tiny", "--device", "cpu", "kernels", "--out", str(tmp_path)]
+    kept: list[bytes] = []  # whole lines, as they stood when the run was killed
+    for _ in range(4):
+        known, more = len(kept), draw.randrange(4)
+        with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None and len(_whole_lines(tmp_path)) <= known + more:
+                time.sleep(0.01)
+            time.sleep(draw.uniform(0, 0.1))
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        now = _whole_lines(tmp_path)
+        assert now[: len(kept)] == kept, f"seed {seed}"
+        kept = now
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=600)
+    lines = read_records(tmp_path)
+    assert _whole_lines(tmp_path)[: len(kept)] == kept, f"seed {seed}"
+    done = [(line["case"], line["repetition"]) for line in lines]
+    assert len(done) == len(set(done)), f"seed {seed}: measured twice"
+    assert len(done) == 3 * len({case for case, _ in done}) > 3
+    assert not [line for line in lines if "error" in line]
+
+
+def _whole_lines(folder: Path) -> list[bytes]:
+    content = b"".join(path.read_bytes() for path in folder.glob("*/*.jsonl"))
+    return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+@pytest.mark.integration
 def test_all_suites_run_on_tiny_models_and_again_measure_nothing_twice(tmp_path):
     for package in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(package, reason="the suite `serving` needs them: pip install 'trimtab[serve]'")
@@ -66,6 +102,12 @@ def test_all_suites_run_on_tiny_models_and_again_measure_nothing_twice(tmp_path)
     told = make_page(lines)
     assert [line[4:] for line in told.splitlines() if line.startswith("### ")] == list(SUITES)
     assert "| tiny | balanced packs |" in told
+    assert "| tiny, flash | flash attention is not timed: it needs a CUDA device" in told
+    fitted = [sys.executable, "-m", "bench.gpu.refit", "--results", str(tmp_path)]
+    moved = subprocess.run(fitted, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
+    for name in ("matmul", "attention", "memory", "band of seconds", "band of bytes, formula", "start of a kernel"):
+        assert f"| {name} | costs/" in moved
+    assert re.search(r"^sdpa: median error on held-out sizes .*% before, .*% after$", moved, re.M)
     kept = {path: path.read_bytes() for path in tmp_path.glob("*/*.jsonl")}
     path = next(path for path in kept if path.stem == "kernels")
     whole = path.read_text().splitlines(keepends=True)

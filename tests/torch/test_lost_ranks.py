@@ -11,12 +11,21 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from train_runs import Torchrun, read_lines, settings_of, values_of, write_run, write_variant
+from train_runs import (
+    assert_said_once,
+    read_lines,
+    said,
+    settings_of,
+    start_training,
+    values_of,
+    wait_for,
+    write_run,
+    write_variant,
+)
 
 from trimtab.plan.measured.run_log import read_run_log
 from trimtab.runtime.training.checkpoint import list_checkpoints
@@ -39,29 +48,6 @@ def endless(folder: Path, out: str, **more: object) -> TrainSettings:
     return settings_of(folder, folder / "plan", out, **{"steps": FOREVER, "save_every": FOREVER, **more})
 
 
-def wait_for(happened: Callable[[], object], run: Torchrun) -> None:
-    """The bound only ends a test that hangs."""
-    for _ in range(3000):
-        if happened():
-            return
-        assert run.process.poll() is None, run.errors
-        time.sleep(0.1)
-    pytest.fail(run.errors)
-
-
-def said(run: Torchrun) -> list[str]:
-    """Sentences, of all ranks."""
-    return [line.removeprefix("trimtab: ") for line in run.errors.splitlines() if line.startswith("trimtab: ")]
-
-
-def assert_said_once(run: Torchrun, sentence: str) -> None:
-    """One sentence ends the run, and no rank shows a traceback or gloo's own words (torchrun's own summary aside)."""
-    assert run.process.wait(timeout=300) == 1, run.errors
-    assert len([line for line in said(run) if re.fullmatch(sentence, line)]) == 1, run.errors
-    assert "gloo" not in run.errors
-    assert "trimtab/runtime" not in run.errors
-
-
 @pytest.mark.parametrize(
     ("where", "every", "rank"), [("step", FOREVER, 1), ("the checkpoint of step", 1, 0)], ids=["step", "checkpoint"]
 )
@@ -70,7 +56,7 @@ def test_a_stopped_rank_is_named_and_goes_on_unharmed_or_ends_the_run(
 ) -> None:
     """Stopped in a step of a pipeline, or with checkpoints behind every step; on after it was named; stopped again."""
     settings = endless(folder, f"stopped-{rank}", save_every=every)
-    with Torchrun(settings, 2, "--timeout", "40") as run:
+    with start_training(settings, 2, "--timeout", "40") as run:
         wait_for(lambda: len(read_lines(settings)) > 2, run)
         process = run.ranks()[rank]
         process.suspend()
@@ -91,7 +77,7 @@ def test_a_stopped_rank_is_named_and_goes_on_unharmed_or_ends_the_run(
 
 def test_a_killed_rank_is_named_once(folder: Path) -> None:
     settings = endless(folder, "killed")
-    with Torchrun(settings, 4) as run:
+    with start_training(settings, 4) as run:
         wait_for(lambda: len(read_lines(settings)) > 2, run)
         run.ranks()[2].kill()  # on a busy machine others may be slow to answer, and are named beside it
         assert_said_once(
@@ -113,7 +99,7 @@ def test_what_one_rank_or_all_refuse_is_said_once(folder: Path, tmp_path: Path) 
         image.write_bytes(image.read_bytes()[:60])
     cases.append((tmp_path, 4, (), r"sample s\d+ .* cannot be read .*"))
     for place, number, more, sentence in cases:
-        with Torchrun(endless(place, f"refused-{number}"), number, *more) as run:
+        with start_training(endless(place, f"refused-{number}"), number, *more) as run:
             assert_said_once(run, sentence)
             assert len(said(run)) == 1
 
@@ -153,7 +139,7 @@ def test_a_rank_that_never_comes_or_was_started_otherwise_is_named(folder: Path)
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(folder: Path) -> None:
     settings = settings_of(folder, folder / "plan", "damaged", steps=3, save_every=1, keep=3)
-    with Torchrun(settings, 2, "--keep", "3") as run:
+    with start_training(settings, 2, "--keep", "3") as run:
         assert run.process.wait(timeout=300) == 0, run.errors
     whole = values_of(settings)
     second, third = list_checkpoints(settings.out)[1:]
@@ -163,7 +149,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(folder: P
     content[-1] ^= 1
     part.write_bytes(content)
     longer = replace(settings, steps=4)
-    with Torchrun(longer, 2, "--resume", "--keep", "3") as run:
+    with start_training(longer, 2, "--resume", "--keep", "3") as run:
         assert run.process.wait(timeout=300) == 0, run.errors
         (line,) = said(run)
         other = rf"{part.name} has other content"
@@ -176,7 +162,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(folder: P
     assert [record.loss for record in read_run_log(settings.out / "run.jsonl").steps][:3] == whole
     for path in list_checkpoints(settings.out):
         (path / "progress.json").write_text("{}")
-    with Torchrun(longer, 2, "--resume") as run:
+    with start_training(longer, 2, "--resume") as run:
         assert_said_once(run, r".* is damaged .* and .*, and no whole checkpoint is left: bring back a copy .*")
 
 
@@ -184,19 +170,19 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(folder: P
 def test_a_run_killed_again_and_again_comes_to_the_losses_of_one_that_was_not(folder: Path, num_ranks: int) -> None:
     plan = folder / ("alone" if num_ranks == 1 else "plan")
     whole = settings_of(folder, plan, f"calm-{num_ranks}", steps=12, save_every=2)
-    with Torchrun(whole, num_ranks) as run:
+    with start_training(whole, num_ranks) as run:
         assert run.process.wait(timeout=300) == 0, run.errors
     killed, seed = replace(whole, out=folder / f"stormy-{num_ranks}"), random.randrange(2**32)
     print("seed", seed)
     draw = random.Random(seed)
     for number in range(3):
-        with Torchrun(killed, num_ranks, *(["--resume"] if number else [])) as run:
+        with start_training(killed, num_ranks, *(["--resume"] if number else [])) as run:
             target = len(read_lines(killed)) + draw.randrange(1, 5)
             wait_for(
                 lambda run=run, target=target: run.process.poll() is not None or len(read_lines(killed)) >= target, run
             )
             time.sleep(draw.uniform(0, 0.5))
-    with Torchrun(killed, num_ranks, "--resume") as run:
+    with start_training(killed, num_ranks, "--resume") as run:
         assert run.process.wait(timeout=300) == 0, run.errors
     assert [record.loss for record in read_run_log(killed.out / "run.jsonl").steps] == values_of(whole)
     assert not list(killed.out.glob(".*"))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trimtab.errors import TrimtabError
@@ -28,10 +34,14 @@ def watches(num_ranks: int) -> list[Watch]:
 def read(own: Watch, others: list[Watch]) -> list[Late]:
     """Who is late at the place of `own`, once all have written and it has read."""
     for other in others:
-        other._write(other.store)
-    own._read(own.store)
-    assert own._place is not None
-    return own._late(own._place)
+        other.places.write(other.store)
+    own.others.read(own.store)
+    return late_here(own)
+
+
+def late_here(own: Watch) -> list[Late]:
+    assert own.places.current is not None
+    return own.others.late_at(own.places.current)
 
 
 def test_a_rank_that_is_at_another_place_is_named_with_it():
@@ -54,8 +64,44 @@ def test_a_backward_is_missed_wherever_the_other_rank_is():
     for _ in range(3):
         there.come_to("the start of a forward")
     read(here, [there])
-    (late,) = here._late(Place("the backward of get_image_features, exchange 1", None))
+    (late,) = here.others.late_at(Place("the backward of get_image_features, exchange 1", None))
     assert late.rank == 1
+
+
+def test_a_forward_to_which_all_come_names_those_that_are_not_so_far():
+    """Rank 2 is through, where rank 0 waits still: rank 1 alone is missing."""
+    here, stopped, through = watches(3)
+    for watch in (here, stopped, through):
+        watch.come_to("the end of a tower")
+        watch.come_to(None)
+    through.wait_for(Work(), "the forward of a tower", torch.ones(1), may_skip=False)
+    late: list[Late] = []
+    work = Work(lambda: late.extend(late_at_wait(here, [stopped, through])))
+    here.wait_for(work, "the forward of a tower", torch.ones(1), may_skip=False)
+    assert [x.rank for x in late] == [1]
+    assert here.places.open() == []
+    with pytest.raises(RuntimeError):
+        here.wait_for(Work(fail), "the forward of a tower", torch.ones(1), may_skip=False)
+    assert here.places.open() == []  # a wait that failed is over
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of a collective: what happens while it is waited for."""
+
+    wait: Callable[[], object] = lambda: None
+
+
+def fail() -> None:
+    raise RuntimeError("a connection broke")
+
+
+def late_at_wait(own: Watch, others: list[Watch]) -> list[Late]:
+    for other in others:
+        other.places.write(other.store)
+    own.others.read(own.store)
+    (place,) = own.places.open()
+    return own.others.late_at(place)
 
 
 def test_a_rank_that_writes_no_more_is_silent_with_its_last_place():
@@ -63,30 +109,24 @@ def test_a_rank_that_writes_no_more_is_silent_with_its_last_place():
     for watch in (here, gone, there):
         watch.come_to("step 7")
     assert read(here, [gone, there]) == []
-    record, _ = here._seen[1]
-    here._seen[1] = record, time.monotonic() - HOUR_S
-    here._place = replace_since(here, time.monotonic() - 2 * HOUR_S)
-    here._awake -= 3 * HOUR_S
+    here.others.heard[1] = replace(here.others.heard[1], changed=time.monotonic() - HOUR_S)
+    assert here.places.current is not None
+    here.places.current.since -= 2 * HOUR_S
+    here.others.awake -= 3 * HOUR_S
     (late,) = read(here, [there])
     assert late.is_silent
     assert late.waited_s == pytest.approx(HOUR_S, abs=60)  # it wrote until then
     told = r"rank 1 of 3 \(.*\), which does not answer since [\d:]+ \(it was at step 7 since [\d:]+\)"
     assert re.fullmatch(told, here.describe([late]))
-    here._awake = time.monotonic()  # this rank itself was stopped for two hours
-    assert here._late(here._place)[0].waited_s < 60
-
-
-def replace_since(watch: Watch, since: float) -> Place:
-    assert watch._place is not None
-    return Place(watch._place.name, watch._place.number, since=since)
+    here.others.awake = time.monotonic()  # this rank itself was stopped for two hours
+    assert late_here(here)[0].waited_s < 60
 
 
 def test_a_store_that_does_not_answer_is_rank_0s():
     _, here = watches(2)
     here.come_to("step 7")
-    here._answered = here._awake = time.monotonic() - HOUR_S
-    assert here._place is not None
-    assert [late.rank for late in here._late(here._place)] == [0]
+    here.others.answered = here.others.awake = time.monotonic() - HOUR_S
+    assert [late.rank for late in late_here(here)] == [0]
 
 
 def test_a_rank_that_has_left_is_late_where_it_did_not_come():
@@ -94,12 +134,11 @@ def test_a_rank_that_has_left_is_late_where_it_did_not_come():
     for watch in (here, gone):
         watch.come_to("step 7")
     gone.come_to(None)
-    gone._write(gone.store, has_left=True)
-    here._read(here.store)
-    assert here._place is not None
-    assert here._late(here._place) == []  # it was there too
+    gone.places.write(gone.store, has_left=True)
+    here.others.read(here.store)
+    assert late_here(here) == []  # it was there too
     here.come_to("step 8")
-    (late,) = here._late(here._place)
+    (late,) = late_here(here)
     assert here.describe([late]).endswith("which has left")
 
 
@@ -108,15 +147,20 @@ def test_the_first_rank_speaks_and_the_last_where_it_is_the_late_one(capsys):
     for watch in (first, last):
         watch.come_to("step 7")
     assert read(last, [first]) == []
-    assert not last._speaks([])
-    assert last._speaks([Late(0, 1.0, True)])
+    assert last.others.first_speaks([])
+    assert not last.others.first_speaks([Late(0, 1.0, True)])
     first.come_to("step 8")
     read(first, [last])
-    assert first._place is not None
-    first._say(first._place)
-    first._say(first._place)
+    assert first.places.current is not None
+    first.tell(first.places.current)
+    first.tell(first.places.current)
+    told = r"trimtab: rank 0 has waited \d+ s \(since .*\) at step 8 for rank 1 of 2 .*"
     (line,) = capsys.readouterr().err.splitlines()  # once
-    assert re.fullmatch(r"trimtab: rank 0 has waited 0 s \(since .*\) at step 8 for rank 1 of 2 .*", line)
+    assert re.fullmatch(f"{told}, which has not come there|{told}, which is at step 7 since .*", line)
+    first.others.heard[1] = replace(first.others.heard[1], changed=time.monotonic() - HOUR_S)
+    first.tell(first.places.current)
+    (line,) = capsys.readouterr().err.splitlines()  # once more, for it does not answer any longer
+    assert re.fullmatch(f"{told}, which does not answer since .*", line)
 
 
 def test_who_waits_too_long_gives_up():
@@ -125,8 +169,8 @@ def test_who_waits_too_long_gives_up():
     here.give_up, here.give_up_s = said.append, 0.0
     here.come_to("step 7")
     read(here, [there])
-    assert here._place is not None
-    here._say(here._place)
+    assert here.places.current is not None
+    here.tell(here.places.current)
     assert len(said) == 1
 
 
@@ -134,7 +178,7 @@ def test_who_waits_too_long_gives_up():
 def test_ranks_meet_with_equal_words_alone(words):
     first, last = watches(2)
     last.store.set("words/1", '{"seed": "0"}')
-    last._write(last.store)
+    last.places.write(last.store)
     if words["seed"] == "0":
         first.meet("the start", words, 60.0)
         first.close()
@@ -171,3 +215,15 @@ def test_timeouts_that_are_none_are_refused(tmp_path, value, told):
     settings = TrainSettings(plan=tmp_path, model=tmp_path)
     with pytest.raises(TrimtabError, match=rf"timeout_s \(--timeout\) {value}.*: {told}"):
         replace(settings, timeout_s=value)
+
+
+def test_a_process_that_ends_without_closing_has_left(tmp_path: Path):
+    """Else a thread in the store's code would end the process by SIGABRT, and the others would wait for it."""
+    ends = """
+import sys
+from torch.distributed import FileStore
+from trimtab.runtime.watch import Watch
+Watch(rank=0, num_ranks=1, store=FileStore(sys.argv[1], 2)).meet("the start", {}, 60)
+"""
+    subprocess.run([sys.executable, "-c", ends, str(tmp_path / "store")], check=True)
+    assert json.loads(FileStore(str(tmp_path / "store"), 2).get("rank/0"))["has_left"]

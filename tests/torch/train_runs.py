@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from gloo_ranks import on_ranks
 from model_folders import write_data, write_model, write_plan_of
@@ -111,19 +115,16 @@ def read_lines(settings: TrainSettings) -> list[str]:
 
 
 class Torchrun:
-    """`torchrun --no-python trimtab train` with these settings; killed when left, what it wrote in `errors`."""
+    """`torchrun --no-python trimtab` with these words; killed when left, what it wrote in `errors`."""
 
-    def __init__(self, settings: TrainSettings, num_ranks: int, *more: str) -> None:
+    def __init__(self, words: list[str], out: Path, num_ranks: int) -> None:
         ranks = ["--standalone", f"--nproc-per-node={num_ranks}", "--no-python"]
         itself = str(Path(sys.executable).parent / "trimtab")
-        given = [str(settings.plan), str(settings.model), "--out", str(settings.out), "--steps", str(settings.steps)]
-        given += ["--random-weights", "--dtype", settings.dtype, "--device", "cpu", "--lr", str(settings.learning_rate)]
-        given += ["--save-every", str(settings.save_every)]
-        settings.out.mkdir(exist_ok=True)
-        self._written = settings.out / "stderr.txt"
+        out.mkdir(exist_ok=True)
+        self._verb, self._written = words[0], out / "stderr.txt"
         with self._written.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *ranks, itself, "train", *given, *more],
+                [sys.executable, "-m", "torch.distributed.run", *ranks, itself, *words],
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
@@ -134,9 +135,9 @@ class Torchrun:
         return self._written.read_text()
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The processes of `trimtab train`."""
+        """The processes of the verb."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return {int(each.environ()["RANK"]): each for each in found if "train" in each.cmdline()}
+        return {int(each.environ()["RANK"]): each for each in found if self._verb in each.cmdline()}
 
     def __enter__(self) -> Torchrun:
         return self
@@ -147,6 +148,36 @@ class Torchrun:
             for each in (*psutil.Process(self.process.pid).children(recursive=True), self.process):
                 each.kill()
         self.process.wait()
+
+
+def start_training(settings: TrainSettings, num_ranks: int, *more: str) -> Torchrun:
+    given = [str(settings.plan), str(settings.model), "--out", str(settings.out), "--steps", str(settings.steps)]
+    given += ["--random-weights", "--dtype", settings.dtype, "--device", "cpu", "--lr", str(settings.learning_rate)]
+    given += ["--save-every", str(settings.save_every)]
+    return Torchrun(["train", *given, *more], settings.out, num_ranks)
+
+
+def wait_for(happened: Callable[[], object], run: Torchrun) -> None:
+    """The bound only ends a test that hangs."""
+    for _ in range(3000):
+        if happened():
+            return
+        assert run.process.poll() is None, run.errors
+        time.sleep(0.1)
+    pytest.fail(run.errors)
+
+
+def said(run: Torchrun) -> list[str]:
+    """Sentences, of all ranks."""
+    return [line.removeprefix("trimtab: ") for line in run.errors.splitlines() if line.startswith("trimtab: ")]
+
+
+def assert_said_once(run: Torchrun, sentence: str) -> None:
+    """One sentence ends the run, and no rank shows a traceback or gloo's own words (torchrun's own summary aside)."""
+    assert run.process.wait(timeout=300) == 1, run.errors
+    assert len([line for line in said(run) if re.fullmatch(sentence, line)]) == 1, run.errors
+    assert "gloo" not in run.errors
+    assert "trimtab/runtime" not in run.errors
 
 
 def _train(_rank: int, runs: list[TrainSettings]) -> None:

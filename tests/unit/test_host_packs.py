@@ -93,6 +93,19 @@ def test_shards_of_an_older_result_are_never_read_with_new_ones(
     assert not (tmp_path / ".nv-meta" / "dataset.yaml").exists(), "Energon would read what is there"
 
 
+def test_a_new_export_leaves_no_index_of_the_older_shards(plan: Path, tmp_path: Path) -> None:
+    write_energon_packs(plan, tmp_path, packs_per_shard=1)
+    meta, shards = tmp_path / ".nv-meta", sorted(tmp_path.glob("*.tar"))
+    index = [meta / name for name in (".info.json", ".info.yaml", "index.sqlite", "index.uuid", "split.yaml")]
+    index += [shard.with_name(f"{shard.name}.idx") for shard in shards]
+    others = [tmp_path / "notes.txt", meta / "notes.txt"]
+    for file in index + others:
+        file.write_text("of the older shards", encoding="utf-8")
+    written = write_energon_packs(plan, tmp_path)
+    left = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*written.files, *others}
+
+
 def test_ranks_that_do_not_divide_the_packs_are_refused(plan: Path, tmp_path: Path) -> None:
     num_packs = read_planned(plan).packing.num_packs
     with pytest.raises(PlanError, match=rf"{num_packs} packs were to be shared by {num_packs - 1} ranks, and Energon"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, read_recipe
+from trimtab.adapters.torchserve import ArchiveOptions, export_torchserve, read_recipe
 from trimtab.errors import ConfigError
 from trimtab.models.describe import read_config
 
@@ -34,7 +34,7 @@ def read_setup(archive: Path) -> dict[str, object]:
 
 def test_the_archive_holds_handler_and_settings(folder: Path, tmp_path: Path) -> None:
     places = {"model.visual": 0, "model.language_model": 1, "lm_head": "disk"}
-    options = TorchServeOptions(
+    options = ArchiveOptions(
         name="tiny",
         device_map=places,
         runs_on={"lm_head": 1},
@@ -77,7 +77,7 @@ def test_the_archive_holds_handler_and_settings(folder: Path, tmp_path: Path) ->
 
 
 def test_packed_weights_are_safetensors_alone(folder: Path, tmp_path: Path) -> None:
-    options = TorchServeOptions(name="tiny", pack_weights=True, max_memory={"0": "1GiB"})
+    options = ArchiveOptions(name="tiny", pack_weights=True, max_memory={"0": "1GiB"})
     exported = export_torchserve(folder, tmp_path / "store", options)
     with zipfile.ZipFile(exported.archive) as archive:
         inside = [name for name in archive.namelist() if name.startswith("model/")]
@@ -88,13 +88,13 @@ def test_packed_weights_are_safetensors_alone(folder: Path, tmp_path: Path) -> N
 
 
 def test_the_same_input_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    options = TorchServeOptions(name="tiny", pack_weights=True)
+    options = ArchiveOptions(name="tiny", pack_weights=True)
     first = export_torchserve(folder, tmp_path / "a", options).archive.read_bytes()
     assert first == export_torchserve(folder, tmp_path / "b", options).archive.read_bytes()
 
 
 def test_the_server_is_on_loopback_and_asks_for_tokens(folder: Path, tmp_path: Path) -> None:
-    exported = export_torchserve(folder, tmp_path / "store", TorchServeOptions(name="tiny", port=9100))
+    exported = export_torchserve(folder, tmp_path / "store", ArchiveOptions(name="tiny", port=9100))
     lines = dict(line.split("=", 1) for line in exported.config.read_text().splitlines())
     assert lines["inference_address"] == "http://127.0.0.1:9100"
     assert {lines[f"{x}_address"].rpartition(":")[0] for x in ("inference", "management", "metrics")} == {
@@ -105,22 +105,22 @@ def test_the_server_is_on_loopback_and_asks_for_tokens(folder: Path, tmp_path: P
 
 
 def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> None:
-    both = TorchServeOptions(name="tiny", device_map={"": 0}, max_memory={"0": "1GiB"})
+    both = ArchiveOptions(name="tiny", device_map={"": 0}, max_memory={"0": "1GiB"})
     with pytest.raises(ConfigError, match=r"max_memory has no say beside a device map, .*: leave one of them out"):
         export_torchserve(folder, tmp_path, both)
     with pytest.raises(ConfigError, match="--offload-folder"):
-        export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map={"": "disk"}))
+        export_torchserve(folder, tmp_path, ArchiveOptions(name="tiny", device_map={"": "disk"}))
 
 
 def test_another_models_map_is_refused_and_so_is_an_unknown_rule(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(dict(read_config("Qwen2-VL-7B"))))
     with pytest.raises(ConfigError, match=r"says nowhere where lm_head lies \(1 of 65 layers .*another model's"):
-        export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map={"model": 0}))
+        export_torchserve(folder, tmp_path, ArchiveOptions(name="tiny", device_map={"model": 0}))
     with pytest.raises(ConfigError, match="'even' is no rule of Accelerate's: choose one of auto, balanced, "):
-        export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map="even"))  # type: ignore[arg-type]
+        export_torchserve(folder, tmp_path, ArchiveOptions(name="tiny", device_map="even"))  # type: ignore[arg-type]
     assert not list(tmp_path.glob("*.mar"))
     places = {"model.visual": 0, "model.language_model": 1, "lm_head.weight": 1}  # a part of a layer will do
-    assert export_torchserve(folder, tmp_path, TorchServeOptions(name="tiny", device_map=places)).archive.exists()
+    assert export_torchserve(folder, tmp_path, ArchiveOptions(name="tiny", device_map=places)).archive.exists()
 
 
 # as pytorch/serve has it, examples/large_models/Huggingface_accelerate
@@ -138,7 +138,7 @@ RECIPE = {
 
 def test_every_key_of_the_recipe_is_in_the_archive_or_true_anyway(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "setup_config.json").write_text(json.dumps(RECIPE))
-    options = TorchServeOptions(name="tiny", **read_recipe(tmp_path / "setup_config.json"))
+    options = ArchiveOptions(name="tiny", **read_recipe(tmp_path / "setup_config.json"))
     setup = read_setup(export_torchserve(folder, tmp_path / "store", options).archive)
     kept = ("max_memory", "device_map", "offload_folder", "torch_dtype")
     assert {key: setup[key] for key in kept} == {key: RECIPE[key] for key in kept}
@@ -171,5 +171,5 @@ def test_exporting_needs_no_torch() -> None:
 def test_a_folder_of_pickles_alone_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="holds no safetensors: save the model as safetensors"):
-        export_torchserve(folder, tmp_path / "store", TorchServeOptions(name="tiny"))
+        export_torchserve(folder, tmp_path / "store", ArchiveOptions(name="tiny"))
     assert not (tmp_path / "store").exists()

@@ -136,9 +136,7 @@ def write_jsonl(
     return _exported(planned, (out,), ragged=False)
 
 
-def write_nested_packs(
-    plan: Path, out: Path, *, data: Sequence[Path] | None = None, fields: Sequence[Field] = ("num_tokens",)
-) -> WrittenData:
+def write_nested_packs(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> WrittenData:
     """JSON Lines of packs, each a list of records: what the Qwen-VL finetuning code reads with `data_packing`."""
     if out.suffix != ".jsonl":
         raise SampleError(
@@ -150,8 +148,15 @@ def write_nested_packs(
         open_atomically(out) as file,
     ):
         for place in range(len(planned.order)):
-            file.write(b"[" + b", ".join(_lines(planned, records, place, fields)) + b"]\n")
+            file.write(b"[" + b", ".join(_lines(planned, records, place, ("num_tokens",))) + b"]\n")
     return _exported(planned, (out,), ragged=True)
+
+
+def rows_of_pack(planned: PlannedPacks, place: int) -> list[int]:
+    """Rows of the sample table in the pack that is the `place`-th in order."""
+    packing, pack = planned.packing, planned.order[place]
+    rows: list[int] = packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist()
+    return rows
 
 
 def _lines(planned: PlannedPacks, records: Records, place: int, fields: Sequence[Field]) -> list[bytes]:
@@ -159,10 +164,9 @@ def _lines(planned: PlannedPacks, records: Records, place: int, fields: Sequence
     unknown = [name for name in fields if name not in FIELDS]
     if unknown:
         raise SampleError(f"field {unknown[0]!r} is unknown to a plan: choose of {', '.join(FIELDS)}")
-    packing, samples, pack = planned.packing, planned.samples, planned.order[place]
     lines = []
-    for row in packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist():
-        tokens, patches = int(samples.num_tokens[row]), int(samples.num_patches[row])
+    for row in rows_of_pack(planned, place):
+        tokens, patches = int(planned.samples.num_tokens[row]), int(planned.samples.num_patches[row])
         every = {"length": tokens, "num_tokens": tokens, "num_patches": patches, "pack": place}
         lines.append(_with_fields(records.read(row), {name: every[name] for name in fields}))
     return lines

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trimtab.adapters.data_files import PlannedPacks, WrittenData, read_planned, sources_of, write_jsonl
+from trimtab.adapters.data_files import WrittenData, read_planned, rows_of_pack, sources_of, write_jsonl
 from trimtab.adapters.record_files import open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import open_atomically, write_atomically, written_together
@@ -65,7 +65,7 @@ def write_energon_packs(
     media = MediaFolders(whole, allow_outside=reading.allow_outside, exif=reading.exif)
     order = [place for rank in range(dp) for place in range(rank, num_packs, dp)]
     written = []
-    (out / ".nv-meta" / "dataset.yaml").unlink(missing_ok=True)  # Energon reads no folder of old and new shards
+    _remove_index(out)
     with open_records(files, planned.samples, folder=out) as records:
 
         def conversation(row: int) -> tuple[dict[str, Any], Conversation, list[bytes]]:
@@ -82,7 +82,7 @@ def write_energon_packs(
             with open_atomically(path) as file, tarfile.open(fileobj=file, mode="w") as tar:
                 for place in order[start : start + packs_per_shard]:
                     samples = []
-                    for row in _rows_of(planned, place):
+                    for row in rows_of_pack(planned, place):
                         try:
                             samples.append(conversation(row))
                         except BadRecordError as error:
@@ -103,10 +103,12 @@ def write_energon_packs(
     return WrittenData(files=tuple(written), num_records=len(planned.packing.indices), num_packs=num_packs, notes=notes)
 
 
-def _rows_of(planned: PlannedPacks, place: int) -> list[int]:
-    packing, pack = planned.packing, planned.order[place]
-    rows: list[int] = packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist()
-    return rows
+def _remove_index(out: Path) -> None:
+    """First what makes Energon read a folder, then what it has written to index the shards of an older export."""
+    (out / ".nv-meta" / "dataset.yaml").unlink(missing_ok=True)
+    for pattern in ("packs-*.tar.idx", *(f".nv-meta/{name}" for name in _INDEX)):
+        for file in out.glob(pattern):
+            file.unlink()
 
 
 def _members(
@@ -139,6 +141,7 @@ def _question_and_answer(record: dict[str, Any], said: Conversation) -> tuple[st
     return turns[0][1].replace(IMAGE_MARK, "").strip(), turns[1][1]
 
 
+_INDEX = (".info.*", "index.*", "split.*")  # counts, places and parts of the shards: webdataset/config.py at 7.4.1
 _DATASET = {
     "records": "__module__: megatron.energon\n__class__: CrudeWebdataset\n",
     "llava-ov": """sample_type:

@@ -5,22 +5,19 @@ The archive is written here and not by `torch-model-archiver`: same members, and
 Tested with torchserve 0.12.0 and torch-model-archiver 0.12.0.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from trimtab.errors import ConfigError, TrimtabError
 from trimtab.files import open_atomically, read_small, write_atomically, written_together
-from trimtab.models.describe import describe
-from trimtab.options import DType, MapRule
+from trimtab.options import DType, MapRule, Option
 from trimtab.typed_json import parse_json
 from trimtab.units import MIB, parse_bytes
 
@@ -28,29 +25,57 @@ _HANDLER = "torchserve_handler.py"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _NOT_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".py")  # pickles, other frameworks, code
 _MAX_REQUEST_BYTES = 32 * MIB  # TorchServe's own default, 6.5 MB, is less than two photographs
-_RESPONSE_TIMEOUT_S = 300
+_RESPONSE_TIMEOUT_S = 300  # a worker that is silent for longer is killed
+_MAX_NEW_TOKENS = 256
 _DTYPES: Mapping[DType, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _AS_EVER = (("low_cpu_mem_usage", True), ("offload_state_dict", True), ("revision", "main"))  # so it loads anyway
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip can say
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchServeOptions:
-    """How TorchServe shall load and run the model."""
+def parse_max_memory(words: list[str]) -> dict[str, str]:
+    """{"0": "20GiB", "cpu": "64GiB"} of "0=20GiB" and "cpu=64GiB"."""
+    found: dict[str, str] = {}
+    for word in words:
+        device, _, size = word.partition("=")
+        if not (device == "cpu" or device.isdecimal()):
+            raise ConfigError(f"{word!r} names no device: write it as 0=20GiB or cpu=64GiB")
+        parse_bytes(size)
+        found[device] = size
+    return found
 
-    name: str
-    version: str = "1.0"
-    device_map: Mapping[str, int | str] | MapRule = "auto"  # a rule: Accelerate's, under max_memory, in the worker
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveOptions:
+    """How TorchServe shall load and run the model. What is None, TorchServe's own recipe may say (`read_recipe`)."""
+
+    name: Annotated[str | None, Option("Name of the model; by default the folder's.")] = None
+    version: Annotated[str, Option("Version of the archive.")] = "1.0"
+    device_map: Annotated[
+        Mapping[str, int | str] | MapRule | None,
+        Option("Without --map: Accelerate's own rule; default: auto.", read=str, typed=MapRule),
+    ] = None
     runs_on: Mapping[str, int | str] = field(default_factory=dict)  # of a map's modules on "cpu" or "disk"
-    max_memory: Mapping[str, str] | None = None  # {"0": "20GiB", "cpu": "64GiB"}; read with a rule alone
-    offload_folder: str | None = None  # for modules on disk; relative to the unpacked archive
-    dtype: DType | None = None  # None: the model's own
-    num_workers: int = 1  # each holds the whole model
-    batch_size: int = 1  # requests that are answered together
-    max_batch_delay_ms: int = 100  # how long TorchServe waits for a batch to fill
-    max_new_tokens: int = 256  # of an answer: a worker that is silent for 300 s is killed
-    pack_weights: bool = False  # False: the archive names the model's folder, and the worker reads it there
-    port: int = 8080  # of inference; management and metrics take the next two
+    max_memory: Annotated[
+        Mapping[str, str] | None,  # {"0": "20GiB", "cpu": "64GiB"}
+        Option(
+            "Without --map: what a device may hold, as in 0=20GiB or cpu=64GiB.",
+            read=parse_max_memory,
+            typed=list[str],
+        ),
+    ] = None
+    offload_folder: Annotated[
+        str | None,  # relative to the unpacked archive
+        Option("Folder for modules that the map places on disk.", read=str, typed=Path),
+    ] = None
+    dtype: Annotated[DType | None, Option("Type of the weights; by default the model's own.")] = None
+    num_workers: Annotated[int, Option("Processes, each with the whole model.", flag="--workers", least=1)] = 1
+    batch_size: Annotated[int, Option("Requests that are answered together.", least=1)] = 1
+    max_batch_delay_ms: Annotated[
+        int, Option("Milliseconds to wait for a batch to fill.", flag="--max-batch-delay", least=1)
+    ] = 100
+    max_new_tokens: Annotated[int | None, Option("Tokens of an answer; else 256.", least=1)] = None
+    pack_weights: Annotated[bool, Option("Copy the weights into the archive.")] = False  # else it names their folder
+    port: Annotated[int, Option("Inference port; the next two are taken too.", least=1, most=65533)] = 8080
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +88,18 @@ class TorchServeExport:
     notes: tuple[str, ...]
 
 
-def export_torchserve(model_dir: Path, out: Path, options: TorchServeOptions) -> TorchServeExport:
+def export_torchserve(model_dir: Path, out: Path, options: ArchiveOptions) -> TorchServeExport:
     """Writes OUT/NAME.mar, OUT/config.properties, and beside them the archive's own files to read."""
+    options = replace(options, name=options.name or model_dir.resolve().name)
     _check(model_dir, options)
     setup = {
         "model_path": "model" if options.pack_weights else str(model_dir.resolve()),
-        "device_map": options.device_map if isinstance(options.device_map, str) else dict(options.device_map),
-        "runs_on": dict(options.runs_on),
+        "device_map": options.device_map or "auto",
+        "runs_on": options.runs_on,
         "torch_dtype": None if options.dtype is None else _DTYPES[options.dtype],
-        "max_memory": None if options.max_memory is None else dict(options.max_memory),
+        "max_memory": options.max_memory,
         "offload_folder": options.offload_folder,
-        "max_new_tokens": options.max_new_tokens,
+        "max_new_tokens": options.max_new_tokens or _MAX_NEW_TOKENS,
     }
     files = {
         _HANDLER: resources.files("trimtab.serve").joinpath(_HANDLER).read_text(encoding="utf-8"),
@@ -95,20 +121,8 @@ def export_torchserve(model_dir: Path, out: Path, options: TorchServeOptions) ->
     )
 
 
-def parse_max_memory(words: list[str]) -> dict[str, str]:
-    """{"0": "20GiB", "cpu": "64GiB"} of "0=20GiB" and "cpu=64GiB"."""
-    found: dict[str, str] = {}
-    for word in words:
-        device, _, size = word.partition("=")
-        if not (device == "cpu" or device.isdecimal()):
-            raise ConfigError(f"{word!r} names no device: write it as 0=20GiB or cpu=64GiB")
-        parse_bytes(size)
-        found[device] = size
-    return found
-
-
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Fields of `TorchServeOptions` in the setup_config.json of TorchServe's own recipe for large models.
+    """Fields of `ArchiveOptions` in the setup_config.json of TorchServe's own recipe for large models.
 
     `ConfigError` for a key that the handler would not honour.
     """
@@ -137,29 +151,32 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check(model_dir: Path, options: TorchServeOptions) -> None:
+def _check(model_dir: Path, options: ArchiveOptions) -> None:
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} holds no config.json: name the folder of a saved model")
     if not any(model_dir.glob("*.safetensors")):
         raise ConfigError(f"{model_dir} holds no safetensors: save the model as safetensors, no other format is read")
-    if not _NAME.fullmatch(options.name):
+    if not _NAME.fullmatch(options.name or ""):
         raise ConfigError(f"{options.name!r} cannot stand in a URL: name the model with letters, digits, _ . and -")
-    if isinstance(options.device_map, str):
-        if options.device_map not in get_args(MapRule):
+    placed = options.device_map or "auto"
+    if isinstance(placed, str):
+        if placed not in get_args(MapRule):
             raise ConfigError(
-                f"device_map {options.device_map!r} is no rule of Accelerate's: choose one of "
+                f"device_map {placed!r} is no rule of Accelerate's: choose one of "
                 f"{', '.join(get_args(MapRule))}, or give a map"
             )
         return
     if options.max_memory is not None:
         raise ConfigError("max_memory has no say beside a device map, which places everything: leave one of them out")
-    if "disk" in options.device_map.values() and options.offload_folder is None:
+    if "disk" in placed.values() and options.offload_folder is None:
         raise ConfigError("the device map places modules on disk: name a folder for them with --offload-folder")
+    from trimtab.models.describe import describe  # NumPy, which the help of the options above does without
+
     try:
         layers = [layer.name for layer in describe(model_dir).layers]
     except TrimtabError:  # the worker, which has Transformers, says what is wrong with the folder or the map
         return
-    lost = [name for name in layers if not any(_overlap(name, module) for module in options.device_map)]
+    lost = [name for name in layers if not any(_overlap(name, module) for module in placed)]
     if lost:
         raise ConfigError(
             f"the device map says nowhere where {lost[0]} lies ({len(lost)} of {len(layers)} layers of {model_dir}): "
@@ -172,7 +189,7 @@ def _overlap(layer: str, module: str) -> bool:
     return module == "" or f"{layer}.".startswith(f"{module}.") or module.startswith(f"{layer}.")
 
 
-def _notes(options: TorchServeOptions) -> tuple[str, ...]:
+def _notes(options: ArchiveOptions) -> tuple[str, ...]:
     notes = [
         "TorchServe is archived and gets no security fixes: prefer trimtab serve, or vLLM and SGLang for throughput"
     ]
@@ -181,7 +198,7 @@ def _notes(options: TorchServeOptions) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _model_config(options: TorchServeOptions) -> str:
+def _model_config(options: ArchiveOptions) -> str:
     """A worker holds the whole map, so it sees every device: `parallelType`, which deals devices out, stays unset."""
     settings = {
         "minWorkers": options.num_workers,
@@ -194,7 +211,7 @@ def _model_config(options: TorchServeOptions) -> str:
     return "".join(f"{name}: {value}\n" for name, value in settings.items())
 
 
-def _properties(store: Path, options: TorchServeOptions) -> str:
+def _properties(store: Path, options: ArchiveOptions) -> str:
     """Loopback, tokens asked for (TorchServe's default), no models added over the network."""
     address = "http://127.0.0.1:"
     settings = {
@@ -212,7 +229,7 @@ def _properties(store: Path, options: TorchServeOptions) -> str:
     return "".join(f"{name}={value}\n" for name, value in settings.items())
 
 
-def _manifest(options: TorchServeOptions) -> dict[str, Any]:
+def _manifest(options: ArchiveOptions) -> dict[str, Any]:
     return {
         "createdOn": "01/01/1980 00:00:00",
         "runtime": "python",

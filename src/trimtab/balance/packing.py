@@ -105,7 +105,7 @@ def pack_samples(
         groups = Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     elif method == "balanced":
         how = {"dp": dp, "num_others": num_alone, **keys}
-        groups = pack_balanced(columns, own_cost, limits=limits, aim=fill, **how)
+        groups = pack_balanced(columns, own_cost, limits=limits, fill=fill, **how)
     elif method == "isf":
         from trimtab.balance.isf import pack_isf
 
@@ -165,6 +165,15 @@ def report_packing(
     return report_balance(samples, packing, result.schedule, cost=per_sample, padded_cost=padded_cost, padded=True)
 
 
+def refuse_empty(packing: Packing) -> None:
+    """Raise `PackingError` where every sample was skipped: packs of nothing are no result for a run."""
+    if packing.num_packs == 0:
+        raise PackingError(
+            f"all {len(packing.oversize)} samples are above {packing.limits[0]} patches or {packing.limits[1]} tokens "
+            "and were to be skipped, so no pack is left: raise max_patches or max_tokens"
+        )
+
+
 def warm_up(*methods: PackMethod) -> None:
     """Compile or load the compiled loops of these methods, or of all: a measured run then contains none of it."""
     small = SampleTable.of(np.arange(40) % 5, np.arange(40) + 1, patch_unit="tiles")
@@ -184,16 +193,6 @@ def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None) -> F
     if not (np.isfinite(column).all() and (column >= 0).all()):
         raise PackingError("cost holds a negative or non-finite number: give each sample a cost of 0 or more")
     return column
-
-
-def find_problems(fill: float | None, oversize: str, **counts: float) -> list[str]:
-    """What is wrong with settings that all packers have in common; `counts` must be 1 or more."""
-    problems = [f"{name} {value} packs nothing: give 1 or more" for name, value in counts.items() if value < 1]
-    if oversize not in OVERSIZE:
-        problems.append(f"oversize {oversize!r} is unknown: choose one of {', '.join(OVERSIZE)}")
-    if fill is not None and not 0.5 <= fill <= 1.0:
-        problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
-    return problems
 
 
 def _batch(method: PackMethod, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
@@ -216,7 +215,12 @@ def _check(
     fill: float | None,
     batch_size: float,
 ) -> None:
-    problems = find_problems(fill, oversize, dp=dp, batch_size=batch_size)
+    counts = {"dp": dp, "batch_size": batch_size}
+    problems = [f"{name} {value} packs nothing: give 1 or more" for name, value in counts.items() if value < 1]
+    if oversize not in OVERSIZE:
+        problems.append(f"oversize {oversize!r} is unknown: choose one of {', '.join(OVERSIZE)}")
+    if fill is not None and not 0.5 <= fill <= 1.0:
+        problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
     if dp * num_microbatches > _MOST_SLOTS:
         problems.append(
             f"dp {dp} x num_microbatches {num_microbatches} are more micro-batches a step than the {_MOST_SLOTS:,} "

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
+from trimtab.adapters.torchserve import ArchiveOptions
 from trimtab.cli.check import PlanArgument
 from trimtab.cli.frameworks import add_frameworks
-from trimtab.cli.options import Verbs
+from trimtab.cli.options import Verbs, verb
 from trimtab.cli.output import JsonOption, log, print_json
-from trimtab.options import DType, MapRule
 
 if TYPE_CHECKING:
     from trimtab.adapters.data_files import Field, WrittenData
@@ -30,59 +31,28 @@ add_frameworks(app)
 
 
 @app.command("torchserve")
+@verb
 def torchserve(
+    *,
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a saved model.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    device_map: Annotated[
-        Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")
-    ] = None,
-    rule: Annotated[MapRule | None, typer.Option("--device-map", help="Without --map: Accelerate's own rule.")] = None,
+    placed: Annotated[Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")] = None,
     setup: Annotated[
         Path | None, typer.Option(help="setup_config.json of TorchServe's recipe; options given here override it.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model; by default the folder's.")] = None,
-    version: Annotated[str, typer.Option(help="Version of the archive.")] = "1.0",
-    max_memory: Annotated[
-        list[str] | None, typer.Option(help="Without --map: what a device may hold, as in 0=20GiB or cpu=64GiB.")
-    ] = None,
-    offload_folder: Annotated[str | None, typer.Option(help="Folder for modules that the map places on disk.")] = None,
-    dtype: Annotated[DType | None, typer.Option(help="Type of the weights; by default the model's own.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes, each with the whole model.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests that are answered together.")] = 1,
-    max_batch_delay: Annotated[int, typer.Option(min=1, help="Milliseconds to wait for a batch to fill.")] = 100,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer; else 256.")] = None,
-    pack_weights: Annotated[bool, typer.Option("--pack-weights", help="Copy the weights into the archive.")] = False,
-    port: Annotated[int, typer.Option(min=1, max=65533, help="Inference port; the next two are taken too.")] = 8080,
+    options: ArchiveOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Write MODEL_DIR as a TorchServe 0.12 archive. TorchServe is archived: prefer trimtab serve."""
-    from trimtab.adapters.torchserve import TorchServeOptions, export_torchserve, parse_max_memory, read_recipe
-    from trimtab.serve.device_map import WrittenMap, read_device_map
+    from trimtab.adapters.torchserve import export_torchserve, read_recipe
+    from trimtab.serve.device_map import read_device_map
 
-    written = WrittenMap(None, {}) if device_map is None else read_device_map(device_map)
-    given: dict[str, Any] = {
-        "device_map": written.device_map or rule,
-        "runs_on": written.runs_on,
-        "dtype": dtype,
-        "max_memory": parse_max_memory(max_memory) if max_memory else None,
-        "offload_folder": offload_folder,
-        "max_new_tokens": max_new_tokens,
-    }
+    if placed is not None:
+        written = read_device_map(placed)
+        options = replace(options, device_map=written.device_map or options.device_map, runs_on=written.runs_on)
     recipe = {} if setup is None else read_recipe(setup)
-    exported = export_torchserve(
-        model_dir,
-        out,
-        TorchServeOptions(
-            name=name or model_dir.resolve().name,
-            version=version,
-            num_workers=workers,
-            batch_size=batch_size,
-            max_batch_delay_ms=max_batch_delay,
-            pack_weights=pack_weights,
-            port=port,
-            **{**recipe, **{key: value for key, value in given.items() if value is not None}},
-        ),
-    )
+    left_open = {name: value for name, value in recipe.items() if getattr(options, name) is None}
+    exported = export_torchserve(model_dir, out, replace(options, **left_open))
     if as_json:
         print_json(exported)
         return

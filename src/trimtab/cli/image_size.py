@@ -39,8 +39,9 @@ def image_size(
     if as_json:
         print_json({"model": model.name, "rule": model.image_rule.name, **asdict(counts)})
         return
+    tiles = "1 tile" if counts.tiles == 1 else f"{counts.tiles} tiles"
     print(
-        f"{model.name}: {counts.patches:,} ViT patches in {counts.tiles} tile(s), "
+        f"{model.name}: {counts.patches:,} ViT patches in {tiles}, "
         f"{counts.tokens:,} LLM tokens ({model.image_rule.name})"
     )
 

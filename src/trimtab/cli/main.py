@@ -23,7 +23,7 @@ from trimtab.cli.demo import demo
 from trimtab.cli.describe import describe
 from trimtab.cli.image_size import image_size
 from trimtab.cli.map import map_model
-from trimtab.cli.options import Verb, Verbs, is_further_rank, shorten
+from trimtab.cli.options import Verb, Verbs, is_further_rank, shorten_words
 from trimtab.cli.pack import pack
 from trimtab.cli.plan import plan
 from trimtab.cli.predict import predict
@@ -162,7 +162,7 @@ def _fail(message: str, error: Exception | None = None) -> NoReturn:
     is_said = getattr(error, "is_said", None)
     if is_said or (is_said is None and is_further_rank()):
         sys.exit(2)
-    message = shorten(message)
+    message = shorten_words(message)
     try:
         if "--json" in sys.argv:
             print(json.dumps({"error": message}))

@@ -156,7 +156,7 @@ def is_further_rank() -> bool:
 _LONGEST = 200
 
 
-def shorten(message: str) -> str:
+def shorten_words(message: str) -> str:
     """`message` with about 80 characters of each longer word, and of what was typed: both ends tell which it is."""
     typed = (word.strip() for word in sys.argv)
     words = {*re.findall(r"\S+", message), *typed}
@@ -174,7 +174,7 @@ def _told_once() -> Iterator[None]:
         if is_further_rank() and not isinstance(problem, typer.Exit):
             sys.exit(2)
         if hasattr(problem, "message"):
-            problem.message = shorten(problem.message)
+            problem.message = shorten_words(problem.message)
         raise
 
 

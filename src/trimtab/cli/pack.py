@@ -80,7 +80,7 @@ def pack(
     """Pack the samples of SIZES and print pad ratio, dist ratios, fill and shuffle quality."""
     import time
 
-    from trimtab.balance.packing import pack_samples, report_packing, warm_up
+    from trimtab.balance.packing import pack_samples, refuse_empty, report_packing, warm_up
     from trimtab.files import write_atomically, written_together
     from trimtab.plan.decide.mixture import describe_draw, draw_epoch
     from trimtab.plan.decide.packs import pack_contents
@@ -97,6 +97,7 @@ def pack(
     started = time.perf_counter()
     packed = epoch.of_table(pack_samples(epoch.drawn, method=options.method, limits=limits, **how))
     seconds = time.perf_counter() - started
+    refuse_empty(packed.packing)
     balance = report_packing(samples, packed)
     if out is not None:
         with written_together():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,7 +39,6 @@ MIN_S, MAX_S = 1e-6, 1e7
 _MOST = 1e18  # of what a micro-batch holds, and of bytes
 
 _COUNTED: tuple[Tower, ...] = ("vision", "language")
-_RANGE = re.compile(r"^(?P<stem>.+)\[(?P<first>\d{1,5})\.\.(?P<last>\d{1,5})\]$")
 
 
 _RANGES = {
@@ -90,8 +87,7 @@ class _Entry:
     """One run as the file has it."""
 
     name: str
-    stages: tuple[_Blocks, ...] = ()
-    modules: tuple[tuple[str, ...], ...] = ()  # the file's `stages` where they name modules
+    stages: tuple[_Blocks, ...]
     num_microbatches: int
     work: tuple[_Work, ...]  # one: of the mean micro-batch
     tp: int = 1
@@ -124,8 +120,7 @@ def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings
     The file is {"format": "trimtab-runs 1.0", "runs": [...]}. Keys of a run:
 
     stages: for each stage {"vision": 10, "language": 4}, the blocks of each tower in forward order (what is no block
-        goes with the block behind it, what follows the last block with the last stage); or for each stage a list of
-        module paths and ranges, as the plan file writes them;
+        goes with the block behind it, what follows the last block with the last stage);
     num_microbatches; tp, dp and schedule where they are not 1, 1 and "1F1B";
     work: what the mean micro-batch holds, {"patches": ..., "tokens": ..., ...} with the names of WORK_TERMS, or a list
         with one such object for each micro-batch. Squares not given follow from patches_per_image, tokens_per_sample;
@@ -203,8 +198,6 @@ def _read_run(
         name = given["name"] = given.get("name") or name
         if isinstance(given.get("work"), dict):
             given["work"] = [given["work"]]
-        if isinstance(given.get("stages"), list) and all(isinstance(stage, list) for stage in given["stages"]):
-            given["modules"] = given.pop("stages")
     read = read_typed(_Entry, given, "", own, read_number=_read_number)
     if read is not None:
         own += _find_problems(read)
@@ -227,12 +220,9 @@ def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
 
 def _find_problems(read: _Entry) -> Iterator[str]:
     """Of values that are sound by themselves."""
-    num_stages = len(read.stages or read.modules)
+    num_stages = len(read.stages)
     if num_stages == 0:
-        yield (
-            'stages cannot be read: give for each stage its blocks, {"vision": 10, "language": 4}, or a list of its '
-            "module paths"
-        )
+        yield 'stages are empty: give for each stage its blocks, as in {"vision": 10, "language": 4}'
     for key in ("stage_s", "peak_bytes", "recompute"):
         values = getattr(read, key)
         if values is not None and len(values) != num_stages:
@@ -262,8 +252,6 @@ def _price(read: _Entry, model: ModelSpec, device: DeviceSpec, settings: dict[st
 
 
 def _place(read: _Entry, model: ModelSpec) -> tuple[ModelSpec, tuple[Stage, ...]]:
-    if read.modules:
-        return model, _named_stages(model, read.modules)
     built, stages = place_blocks(model, [asdict(blocks) for blocks in read.stages])
     if len(built.layers) < len(model.layers) and not read.partial:
         placed, declared = (sum(x.kind == "block" for x in m.layers) for m in (built, model))
@@ -274,21 +262,6 @@ def _place(read: _Entry, model: ModelSpec) -> tuple[ModelSpec, tuple[Stage, ...]
     return built, stages
 
 
-def _named_stages(model: ModelSpec, given: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
-    names = [[name for entry in stage for name in _unfold(entry)] for stage in given]
-    expected = [layer.name for layer in model.layers]
-    flat = [name for stage in names for name in stage]
-    if flat != expected:
-        odd, wanted = next((a, b) for a, b in itertools.zip_longest(flat, expected) if a != b)
-        raise TrimtabError(
-            f"its stages name {odd or 'nothing more'} where the model continues with {wanted or 'the end'}: name "
-            "every layer once, in forward order"
-        )
-    if not all(names):
-        raise TrimtabError("a stage names no module: give every stage one layer or more")
-    return stages_between([0, *np.cumsum([len(stage) for stage in names]).tolist()])
-
-
 def _recomputed(model: ModelSpec, stage: Stage, count: int) -> Stage:
     """The stage with its first `count` blocks recomputed."""
     blocks = [i for i in range(stage.start, stage.stop) if model.layers[i].kind == "block"]
@@ -296,11 +269,3 @@ def _recomputed(model: ModelSpec, stage: Stage, count: int) -> Stage:
         raise TrimtabError(f"stage {stage.index} recomputes {count} of its {len(blocks)} blocks: give at most those")
     choice = RecomputeChoice(tier="full", layers=tuple(blocks[:count]))
     return replace(stage, recompute=(choice,)) if count else stage
-
-
-def _unfold(entry: str) -> list[str]:
-    """ "blocks[0..2]" as blocks.0, blocks.1, blocks.2."""
-    match = _RANGE.match(entry)
-    if match is None:
-        return [entry]
-    return [f"{match['stem']}.{i}" for i in range(int(match["first"]), int(match["last"]) + 1)]

@@ -122,7 +122,8 @@ def time_layers(
                 those = [run for run in ran if number in run.calls]
                 if those:
                     with refusing(model):
-                        timings = _time_layer(real, number, gradients[number], those, options)
+                        module = real.module.get_submodule(model.layers[number].name)
+                        timings = time_layer(module, real, number, gradients[number], those, options)
                     result.append(LayerTimings(layer=number, timings=timings))
         except torch.OutOfMemoryError as error:
             raise TrimtabError(
@@ -190,12 +191,19 @@ def measure_device(device: torch.device, dtype: str, *, clock: Clock = "wall") -
 # -- the clock ------------------------------------------------------------------------------------------------------
 
 
-def _time_layer(
-    real: RealModel, number: int, gradients: Gradients, those: Sequence[Run], options: TimingOptions
+def time_layer(
+    module: nn.Module,
+    real: RealModel,
+    number: int,
+    gradients: Gradients,
+    those: Sequence[Run],
+    options: TimingOptions,
 ) -> tuple[Timing, ...]:
-    """Sizes take turns, so that a machine that slows down for a while slows all of them."""
+    """`module`, layer `number` of `real` or a part of it, on what the layer is handed in each of the runs.
+
+    Sizes take turns, so that a machine that slows down for a while slows all of them.
+    """
     layer = real.model.layers[number]
-    module: nn.Module = real.module.get_submodule(layer.name)
     module.requires_grad_(gradients.weights)
     steps: list[Callable[[], object]] = []
     for run in those:

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from trimtab import __version__
 from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.files import write_atomically
 from trimtab.models.quote import quote
@@ -68,7 +69,7 @@ def cache_dir() -> Path:
 
 def _versions() -> list[str] | None:
     try:
-        return [metadata.version(name) for name in ("trimtab", "torch", "transformers")]
+        return [__version__, metadata.version("torch"), metadata.version("transformers")]
     except metadata.PackageNotFoundError:
         return None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.balance.packing import PackResult, pack_samples
+from trimtab.balance.packing import PackResult, pack_samples, refuse_empty
 from trimtab.errors import PartitionError, PlanError, refuse_type
 from trimtab.files import write_atomically, written_together
 from trimtab.partition.assess import SplitResult
@@ -221,8 +221,7 @@ def pack_epoch(epoch: Epoch, setting: Setting, options: PlanOptions, *, cost: Fl
             oversize=options.oversize,
         )
     )
-    if packed.packing.num_packs == 0:
-        raise PlanError("every sample exceeds the limits and was to be skipped: raise max_patches or max_tokens")
+    refuse_empty(packed.packing)
     if not options.leaves_steps_open:
         return packed
     return replace(packed, schedule=even_steps(packed.schedule, setting.num_microbatches))

@@ -27,6 +27,7 @@ from trimtab.report.table import on_page
 from trimtab.report.vision import vision_section
 from trimtab.report.words import (
     GAIN_NOISE,
+    MAX_SUMMARY,
     count_scale,
     error_sentence,
     memory_scale,
@@ -73,7 +74,7 @@ def _header(details: PlanDetails, *, beside_run: bool) -> str:
         f'<header><p class="eyebrow">Training plan · {num_devices} × {esc(cluster.device, 60)} · '
         f"{esc(plan.created_by, 60)}</p>"
         f"<h1>{esc(plan.inputs.model.name, 120)}</h1>"
-        f'<p class="lead">{esc(plan.summary, 600)}</p>'
+        f'<p class="lead">{esc(plan.summary, MAX_SUMMARY)}</p>'
         f'<dl class="tiles">{"".join(_tiles(details))}</dl>'
         f'<p class="note">{escape(error_sentence(details, beside_run=beside_run))} Steps of two variants may hold '
         "different numbers of samples: compare samples per second.</p></header>\n"

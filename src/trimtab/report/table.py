@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MAX_CELL = 400  # characters
+_FOLDED = 20  # characters of a word that has no blank, a module path, after which a narrow terminal may fold it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,8 @@ def numeric(*headers: str) -> tuple[Column, ...]:
 def on_page(table: Table) -> str:
     """HTML; the first cell of a row is its header."""
     head = "".join(f'<th scope="col"{_look(c)}>{_lines(c.header)}</th>' for c in table.columns)
-    # narrow screens show a row as a list, each cell behind its column's name
-    names = [
-        f' data-h="{escape(clean(column.header).replace(" /", "/").replace("- ", ""))}"' for column in table.columns
-    ]
+    # narrow screens show a row as a list, each cell after its column's name
+    names = [f' data-h="{escape(_name_of(column))}"' for column in table.columns]
     body = []
     for number, row in enumerate(table.rows):
         first, *others = (f"{_look(c)}>{_html_of(cell)}" for c, cell in zip(table.columns, row, strict=True))
@@ -76,7 +75,7 @@ def on_page(table: Table) -> str:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """In a terminal; words wrap, figures do not."""
+    """In a terminal; words wrap, figures do not. Where that takes more than its width, each row becomes a list."""
     from rich import box
     from rich.table import Table as Grid
 
@@ -89,6 +88,17 @@ def print_table(table: Table, console: Console) -> None:
         show_edge=False,
         header_style="dim",
     )
+    if _least_width(table) > console.width:
+        grid.show_header, grid.box = False, None
+        grid.add_column()
+        grid.add_column(overflow="fold")
+        for number, row in enumerate(table.rows):
+            if number > 0:
+                grid.add_row()
+            for column, cell in zip(table.columns, row, strict=True):
+                grid.add_row(_name_of(column), _text_of(cell), style=_style_of_row(table, number))
+        console.print(grid)
+        return
     for column in table.columns:
         grid.add_column(
             column.header,
@@ -97,9 +107,31 @@ def print_table(table: Table, console: Console) -> None:
             overflow="fold",
         )
     for number, row in enumerate(table.rows):
-        style = "bold green" if number == table.marked else "bold red" if number in table.bad else ""
-        grid.add_row(*map(_text_of, row), style=style)
+        grid.add_row(*map(_text_of, row), style=_style_of_row(table, number))
     console.print(grid)
+
+
+def _style_of_row(table: Table, number: int) -> str:
+    return "bold green" if number == table.marked else "bold red" if number in table.bad else ""
+
+
+def _least_width(table: Table) -> int:
+    """Characters that the columns need so that no figure is cut and no word is broken but a module path."""
+    from rich.cells import cell_len
+
+    total = 2 * len(table.columns) - 1  # a blank after each column, and one between two
+    for number, column in enumerate(table.columns):
+        texts = [column.header, *(str(_text_of(row[number])) for row in table.rows)]
+        if column.numeric:
+            total += max(cell_len(line) for text in texts for line in text.split("\n"))
+        else:
+            total += max(min(cell_len(word), _FOLDED) for text in texts for word in text.split() or [""])
+    return total
+
+
+def _name_of(column: Column) -> str:
+    """Its header on one line: "Samples/s" of "Samples\\n/s"."""
+    return clean(column.header).replace(" /", "/").replace("- ", "")
 
 
 def _html_of(cell: str | Cell) -> str:
@@ -112,7 +144,7 @@ def _html_of(cell: str | Cell) -> str:
 
 
 def _dotted(names: str) -> str:
-    """Module paths may break behind a dot, and nowhere else but between two of them."""
+    """Module paths may break after a dot, and nowhere else but between two of them."""
     return names.replace(".", ".<wbr>").replace(".<wbr>.<wbr>", "..")
 
 

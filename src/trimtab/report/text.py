@@ -19,7 +19,7 @@ from trimtab.report.plan_tables import (
 )
 from trimtab.report.table import print_table
 from trimtab.report.vision import vision_words
-from trimtab.report.words import clean, error_sentence, idle_sentence
+from trimtab.report.words import MAX_SUMMARY, clean, error_sentence, idle_sentence
 
 MAX_STAGE_ROWS = 16
 
@@ -27,7 +27,7 @@ MAX_STAGE_ROWS = 16
 def print_plan(details: PlanDetails, console: Console) -> None:
     """Summary, before/after table, stages and packing, as wide as the console."""
     decision, found = details.plan.decisions.vision_data_parallel, details.plan.estimates.vision_data_parallel
-    console.print(Text(clean(details.plan.summary, limit=600)))
+    console.print(Text(clean(details.plan.summary, limit=MAX_SUMMARY)))
     tables = [
         (variants_table(details), idle_sentence(details.variants[-1])),
         (stages_table(details, most=MAX_STAGE_ROWS), ""),

@@ -15,6 +15,7 @@ from trimtab.specs import FloatArray, LayerSpec, ModelSpec, Stage, tiers_of
 from trimtab.units import GIB, KIB, MIB
 
 MAX_TEXT = 400  # characters of a text from outside that are shown
+MAX_SUMMARY = 2000  # those of a plan's summary: it is our own, and the longest there is has about 900
 _BIDI_CONTROLS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 GAIN_NOISE = 0.005  # ratios nearer to 1 than this read as "the same"
 
@@ -72,7 +73,8 @@ _SAID_SHARE = 0.0005  # 0.0 % is not said
 
 
 def percent(share: float, *, digits: int = 1) -> str:
-    return f"{round(100.0 * share, digits) + 0.0:.{digits}f} %"  # + 0.0: no "-0.0"
+    """ "19.8 %". The share is rounded to four digits first, as in a plan file, so that both sources show the same."""
+    return f"{round(100.0 * round(share, 4), digits) + 0.0:.{digits}f} %"  # + 0.0: no "-0.0"
 
 
 def signed_percent(share: float) -> str:

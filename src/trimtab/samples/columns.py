@@ -25,7 +25,7 @@ def open_parquet(path: Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path.open("rb") if isinstance(path, Address) else path)
     except (OSError, pyarrow.ArrowException) as error:
-        raise _unreadable(path, "Parquet", error) from None
+        raise unreadable(path, "Parquet", error) from None
 
 
 def parquet_groups(path: Path) -> Groups:
@@ -45,7 +45,7 @@ def parquet_groups(path: Path) -> Groups:
         try:
             return _rows_of(file.read_row_group(group, use_threads=False))
         except (OSError, pyarrow.ArrowException) as error:
-            raise _unreadable(path, "Parquet", error) from None
+            raise unreadable(path, "Parquet", error) from None
 
     return Groups(
         names=file.schema_arrow.names,
@@ -66,7 +66,7 @@ def arrow_groups(path: Path) -> Groups:
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
         batches = [reader.get_batch(i) for i in range(reader.num_record_batches)] if is_file else list(reader)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise _unreadable(path, "an Arrow stream or file", error) from None
+        raise unreadable(path, "an Arrow stream or file", error) from None
 
     def records(groups: range, columns: Sequence[str]) -> Iterator[Any]:
         for group in groups:
@@ -96,7 +96,7 @@ def lance_groups(path: Path) -> Groups:
         fragments = data.get_fragments()
         counts = [fragment.count_rows() for fragment in fragments]
     except (OSError, ValueError) as error:
-        raise _unreadable(path.parent.parent, "a Lance data set", error) from None
+        raise unreadable(path.parent.parent, "a Lance data set", error) from None
 
     def records(groups: range, columns: Sequence[str]) -> Iterator[Any]:
         for group in groups:
@@ -124,5 +124,5 @@ def _rows_of(table: Any) -> Callable[[int], Any]:
     return lambda row: table.slice(row, 1).to_pylist()[0]
 
 
-def _unreadable(path: Path, what: str, error: Exception) -> SampleError:
+def unreadable(path: Path, what: str, error: Exception) -> SampleError:
     return SampleError(f"{path} is not readable as {what}: {shorten(str(error), 200)}; write it again")

@@ -14,8 +14,7 @@ import numpy as np
 from trimtab.errors import ImageError, SampleError
 from trimtab.models.images.apply import rule_in_sample
 from trimtab.models.images.asked import AskedImages
-from trimtab.samples.columns import open_parquet
-from trimtab.samples.json_lists import read_json_list
+from trimtab.samples.columns import open_parquet, unreadable
 from trimtab.samples.problems import BadSample, shorten
 from trimtab.samples.records import GROUPED, detect_format, read_records
 from trimtab.samples.rows import CONVERSATION_KEYS
@@ -80,24 +79,17 @@ def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
         columns = _parquet_columns(path)
         num_rows = len(next(iter(columns.values())))
         return _make_part(path, columns, range(1, num_rows + 1), bad, count_image)
-    if kind == "json":
-        numbered = [(line, value) for line, (value, _) in enumerate(read_json_list(path), 1)]
-    else:
-        numbered = []
-        for record in read_records(path, more_columns=_KEYS):
-            if record.problem is not None:
-                bad.append(BadSample.of(path, record.line, None, record.problem.kind, str(record.problem)))
-            elif not record.blank:
-                numbered.append((record.line, record.value))
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
-    for line, row in numbered:
-        if isinstance(row, dict):
-            rows.append(row)
-            lines.append(line)
-        else:
-            reason = f"the record is a {type(row).__name__}: it must be a JSON object"
-            bad.append(BadSample.of(path, line, None, "type", reason))
+    for record in read_records(path, more_columns=_KEYS):
+        if record.problem is not None:
+            bad.append(BadSample.of(path, record.line, None, record.problem.kind, str(record.problem)))
+        elif isinstance(record.value, dict):
+            rows.append(record.value)
+            lines.append(record.line)
+        elif not record.blank:
+            reason = f"the record is a {type(record.value).__name__}: it must be a JSON object"
+            bad.append(BadSample.of(path, record.line, None, "type", reason))
     named = {key: [row.get(key) for row in rows] for key in _KEYS}
     return _make_part(path, named, lines, bad, count_image)
 
@@ -125,7 +117,7 @@ def _parquet_columns(path: Path) -> _Columns:
     try:
         table = file.read(columns=[name for name in file.schema_arrow.names if name in _KEYS])
     except (OSError, pyarrow.ArrowException) as error:
-        raise SampleError(f"{path} is not readable as Parquet: {shorten(str(error), 200)}; write it again") from None
+        raise unreadable(path, "Parquet", error) from None
     if not any(key in table.column_names for key in TOKEN_KEYS):
         raise SampleError(f"{path} has no column of lengths: give one of {', '.join(TOKEN_KEYS)}")
     columns: dict[str, Sequence[Any]] = {}

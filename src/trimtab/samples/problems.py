@@ -70,6 +70,7 @@ def refuse_bad(bad: Sequence[BadSample], num_read: int, *, can_skip: bool = True
     if not bad:
         return
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(sample.kind for sample in bad).items()))
+    can_skip = can_skip and len(bad) < num_read  # without all of them nothing is left
     cure = "fix them, or leave them out with on_bad='skip' (--on-bad skip)" if can_skip else "fix them"
     raise SampleError(
         f"{len(bad)} of {of}{num_read} samples cannot be planned ({kinds}): {cure}\n"

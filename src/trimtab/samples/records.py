@@ -19,7 +19,7 @@ from trimtab.address import Address
 from trimtab.errors import SampleError
 from trimtab.files import refuse_special
 from trimtab.samples.chunks import Chunk, Format, Groups, Record, parse_record
-from trimtab.samples.columns import arrow_groups, lance_groups, parquet_groups
+from trimtab.samples.columns import arrow_groups, lance_groups, parquet_groups, unreadable
 from trimtab.samples.json_lists import read_json_list
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.rows import KNOWN_KEYS
@@ -261,4 +261,4 @@ def rows_of(path: Path) -> Iterator[object]:
     try:
         yield from groups.records(range(len(groups.counts)), groups.names)
     except (OSError, ValueError) as error:
-        raise SampleError(f"{path} is not readable as {kind}: {shorten(str(error), 200)}; write it again") from None
+        raise unreadable(path, kind, error) from None

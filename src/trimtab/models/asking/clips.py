@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.errors import ConfigError
 from trimtab.models.asking.blank import blank
-from trimtab.models.asking.images import Looker, Seen, shorten, tensors_in
+from trimtab.models.asking.images import Looker, Seen, fold_runs, tensors_in
 from trimtab.options import VideoOptions
 from trimtab.specs import Clip
 
@@ -47,7 +47,7 @@ def look_at_clip(looker: Looker, clip: Clip) -> Seen:
 def see_clip(looker: Looker, output: Mapping[str, Any], texts: list[str]) -> Seen:
     """What `run_clip` made; its text always says something."""
     tokens, soft = looker.count_tokens(output)
-    text = shorten(texts, soft)
+    text = fold_runs(texts, soft)
     if not text or not tokens:
         raise ConfigError("it writes no tokens in the place of a video: leave such samples out")
     return Seen(segments=tuple(looker.segments(output, clip=True)), tokens=tokens, text=text)

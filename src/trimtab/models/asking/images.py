@@ -87,7 +87,7 @@ class Looker:
         if not all(segments):  # a tower without patches
             segments = [tokens // max(len(segments), 1)] * max(len(segments), 1)
         each = len(segments) // copies
-        return Seen(segments=tuple(segments[:each]), tokens=tokens // copies, text=shorten(texts, soft))
+        return Seen(segments=tuple(segments[:each]), tokens=tokens // copies, text=fold_runs(texts, soft))
 
     def segments(self, output: Mapping[str, Any], *, clip: bool = False) -> list[int]:
         """Patches of every input of the tower: by the grids that the processor wrote, else by the shapes of pixels."""
@@ -219,7 +219,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(x)
 
 
-def shorten(texts: list[str], soft: str) -> str | None:
+def fold_runs(texts: list[str], soft: str) -> str | None:
     """What stands in the place of the first placeholder, each run of the image's token written once."""
     return re.sub(f"(?:{re.escape(soft)})+", lambda _: soft, texts[0]) if texts else None
 

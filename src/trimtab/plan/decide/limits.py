@@ -80,9 +80,10 @@ def try_limits(
             )
         )
     if not tried:
+        limits = {"max_patches": options.max_patches, "max_tokens": options.max_tokens}
+        given = " and ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
         raise PackingError(
-            f"max_patches {options.max_patches} and max_tokens {options.max_tokens} were given, and hardly a sample is "
-            "that small: raise the limits, or leave them out to have them chosen"
+            f"{given} was given, and hardly a sample is that small: raise it, or leave it out to have it chosen"
         )
     return tried
 

@@ -20,6 +20,7 @@ from trimtab.runtime.data.packing_runs import (
     alone,
     as_given,
     bound_of,
+    cut_sample,
     device_of,
     draw_samples,
     perturb,
@@ -27,7 +28,6 @@ from trimtab.runtime.data.packing_runs import (
     row_change,
     run,
     run_backward,
-    shorten,
     text_ids,
     types_key_of,
     untouched,
@@ -176,7 +176,7 @@ class _Check:
     def read(self, samples: Sequence[Mapping[str, Any]] | None, max_tokens: int) -> list[ProcessedSample]:
         assert self.collator.family is not None, "filled in when made"
         given = draw_samples(self.model, self.collator.family) if samples is None else samples[:6]
-        pack = [shorten(s, max_tokens) for s in read_processed(given, self.model.config, self.collator.family)]
+        pack = [cut_sample(s, max_tokens) for s in read_processed(given, self.model.config, self.collator.family)]
         if len(pack) < 2:
             raise UnsupportedPlanError(
                 f"packing was to be verified on {len(pack)} samples, but only two or more can mix: give at least two"

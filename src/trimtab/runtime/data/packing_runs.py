@@ -127,7 +127,7 @@ def _noisy(images: Mapping[str, Tensor], generator: torch.Generator) -> dict[str
     return {key: value + drawn[key] if key in drawn else value for key, value in images.items()}
 
 
-def shorten(sample: ProcessedSample, max_tokens: int) -> ProcessedSample:
+def cut_sample(sample: ProcessedSample, max_tokens: int) -> ProcessedSample:
     """Text behind the last image is cut; images stay whole."""
     rows = (sample.token_types > 0).nonzero()
     end = max(max_tokens, int(rows[-1]) + 2 if len(rows) and sample.images else 0)

@@ -132,7 +132,7 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
             "a plan whose ranks share images was to be probed, and a probe runs one pack on all ranks, which shares "
             "nothing: probe the plan that `trimtab plan --vision-dp none` makes"
         )
-    with process_group(settings.device, timeout_s=settings.timeout_s) as ranks:
+    with process_group(settings.device, timeout_s=settings.timeout_s, again="start the probe again") as ranks:
         device = ranks.device
         ranks.come_to("the probe")
         case = with_budget(

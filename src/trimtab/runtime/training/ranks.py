@@ -43,12 +43,17 @@ class Ranks:
 
 @contextmanager
 def process_group(
-    kind: Literal["cpu", "cuda"] | None, *, timeout_s: float = 1800.0, words: Mapping[str, str] | None = None
+    kind: Literal["cpu", "cuda"] | None,
+    *,
+    timeout_s: float = 1800.0,
+    words: Mapping[str, str] | None = None,
+    again: str = "go on from the last checkpoint (--resume)",
 ) -> Iterator[Ranks]:
     """This rank's device; in torchrun's process group, in one already there, or in one of this process alone.
 
     Under torchrun a rank that others wait for is named, and after `timeout_s` the run ends; so it does where ranks were
-    started with other `words`. What one rank raises, the others raise or end by, marked as said.
+    started with other `words`. What one rank raises, the others raise or end by, marked as said; where a rank is lost
+    `again` says how to start once more.
     """
     kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -78,7 +83,8 @@ def process_group(
         give_up=lambda sentence: _give_up(sentence, watch, told),
     )
     try:
-        with _told_once(watch, told), _ended_by_signal(watch, told):
+        # the signal outside: whoever tells of a lost rank is sent it meanwhile
+        with _ended_by_signal(watch, told, again), _told_once(watch, told, again):
             watch.meet("the start", words or {}, timeout_s)
             timeout = timedelta(seconds=timeout_s + MARGIN_S)
             dist.init_process_group(backend, store=store, rank=watch.rank, world_size=watch.num_ranks, timeout=timeout)
@@ -108,22 +114,19 @@ def _open_store(timeout_s: float) -> Any:
 
 
 @contextmanager
-def _told_once(watch: Watch, store: Any) -> Iterator[None]:
+def _told_once(watch: Watch, store: Any, again: str) -> Iterator[None]:
     """What ends all ranks is marked as said on all but one; of a connection that broke it is told who has ended."""
     try:
         yield
-    except (TrimtabError, OSError) as problem:
+    except (TrimtabError, OSError, RuntimeError, CheckpointException) as problem:
         watch.ending.acquire()
-        if getattr(problem, "is_said", None) is None:
+        if _is_lost(problem):
+            lost = TrimtabError(_explain(watch, watch.find_missing(), again))
+            lost.is_said = _others_left(watch) or not _is_first(store)
+            raise lost from problem
+        if isinstance(problem, (TrimtabError, OSError)) and getattr(problem, "is_said", None) is None:
             problem.is_said = not _is_first(store)  # type: ignore[union-attr]
         raise
-    except (RuntimeError, CheckpointException) as error:
-        watch.ending.acquire()
-        if not _is_lost(error):
-            raise
-        lost = TrimtabError(_explain(watch, watch.find_missing()))
-        lost.is_said = _others_left(watch) or not _is_first(store)
-        raise lost from error
 
 
 def _is_first(store: Any) -> bool:
@@ -153,7 +156,7 @@ def _others_left(watch: Watch) -> bool:
     return any(watch.has_left(rank) for rank in range(watch.num_ranks))
 
 
-def _explain(watch: Watch, missing: Sequence[Late]) -> str:
+def _explain(watch: Watch, missing: Sequence[Late], again: str) -> str:
     """Whom a wait that failed was for."""
     if not missing:
         return (
@@ -162,7 +165,7 @@ def _explain(watch: Watch, missing: Sequence[Late]) -> str:
         )
     return (
         f"at {watch.place} the run has lost {watch.describe(missing)}: see its messages and the system's log (did it "
-        "exceed the memory?), and go on from the last checkpoint (--resume)"
+        f"exceed the memory?), and {again}"
     )
 
 
@@ -175,7 +178,7 @@ def _give_up(sentence: str, watch: Watch, store: Any) -> None:
 
 
 @contextmanager
-def _ended_by_signal(watch: Watch, store: Any) -> Iterator[None]:
+def _ended_by_signal(watch: Watch, store: Any, again: str) -> Iterator[None]:
     """Torchrun ends the ranks that are left by SIGTERM, at once: first one of them says which rank it has lost.
 
     The main thread may wait inside a collective, where Python runs no handler: a thread waits for the signal.
@@ -193,7 +196,8 @@ def _ended_by_signal(watch: Watch, store: Any) -> Iterator[None]:
 
     fd, handler = signal.set_wakeup_fd(writes), signal.signal(signal.SIGTERM, handle)
     os.register_at_fork(after_in_child=partial(_forget, writes))
-    threading.Thread(target=_wait_for_signal, args=(reads, watch, store), name="trimtab signal", daemon=True).start()
+    waits = partial(_wait_for_signal, reads, watch, store, again)
+    threading.Thread(target=waits, name="trimtab signal", daemon=True).start()
     try:
         yield
     finally:
@@ -209,12 +213,12 @@ def _forget(writes: int) -> None:
         signal.set_wakeup_fd(fd)
 
 
-def _wait_for_signal(reads: int, watch: Watch, store: Any) -> None:
+def _wait_for_signal(reads: int, watch: Watch, store: Any, again: str) -> None:
     while told := os.read(reads, 1):
         if told[0] == signal.SIGTERM and watch.ending.acquire(blocking=False):
             lost = [late for late in watch.find_missing() if late.is_silent]
             if lost and not _others_left(watch) and _is_first(store):
-                say(_explain(watch, lost))
+                say(_explain(watch, lost, again))
             watch.close()  # so that the others do not take this one for lost
             os._exit(128 + signal.SIGTERM)
     os.close(reads)

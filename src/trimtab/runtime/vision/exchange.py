@@ -76,25 +76,33 @@ def just_wait(work: Any, _result: Tensor) -> None:
     work.wait()
 
 
-def gather_rows(rows: Tensor, layout: RowLayout, group: Any, wait: Waiting = just_wait) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """For the collective of a forward, to which every rank comes, and for that of its backward, which one may skip."""
+
+    forward: Waiting = just_wait
+    backward: Waiting = just_wait
+
+
+UNWATCHED = Waits()
+
+
+def gather_rows(rows: Tensor, layout: RowLayout, group: Any, waits: Waits = UNWATCHED) -> Tensor:
     """All rows (T, D) in the batch's order on every rank, from the `counts[rank]` rows this one made.
 
-    One collective forward and one backward, of (N - 1) / N T D elements received by each rank; `wait` is the
-    backward's, where a rank may wait for another that skips it.
+    One collective forward and one backward, of (N - 1) / N T D elements received by each rank.
     """
     num_ranks = dist.get_world_size(group)
     if not layout.is_padded_cheaply:
         everything = np.arange(len(layout))
-        return route_rows(rows, layout, [everything] * num_ranks, group, wait)
+        return route_rows(rows, layout, [everything] * num_ranks, group, waits)
     padded = int(layout.counts.max())
     index = torch.from_numpy(layout.owner * padded + layout.position).to(rows.device)
-    result: Tensor = _GatherRows.apply(rows, index, padded, group, wait)  # type: ignore[no-untyped-call]
+    result: Tensor = _GatherRows.apply(rows, index, padded, group, waits)  # type: ignore[no-untyped-call]
     return result
 
 
-def route_rows(
-    rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: Any, wait: Waiting = just_wait
-) -> Tensor:
+def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: Any, waits: Waits = UNWATCHED) -> Tensor:
     """Rows `wanted[rank]` of the batch, in that order, from the rows this rank made; every rank knows all of `wanted`.
 
     One all-to-all forward and one backward. A row several ranks want gets the sum of their gradients, added in the
@@ -107,7 +115,7 @@ def route_rows(
     places = np.argsort(owners, kind="stable")  # rows come rank after rank
     indices = [torch.from_numpy(np.ascontiguousarray(ids)).to(rows.device) for ids in (*send, places)]
     result: Tensor = _RouteRows.apply(  # type: ignore[no-untyped-call]
-        rows, indices[:-1], received.tolist(), indices[-1], group, wait
+        rows, indices[:-1], received.tolist(), indices[-1], group, waits
     )
     return result
 
@@ -123,13 +131,13 @@ class _GatherRows(torch.autograd.Function):
     """All-gather of padded rows, put in order; backward: reduce-scatter (sum)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, padded: int, group: Any, wait: Waiting) -> Tensor:
-        ctx.index, ctx.padded, ctx.num_rows, ctx.group, ctx.wait = index, padded, len(rows), group, wait
+    def forward(ctx: Any, rows: Tensor, index: Tensor, padded: int, group: Any, waits: Waits) -> Tensor:
+        ctx.index, ctx.padded, ctx.num_rows, ctx.group, ctx.wait = index, padded, len(rows), group, waits.backward
         num_ranks = dist.get_world_size(group)
         own = rows.new_zeros(padded, rows.shape[1])
         own[: len(rows)] = rows
         gathered = rows.new_empty(num_ranks * padded, rows.shape[1])
-        _gather(gathered, own, group=group)
+        waits.forward(_gather(gathered, own, group=group, async_op=True), gathered)
         return gathered.index_select(0, index)
 
     @staticmethod
@@ -147,12 +155,13 @@ class _RouteRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, send: list[Tensor], received: list[int], places: Tensor, group: Any, wait: Waiting
+        ctx: Any, rows: Tensor, send: list[Tensor], received: list[int], places: Tensor, group: Any, waits: Waits
     ) -> Tensor:
         """Own rows `send[r]` go to rank r, `received[r]` come from it; of those arriving row i goes to `places[i]`."""
-        ctx.wait = wait
+        ctx.wait = waits.backward
         ctx.send, ctx.received, ctx.places, ctx.group, ctx.num_rows = send, received, places, group, len(rows)
-        arrived = move_rows(rows.index_select(0, torch.cat(send)), [len(ids) for ids in send], received, group)
+        sent = [len(ids) for ids in send]
+        arrived = move_rows(rows.index_select(0, torch.cat(send)), sent, received, group, waits.forward)
         return torch.empty_like(arrived).index_copy_(0, places, arrived)
 
     @staticmethod
