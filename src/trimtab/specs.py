@@ -510,7 +510,7 @@ class LayerCost:
     kind: LayerKind
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]  # without recompute
-    output_bytes: tuple[float, ...]  # sent to the next stage if the model is cut behind this layer
+    output_bytes: tuple[float, ...]  # sent to the next stage if the model is cut after this layer
     state_bytes: float  # parameters, gradients and optimizer state on this device
     num_params: float  # on this device
     tiers: tuple[RecomputeTier, ...]  # the first is "none"; a layer that cannot recompute has no other

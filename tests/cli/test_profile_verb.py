@@ -17,7 +17,7 @@ QWEN = ["profile", "Qwen2.5-VL-7B"]
 def test_formulas_are_printed_for_each_kind_of_layer(run: Run) -> None:
     result = run(*QWEN, "--device", "H200")
     assert result.code == 0, result.err
-    for part in ("visual.blocks.0", "language_model.layers.0", "lm_head", "H200, bf16, flash", "Seconds +-30%"):
+    for part in ("visual.blocks.0", "language_model.layers.0", "lm_head", "H200, bf16, flash", "Seconds ± 30 %"):
         assert part in result.out
 
 

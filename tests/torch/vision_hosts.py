@@ -170,7 +170,7 @@ def run_conventions(rank: int) -> None:
             assert check.gradient_error <= BOUNDS[torch.float32], (loss, how, check)
             assert 0.9 < check.gradient_scale < 1.1, (loss, how, check)
             if how == "none":
-                with pytest.raises(TrimtabError, match="no vision parameter has one: call this behind the backward"):
+                with pytest.raises(TrimtabError, match="no vision parameter has one: call this after the backward"):
                     handle.reduce_gradients()  # cleared by the check
 
 

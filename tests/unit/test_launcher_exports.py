@@ -195,7 +195,7 @@ def test_pai_refuses_other_splits_families_and_chunks_at_once():
     assert first.startswith("tiny is of the family internvl, and Pai-Megatron-Patch has scripts")
     assert second == (
         "stages of 3, 5, 4 blocks were planned, and the scripts know a count above 0 for the first stage and even ones "
-        "behind it: export with --fit FOLDER (the best such split takes 1.25 x as long a step)"
+        "after it: export with --fit FOLDER (the best such split takes 1.25 x as long a step)"
     )
     with pytest.raises(UnsupportedPlanError, match="stages of 0, 12 blocks were planned"):
         pai(MODEL, by_counts(MODEL, 0, 12))

@@ -136,7 +136,7 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
         "a: colour: unknown",
         "a: iteration_s is -1: give a number from 1e-06 to 1e+07",
         "a: tp is 0: give a number from 1 to 65536",
-        "b: a stage has vision blocks behind a stage with language blocks: the vision tower runs first",
+        "b: a stage has vision blocks after a stage with language blocks: the vision tower runs first",
         'c: its stages hold 5 blocks, and the model declares 7: place them all, or say "partial": true',
         "d: stage_s has 1 numbers for 2 stages: give one for each stage",
         "d: recompute has 1 numbers for 2 stages: give one for each stage",

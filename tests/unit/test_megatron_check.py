@@ -193,9 +193,9 @@ def test_deepstack_cuts_name_the_count_that_is_enough():
     split = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
     found = failures(model, f"{split} Et*2|t*10L", vision_cleared=True)
     assert found == [
-        "the first stage ends behind 2 language blocks, and DeepStack: features enter layers 0 to 2: give it 3 or more"
+        "the first stage ends after 2 language blocks, and DeepStack: features enter layers 0 to 2: give it 3 or more"
     ]
-    assert any("ends behind 0 language blocks" in m for m in failures(model, f"{split} E|t*12L"))
+    assert any("ends after 0 language blocks" in m for m in failures(model, f"{split} E|t*12L"))
     assert failures(model, f"{split} Et*3|t*9L", vision_cleared=True) == []
 
 

@@ -104,7 +104,7 @@ def test_all_problems_of_the_weights_are_named_at_once() -> None:
         "source 'x' has two weights: give it one",
         "source 'a' was to have weight -1, which is no proportion: give 0 or more",
         "source 'x' was to have weight nan, which is no proportion: give 0 or more",
-        "source 'x' has a weight and no samples: the data's are a, b, gone",
+        "source 'x' has a weight and no samples: name one of the sources of the data, a, b, gone",
         "source 'b' has 2 samples and no weight: give it one, or 0 to leave it out",
         "source 'gone' was to have weight 3, and none of its samples is left: give it 0",
         "0 samples were to be drawn, which is no epoch: draw 1 or more",

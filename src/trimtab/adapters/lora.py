@@ -54,7 +54,7 @@ def quantisation_config(model: ModelSpec, lora: Lora, *, sharded: bool) -> dict[
 
 
 def peft_lines(model: ModelSpec, lora: Lora, *, sharded: bool) -> str:
-    """Python lines: how the base is loaded, and the adapters, to run behind the lines of recompute."""
+    """Python lines: how the base is loaded, and the adapters, to run after the lines of recompute."""
     quantised = quantisation_config(model, lora, sharded=sharded)
     loaded = f"# load the model with quantization_config=BitsAndBytesConfig({_call(quantised)})\n" if quantised else ""
     cast = "" if lora.weights == "fp32" else ", autocast_adapter_dtype=False"

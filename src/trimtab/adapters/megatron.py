@@ -66,7 +66,7 @@ class MegatronExport:
             yield ["--" + name.replace("_", "-"), *map(str, values)]
 
     def vision_python(self) -> str:
-        """The assignments that belong behind the copy of the language model's config, one a line."""
+        """The assignments that belong after the copy of the language model's config, one a line."""
         return "\n".join(f"vision_config.{name} = {value!r}" for name, value in self.vision_fields.items())
 
 

@@ -49,7 +49,7 @@ class MegatronFlags:
 
 
 def flag_values(text: str) -> dict[str, str]:
-    """What stands behind each flag of a launch script, "" where nothing does; of a flag said twice, the later one.
+    """What stands after each flag of a launch script, "" where nothing does; of a flag said twice, the later one.
 
     >>> flag_values("--bf16 --lr=1e-5 --micro-batch-size 1")
     {'bf16': '', 'lr': '1e-5', 'micro_batch_size': '1'}
@@ -277,7 +277,7 @@ def _padded_heads(model: ModelSpec, tp: int) -> Iterator[Finding]:
 
 
 def _deepstack_findings(model: ModelSpec, counts: Sequence[int]) -> Iterator[Finding]:
-    """Cuts that the model forbids: its vision features enter language blocks behind the first."""
+    """Cuts that the model forbids: its vision features enter language blocks after the first."""
     block = model.indices("language", "block")[0]
     cuts = {block + passed for passed in accumulate(counts[:-1])} & model.forbidden_cuts
     if cuts:
@@ -285,7 +285,7 @@ def _deepstack_findings(model: ModelSpec, counts: Sequence[int]) -> Iterator[Fin
         reason = model.forbidden_cut_reason or "the model forbids this cut"
         yield Finding(
             fails=True,
-            message=f"the first stage ends behind {min(cuts) - block} language blocks, and {reason}: give it "
+            message=f"the first stage ends after {min(cuts) - block} language blocks, and {reason}: give it "
             f"{free - block} or more",
         )
 

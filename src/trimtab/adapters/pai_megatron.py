@@ -1,6 +1,6 @@
 """A plan's decisions as environment and arguments of Pai-Megatron-Patch's Qwen-VL scripts.
 
-The scripts know one uneven split, a count for the first stage (`MP_PP0_LAYERS`) with even stages behind it, and one
+The scripts know one uneven split, a count for the first stage (`MP_PP0_LAYERS`) with even stages after it, and one
 switch for recompute. Their positional arguments were read at commit a098ca5: examples/qwen2_vl and qwen2_5_vl take 24,
 examples/qwen3_vl takes 26, with the experts' two degrees behind CP. `bench/hosts.py` reads them again.
 """
@@ -122,7 +122,7 @@ def _unscripted(model: ModelSpec, num_chunks: int) -> list[str]:
 
 
 def _uneven(model: ModelSpec, counts: Sequence[int], price: float | None) -> list[str]:
-    """Whether the stages' numbers of blocks are a first one and even ones behind it."""
+    """Whether the stages' numbers of blocks are a first one and even ones after it."""
     if len(set(counts)) > 1 and model.family in _COPY_THE_COUNT:
         return [
             f"stages of {', '.join(map(str, counts))} blocks were planned, and the script of {model.family} leaves the "
@@ -134,7 +134,7 @@ def _uneven(model: ModelSpec, counts: Sequence[int], price: float | None) -> lis
     cost = "" if price is None else f" (the best such split takes {price:.2f} x as long a step)"
     return [
         f"stages of {', '.join(map(str, counts))} blocks were planned, and the scripts know a count above 0 for "
-        f"the first stage and even ones behind it: export with --fit FOLDER{cost}"
+        f"the first stage and even ones after it: export with --fit FOLDER{cost}"
     ]
 
 

@@ -1,7 +1,7 @@
 """A plan's decisions as torchtitan's `ParallelismConfig` and activation checkpointing, or a refusal with its price.
 
 torchtitan splits a model by the names of its children: whole modules, and single entries of a list or dict of layers.
-A vision encoder is one module beside the embedding, so no cut goes through it or behind it. Checked against torchtitan
+A vision encoder is one module beside the embedding, so no cut goes through it or after it. Checked against torchtitan
 0.3.0 by tests/integration/test_torchtitan.py; the names of batch sizes in its main branch, read at b5bcd76, are told
 apart when the lines run. Nothing is imported here.
 """
@@ -60,7 +60,7 @@ def titan_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage,
 
 
 def export(plan: Decided, price: float | None) -> Exported:
-    """Lines for a config function, behind `cfg = ...`: parallelism, local batch size and the recompute policy."""
+    """Lines for a config function, after `cfg = ...`: parallelism, local batch size and the recompute policy."""
     model, stages, dims, zero_stage = plan.model, plan.stages, plan.dims, plan.zero_stage
     problems = [
         *_family_problems(model),
@@ -130,7 +130,7 @@ def _python(parallelism: Mapping[str, object], plan: Decided, recompute: str | N
             lines.append(f"cfg.parallelism.{name} = {setting!r}")
     num_samples = plan.samples_per_step // plan.dims.dp
     lines += [
-        'if hasattr(cfg.parallelism, "num_pp_microbatches"):  # behind 0.3.0: batches are counted in tokens',
+        'if hasattr(cfg.parallelism, "num_pp_microbatches"):  # after 0.3.0: batches are counted in tokens',
         f"    cfg.parallelism.num_pp_microbatches = {num_samples if plan.dims.pp > 1 else 1}",
         "    cfg.training.num_tokens_per_microbatch_per_dp_rank = cfg.training.max_context_length",
         "else:",

@@ -242,7 +242,7 @@ def share_pairs(
         n = num_a + packs.num_held[b]
         if n < 2 or a == b:
             continue
-        # 1. members[first : first + free] may change side; those before stay in a, those behind stay in b
+        # 1. members[first : first + free] may change side; those before stay in a, those after stay in b
         _list_members(packs, a, b, members)
         first, free = np.int64(1), n - 1
         if free > max_free:

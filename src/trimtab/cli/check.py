@@ -43,7 +43,7 @@ def check(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Recompute coverage, limits, memory and input hashes of PLAN; exit code 1 when something does not hold.
+    """Check coverage, limits, memory and input hashes of PLAN; exit code 1 when something does not hold.
 
     With --for, also what keeps a framework from running the plan, or the given --flags, as they stand. With --memory,
     also the counted peak of every pipeline rank, at the packs it runs.

@@ -127,8 +127,10 @@ def pack(
 
 def _given_limits(options: PackOptions) -> tuple[int, int]:
     if options.max_patches is None or options.max_tokens is None:
+        limits = (("--max-patches", options.max_patches), ("--max-tokens", options.max_tokens))
+        missing = [name for name, limit in limits if limit is None]
         raise PlanError(
-            f"max_patches {options.max_patches} and max_tokens {options.max_tokens} were given, and packs need both "
-            "limits: give both, or use trimtab plan, which chooses them"
+            f"packs need both limits, and {' and '.join(missing)} {'were' if len(missing) > 1 else 'was'} not given: "
+            "give both, or use trimtab plan, which chooses them"
         )
     return options.max_patches, options.max_tokens

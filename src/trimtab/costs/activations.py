@@ -204,7 +204,7 @@ def _kept_by_block(layer: LayerSpec, settings: CostSettings) -> list[Kept]:
 
 
 def _kept_by_norm(layer: LayerSpec, width: float, settings: CostSettings, *, share: int = 1) -> list[Kept]:
-    """A norm over `width` values, without its result (which the product behind it keeps).
+    """A norm over `width` values, without its result (which the product after it keeps).
 
     LayerNorm and fused norms keep their input and fp32 statistics. RMSNorm in PyTorch operations keeps the fp32 copy
     (squared, and scaled by the rsqrt) and the normed values that the weight multiplies.
@@ -266,7 +266,7 @@ def _kept_by_mlp(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> list[K
 
 
 def _kept_by_activation(name: str, m: MlpSpec, width: float, settings: CostSettings) -> list[Kept]:
-    """Activation and gate over `width` values, and the input of the product behind them."""
+    """Activation and gate over `width` values, and the input of the product after them."""
     bytes_ = settings.item_bytes * width
     kept = [Kept(name=f"{name} activation input", row_bytes=bytes_)]
     if m.gated:
@@ -350,7 +350,7 @@ def _biased_experts(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Tra
     """What Megatron-Core runs unfused where experts have biases and a clamped gate (0.16, transformer/moe/experts.py).
 
     Gate and up are clamped (both read and written) and joined again: 8 values for each of an expert's columns. Biases
-    behind the last product are weighed by the router, added expert by expert, and joined: 6 for each of its width.
+    after the last product are weighed by the router, added expert by expert, and joined: 6 for each of its width.
     """
     each = 8.0 * m.intermediate_size / settings.dims.expert_tp + 6.0 * layer.hidden_size
     return Traffic(name="expert biases", row_bytes=settings.item_bytes * settings.visits(m) * each, num_kernels=5)

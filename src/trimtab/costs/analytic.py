@@ -76,7 +76,7 @@ def find_gradients(layers: Iterable[LayerSpec], frozen: frozenset[str], lora: Lo
     """What each layer's backward computes, given the towers that do not train; with LoRA adapters alone do.
 
     Pixels and token ids have no gradient, and a frozen layer passes none on to nothing: a frozen tower with nothing
-    trainable before it has no backward at all, one behind trainable layers has the half for its inputs.
+    trainable before it has no backward at all, one after trainable layers has the half for its inputs.
     """
     result, reached = [], False
     for layer in layers:
@@ -199,7 +199,7 @@ def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _
     w N (h + 2 f). The weight's gradient is in the weight's dtype: kernels make it before it is added to the fp32
     accumulator, and Megatron-Core 0.16 allocates it even where its kernel adds to the accumulator itself ("dummy
     grad_weight" in tensor_parallel/layers.py). Exact for dense blocks of Transformers with SDPA (0.1 %); up to 24 % too
-    much where a norm stands behind the MLP (Gemma 3), whose input is freed before. Not counted: the first products
+    much where a norm stands after the MLP (Gemma 3), whose input is freed before. Not counted: the first products
     where fused kernels make one matrix of two, w (2 N h - N f + 2 h f), larger than both only with fewer rows than
     about half the width, and by less than w h f. Unfused attention: see `_transients`.
 
@@ -393,7 +393,7 @@ def _transients(
     Blocks: `_workspaces`; with unfused attention also its scores once more, for their gradients (twice where
     softmax keeps one copy): an upper bound, up to three times the truth. A layer that recomputes holds what it computed
     again as well: `SplitProblem.assess` adds that. Head: beside logits and log-softmax (kept), the fp32 gradients
-    before and behind the softmax, 8 bytes for each vocabulary entry and token. Fused, the softmax becomes its own
+    before and after the softmax, 8 bytes for each vocabulary entry and token. Fused, the softmax becomes its own
     gradient: beside it (kept) that gradient as the head's product takes it, then, the softmax gone, the gradients of
     weight and input. Not counted: projectors, norms, random states (16 bytes a layer on a GPU), the vision tower's
     gather under vision data parallel.

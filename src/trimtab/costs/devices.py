@@ -171,9 +171,9 @@ def find_device(name: str, *, beside: DeviceSpec | None = None) -> DeviceSpec:
     near = difflib.get_close_matches(wanted, map(_squeeze, DEVICES), n=3, cutoff=0.5)
     meant = [device.name for device in DEVICES.values() if device in found or _squeeze(device.name) in near]
     raise TrimtabError(
-        f"no device is called {name!r}: "
-        + (f"did you mean {', '.join(meant)}? " if meant else "")
-        + f"The table holds {', '.join(DEVICES)}; choose one of them, or give a file with the figures of your own "
+        f"no device is called {name!r}"
+        + (f" (did you mean {', '.join(meant)}?)" if meant else "")
+        + f": the table holds {', '.join(DEVICES)}; choose one of them, or give a file with the figures of your own "
         "device, as in my.yaml"
     )
 

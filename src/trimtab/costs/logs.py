@@ -170,7 +170,7 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
             raise TrimtabError(f"{total} {tower} blocks are placed, and the model has {declared}: place at most those")
     towers = [tower for stage in counts for tower in _COUNTED for _ in range(stage.get(tower, 0))]
     if sorted(towers, key=_COUNTED.index) != towers:
-        raise TrimtabError("a stage has vision blocks behind a stage with language blocks: the vision tower runs first")
+        raise TrimtabError("a stage has vision blocks after a stage with language blocks: the vision tower runs first")
     kept, left = [], dict(totals)
     for layer in model.layers:
         if layer.kind == "block" and layer.tower in left:
@@ -184,7 +184,7 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
         model = replace(model, layers=tuple(kept), forbidden_cuts=frozenset(), tied=())
     blocks = [i for i, layer in enumerate(kept) if layer.kind == "block" and layer.tower in _COUNTED]
     ends = np.cumsum([sum(stage.values()) for stage in counts])[:-1]
-    # behind the previous stage's last block
+    # after the previous stage's last block
     return model, stages_between([0, *(blocks[end - 1] + 1 for end in ends.tolist()), len(kept)])
 
 

@@ -41,7 +41,7 @@ class KindCounts:
 
     layer: int  # number in the model
     group: int
-    kept_bytes: Terms  # nothing recomputed; with what the code behind the layer keeps
+    kept_bytes: Terms  # nothing recomputed; with what the code after the layer keeps
     recomputed_bytes: Terms  # the layer recomputed
     context_bytes: Terms  # tables and masks it is handed, shared by the layers of its tower; of code between blocks
     output_bytes: Terms
@@ -75,7 +75,7 @@ def share_bytes(trace: Trace, *, blocks: Collection[str] = ()) -> tuple[LayerByt
     A layer other than `blocks` counts all that it saves, another's or not: the two may come to lie on two stages.
     Where one layer is recomputed the shares are exact; where several are that hold the same storage, it counts for
     each. Context is what layers are handed by keyword and without gradient, and what code between `blocks` keeps (one
-    block stands for many, and such code need not run behind each): it is held once, whatever is recomputed.
+    block stands for many, and such code need not run after each): it is held once, whatever is recomputed.
     """
     kept, recomputed, context = ([0] * len(trace.layers) for _ in range(3))
     for storage in trace.storages:
@@ -117,10 +117,11 @@ def fit_counts(
 ) -> tuple[KindCounts, ...]:
     """Counts of each traced layer as coefficients of WORK_TERMS.
 
-    `groups`: of the layer that stands for each. `kept`: steps in which nothing was recomputed; bytes and FLOPs are
-    sums of their terms, so the fit leaves nothing, or says what (`TrimtabError` if it leaves 30 %).
-    `recomputed`: larger ones with every block recomputed; transients are maxima of sums, so these are lines through
-    large sizes.
+    `groups`: number of each traced layer -> the group of like layers that it stands for.
+    `kept`: steps in which nothing was recomputed. Their bytes and FLOPs are sums of terms, so a fit leaves no rest; a
+    rest is reported as a warning, and from 30 % on as a `TrimtabError`.
+    `recomputed`: steps of larger sizes with every block recomputed. Transients are maxima of such sums, and only at
+    large sizes does one of the sums decide, so they are lines through these.
     """
     blocks = {x.name for x in model.layers if x.kind == "block"}
     shares = [share_bytes(probe.trace, blocks=blocks) for probe in kept]
@@ -192,10 +193,11 @@ def _fit(
 def _fit_transient(
     layer: LayerSpec, settings: CostSettings, number: int, probes: Sequence[Probe], kept: Terms, again: Terms
 ) -> Terms:
-    """The larger of backward's transient and what forward's leaves above what is kept, as a line through the sizes.
+    """Transient bytes as a line through the sizes: the larger of backward's, and of forward's above what is kept.
 
-    Less `again`, what the layer computed again in `probes`: whoever adds up a stage counts that where it is recomputed.
-    Two sizes: each pair costs what is kept for it (SDPA's masks) and not computed again. Three: what they say.
+    `again`, what the layer computed again in `probes`, is subtracted: the sum of a stage counts it for each layer that
+    is recomputed. Two sizes settle only two coefficients, so a pair of rows then costs what is kept for it (SDPA's
+    masks) and not computed again. Three sizes settle the pair's as well.
     """
     values = []
     for probe in probes:
@@ -235,7 +237,7 @@ def traced_profile(
 
     The tier "full" keeps what was counted and costs the formula's forward less the products that recompute stops
     short of. The formulas' stay: the tiers "selective" and "attention", and of a block's transients the one that grows
-    fastest. Context of a tower is held by its first layer, and by a stage that begins behind it. A group without a
+    fastest. Context of a tower is held by its first layer, and by a stage that begins after it. A group without a
     module of its own (a bare parameter) keeps its formula.
     """
     counted = {kind.group: kind for kind in kinds}
@@ -264,7 +266,7 @@ def traced_profile(
     said = [
         f"Bytes kept and transient were counted on the real layers, without weights: {how}.",
         "Tables and masks that a tower's layers share, and what code between its blocks keeps, are its first layer's, "
-        "and again of every stage that begins behind it.",
+        "and again of every stage that begins after it.",
         *warnings,
     ]
     if uncounted:
@@ -286,7 +288,9 @@ def _ungroup(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
     """New groups: the first layer of a tower may hold more than those that were like it."""
     groups: dict[tuple[object, ...], int] = {}
     return tuple(
-        replace(x, group=groups.setdefault((x.group, x.tiers), len(groups)))  # tiers alone were changed unlike
+        replace(
+            x, group=groups.setdefault((x.group, x.tiers), len(groups))
+        )  # of like layers only the tiers may differ now
         for x in layers
     )
 

@@ -182,7 +182,7 @@ class _Recorder:
                 handle.remove()
 
     def end_forward(self) -> None:
-        """The code behind the last layer entered, up to now, was part of that layer's forward."""
+        """The code after the last layer entered, up to now, was part of that layer's forward."""
         if self.calls:
             record, call = self.records[self.calls[-1].place], self.calls[-1]
             record.forward_transient_bytes = max(

@@ -93,7 +93,7 @@ def bmp_anchor(problem: SplitProblem) -> tuple[int, ...]:
     cuts: list[int] = []
     low = 0
     for i in range(1, S):
-        # an allowed cut behind the last one, leaving one for each stage to come
+        # an allowed cut after the last one, leaving one for each stage to come
         free = np.arange(low + 1, len(positions) - (S - i))
         low = int(free[np.abs(before[free] - before[-1] * i / S).argmin()])
         cuts.append(int(positions[low]))

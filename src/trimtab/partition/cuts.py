@@ -15,8 +15,8 @@ infeasible.
 Example: four layers of 3, 2, 2 and 3 ms, a cut allowed between any two, on S = 2 stages. Each layer keeps 3 GB of a
 micro-batch, or 1 GB if it recomputes for 1 ms. Stage 0 has 2 micro-batches in flight, stage 1 has 1; the cap is 10 GB.
 Limit 5 ms: two layers on stage 0 take 5 ms, but hold 12 GB; recomputing one of them holds 2 x (1 + 3) GB, and 2 GB more
-while it is computed again, in 6 ms. So stage 0 ends behind the first layer, stage 1 from there behind the third (4 ms),
-and the fourth is left: infeasible. Limit 6 ms: stage 0 ends behind the second, stage 1 behind the fourth: feasible.
+while it is computed again, in 6 ms. So stage 0 ends after the first layer, stage 1 from there after the third (4 ms),
+and the fourth is left: infeasible. Limit 6 ms: stage 0 ends after the second, stage 1 after the fourth: feasible.
 """
 
 from __future__ import annotations

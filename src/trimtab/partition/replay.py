@@ -92,7 +92,7 @@ def replay(waves: Waves, seconds: FloatArray, sends: FloatArray, table: IntArray
     """(n, steps) end of every block in every step, blocks as in `waves`.
 
     `seconds` (3, S, num_packs): forward; backward, which the stage before waits for; weight gradients, which nothing
-    waits for. `sends` (2, S, num_packs): behind the forward, behind the backward. `table[step, microbatch]` is a pack,
+    waits for. `sends` (2, S, num_packs): after the forward, after the backward. `table[step, microbatch]` is a pack,
     or -1 for an empty slot, which takes no time.
     """
     S, num_packs = seconds.shape[1:]

@@ -22,7 +22,7 @@ class StageTimes:
     """Seconds of every (virtual) stage for every micro-batch or pack: (S, N) arrays.
 
     A send is the delay between its sender's end and the earliest start of its receiver: row s is what stage s sends,
-    behind its forward to stage s + 1 (last row unused), behind its backward to stage s - 1 (first row unused). Sends
+    after its forward to stage s + 1 (last row unused), after its backward to stage s - 1 (first row unused). Sends
     occupy no device, as asynchronous transfers do, and do not queue behind one another.
     """
 
@@ -138,7 +138,7 @@ class BlockCosts:
     """Stage times in the one memory layout that `replay` knows."""
 
     seconds: FloatArray  # (3, S, N), rows FORWARD, BACKWARD, WEIGHT
-    sends: FloatArray  # (2, S, N), behind FORWARD and BACKWARD
+    sends: FloatArray  # (2, S, N), after FORWARD and BACKWARD
 
 
 def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:

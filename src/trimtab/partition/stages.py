@@ -161,8 +161,10 @@ def _infeasible(problem: SplitProblem, table: LayerTable) -> PartitionError:
         tries.append("fewer chunks" if problem.schedule == "Interleaved1F1B" else "schedule='1F1B'")
     if problem.recompute != "auto":
         tries.append("recompute='auto'")
+    num, held = problem.num_stages, format_bytes(problem.memory_bytes)
+    devices = f"one device that may hold {held}" if num == 1 else f"{num} devices that may hold {held} each"
     return PartitionError(
-        f"{len(problem.profile.layers)} layers do not fit {problem.num_stages} devices that may hold "
-        f"{format_bytes(problem.memory_bytes)} each: {how} the best split needs {format_bytes(least)} on its fullest "
-        f"device, {format_bytes(missing)} ({missing:.0f} bytes) too many: try {', '.join(tries[:-1])} or {tries[-1]}"
+        f"{len(problem.profile.layers)} layers do not fit {devices}: {how} the best split needs "
+        f"{format_bytes(least)} on its fullest device, {format_bytes(missing)} ({missing:,.0f} bytes) too many: "
+        f"try {', '.join(tries[:-1])} or {tries[-1]}"
     )

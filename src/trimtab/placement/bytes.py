@@ -29,7 +29,7 @@ class InferenceTable:
     decode: IntArray  # the same for one new token of each sequence
     cached: IntArray  # 1 where the KV cache exists while the layer runs: in the decoder; 0 in tower and projector
     runs: IntArray  # times the layer runs in one batch of requests
-    rows_out: IntArray  # bytes that leave it over all its runs: what a cut behind it would carry
+    rows_out: IntArray  # bytes that leave it over all its runs: what a cut after it would carry
     touched: IntArray  # weight bytes that its runs read; of an embedding the rows looked up
 
 

@@ -243,7 +243,7 @@ def stacked_bytes(model: ModelSpec, serving: Serving) -> FloatArray:
             added[i] = always + num_states * state - result
             num_states += 1
         elif num_states or layer.kind == "norm":
-            # two more masks while the first is made; behind the first encoder its last state is the norm's input
+            # two more masks while the first is made; after the first encoder its last state is the norm's input
             added[i] = always + max(num_states - 1, 0) * state + (0 if num_states else 2 * w * rows.patches_sq)
     stacked = w * rows.patches * (projector.hidden_size - h)
     added[vision[-1] + 1] = max(always + num_states * state + stacked, w * serving.crossed_rows * projector.output_size)

@@ -59,7 +59,7 @@ def parse_machine(text: str, *, cpu: str | None = None, disk: bool = False, kept
     Use it for the GPUs that `place` takes.
 
     A size is what is free on the GPU; a name is a row of the device table, all of its memory free unless a size
-    follows behind a colon. GPUs are numbered in the order given.
+    follows after a colon. GPUs are numbered in the order given.
 
     >>> [gpu.free_bytes >> 30 for gpu in parse_machine("2x24GiB,80GiB").gpus]
     [24, 24, 80]
@@ -99,12 +99,12 @@ def _parse_gpu(kind: str, free: str | None) -> Gpu:
     if kind[0].isdigit():
         size = _parse_size(kind)
         if free is not None and _parse_size(free) > size:
-            raise PartitionError(f"{kind}:{free} has more free than it holds: give at most {kind} behind the colon")
+            raise PartitionError(f"{kind}:{free} has more free than it holds: give at most {kind} after the colon")
         return Gpu(index=0, free_bytes=size if free is None else _parse_size(free))
     device = find_device(kind)
     free_bytes = device.memory_bytes if free is None else _parse_size(free)
     if free_bytes > device.memory_bytes:
-        raise PartitionError(f"{kind}:{free} has more free than a {device.name} holds: give less behind the colon")
+        raise PartitionError(f"{kind}:{free} has more free than a {device.name} holds: give less after the colon")
     return Gpu(index=0, free_bytes=free_bytes, name=device.name, memory_bytes_per_s=device.memory_bytes_per_s)
 
 

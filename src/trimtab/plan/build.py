@@ -251,7 +251,7 @@ def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: in
 def write_plan(details: PlanDetails, folder: Path | str) -> Path:
     """Write plan.yaml and the tables it names into `folder`; the plan last, so that it never names a missing table.
 
-    Use it behind `make_plan`: `trimtab train`, `check`, `report` and `export` take the folder.
+    Use it after `make_plan`: `trimtab train`, `check`, `report` and `export` take the folder.
 
     >>> import tempfile
     >>> import numpy as np

@@ -151,7 +151,7 @@ class Estimates:
 
     @property
     def told(self) -> VariantEstimate:
-        """What gains are told against: the baseline, or the first row behind it that fits; this plan if none does."""
+        """What gains are told against: the baseline, or the first row after it that fits; this plan if none does."""
         return next((row for row in self.compared if row.fits), self.variants[-1])
 
     def gain(self, row: VariantEstimate) -> float:

@@ -1,4 +1,4 @@
-"""What somebody's run is made of, as he gives it to `trimtab predict`. No NumPy here: `--help` reads it."""
+"""What a user's run is made of, as it is given to `trimtab predict`. No NumPy here: `--help` reads it."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenRun:
-    """What a run of somebody's is made of; None is what a launcher does when nothing is said.
+    """What a run that you already have is made of; None is what a launcher does when nothing is said.
 
     Use it for `predict_run`. Raises `PlanError` for values that no run can have.
 
@@ -109,11 +109,11 @@ class GivenRun:
             raise PlanError(join_problems(problems))
 
     def options(self, dims: ParallelDims) -> PlanOptions:
-        """What prices it; what is not said is as a plan has it."""
+        """Options that price this run; what was not said has a plan's default."""
         return replace(self._said(), **same_fields(dims, ParallelDims))
 
     def open_options(self, *, global_batch: int) -> PlanOptions:
-        """What a plan in its place is made with: its training, and all that `trimtab plan` decides left open."""
+        """Options of a plan in place of this run: the same training, and everything that a plan decides left open."""
         return replace(self._said(), global_batch=global_batch, schedule="1F1B", num_chunks=1, zero_stage=None)
 
     def _said(self) -> PlanOptions:

@@ -16,6 +16,7 @@ from trimtab.costs.measured import KindFit
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_fit import KindCounts
 from trimtab.report.table import Column, Table, numeric, print_table
+from trimtab.report.words import percent
 from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, Profile
 from trimtab.units import TERA, format_bytes, format_seconds
 
@@ -145,7 +146,7 @@ def print_kinds(rows: tuple[KindRow, ...], profile: Profile, console: Console) -
     """The rows, then how far the seconds may be off. TFLOP/s are those of the forward."""
     cells = []
     for row in rows:
-        band = "" if row.error is None else f" +-{100 * row.efficiency * row.error:.0f}"
+        band = "" if row.error is None else f" ± {100 * row.efficiency * row.error:.0f}"
         cells.append(
             (
                 row.name.removeprefix("model."),
@@ -153,7 +154,7 @@ def print_kinds(rows: tuple[KindRow, ...], profile: Profile, console: Console) -
                 f"{row.rows:.0f}",
                 f"{1e3 * row.forward_s:.3g}",
                 f"{1e3 * row.backward_s:.3g}",
-                f"{row.share:.1%}",
+                percent(row.share),
                 f"{row.flops_per_s / TERA:.3g}" if row.flops_per_s else "",
                 f"{100 * row.efficiency:.0f}{band} %" if row.flops_per_s else "",
             )
@@ -164,7 +165,9 @@ def print_kinds(rows: tuple[KindRow, ...], profile: Profile, console: Console) -
         rows=cells,
     )
     print_table(table, console)
-    console.print(Text(f"Seconds +-{profile.time_error:.0%}, bytes +-{profile.memory_error:.0%}."))
+    console.print(
+        Text(f"Seconds ± {percent(profile.time_error, digits=0)}, bytes ± {percent(profile.memory_error, digits=0)}.")
+    )
 
 
 def print_runs(calibration: Calibration, console: Console) -> None:

@@ -200,7 +200,7 @@ class Bar:
 
     name: str
     parts: Sequence[tuple[str, str, float]]  # class, what it is, value: side by side
-    text: str  # behind the bar
+    text: str  # after the bar
     cap: float  # what lies past it is outlined as too much
     bad: bool = False  # the text stands out
 

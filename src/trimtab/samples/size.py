@@ -27,7 +27,7 @@ from trimtab.samples.sizer import Sizer, SizerSettings
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
 from trimtab.samples.table import Part, SizedFile, SizingResult, join_parts
 from trimtab.samples.tokens import TokenCounter, read_tokenizer
-from trimtab.samples.whole_files import refuse_long, refuse_repeated, repeat_samples
+from trimtab.samples.whole_files import leave_out_long, leave_out_repeated, repeat_samples
 from trimtab.samples.workers import map_in_order
 from trimtab.specs import ClipRule, ImageMarkup, ImageRule
 
@@ -113,7 +113,9 @@ def size_samples(
             assumptions.append(f"videos are sampled with {asked}: train with the same")
     parts = [
         repeat_samples(
-            refuse_repeated(source.file, [refuse_long(source.file, p, max_tokens) for p in file_parts], unique_ids),
+            leave_out_repeated(
+                source.file, [leave_out_long(source.file, p, max_tokens) for p in file_parts], unique_ids
+            ),
             source.repeat,
         )
         for source, file_parts in zip(sources, parts, strict=True)

@@ -64,7 +64,7 @@ class _Sized:
     line: int
     name: str | None
     source: str
-    images: list[ImageCounts]  # and videos behind them
+    images: list[ImageCounts]  # and videos after them
     chat: Rendered
 
 

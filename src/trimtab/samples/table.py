@@ -291,6 +291,8 @@ def sized_files(path: Path) -> tuple[SizedFile, ...]:
 
 
 def _unreadable(origin: str, error: Exception) -> SampleError:
+    if isinstance(error, FileNotFoundError):
+        return SampleError(f"there is no sample table at {origin}: give one that `trimtab size --out` wrote")
     return SampleError(
         f"{origin} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
     )

@@ -86,6 +86,6 @@ def _is_image(suffix: str) -> bool:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """A sort key that puts 10.jpg behind 2.jpg: every second piece is a number."""
+    """A sort key that puts 10.jpg after 2.jpg: every second piece is a number."""
     pieces = re.split(r"([0-9]{1,18})", text)
     return [(int(piece), "") if i % 2 else (-1, piece) for i, piece in enumerate(pieces)]

@@ -13,7 +13,7 @@ from trimtab.samples.problems import BadKind, BadSample
 from trimtab.samples.table import Part
 
 
-def refuse_long(file: Path, part: Part, max_tokens: int | None) -> Part:
+def leave_out_long(file: Path, part: Part, max_tokens: int | None) -> Part:
     """The part without samples of more than `max_tokens`, which are bad."""
     if max_tokens is None:
         return part
@@ -22,7 +22,7 @@ def refuse_long(file: Path, part: Part, max_tokens: int | None) -> Part:
     return _leave_out(file, part, {row: f"{part.numbers[row, 2]} tokens, {advice}" for row in over}, "length")
 
 
-def refuse_repeated(file: Path, parts: Sequence[Part], unique_ids: bool) -> list[Part]:
+def leave_out_repeated(file: Path, parts: Sequence[Part], unique_ids: bool) -> list[Part]:
     """Leave out, or number, samples whose id an earlier sample of the file has."""
     first: dict[str, int] = {}
     result = []

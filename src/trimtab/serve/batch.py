@@ -33,7 +33,7 @@ def _items_of(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def fit_together(rows: Sequence[Inputs]) -> bool:
-    """Whether items of the same name have the same shape, so that they can be listed one behind the other."""
+    """Whether items of the same name have the same shape, so that they can be listed one after the other."""
     shapes: dict[str, Any] = {}
     return all(
         shapes.setdefault(name, x.shape[1:]) == x.shape[1:] for row in rows for name, x in _items_of(row).items()

@@ -17,7 +17,7 @@ from trimtab.errors import ConfigError
 from trimtab.models.asking.internvl_chat import IMAGE_ROW, InternVLChatConfig, tile_size
 from trimtab.models.quote import quote
 
-# behind <|im_end|>, by the name that config.json gives its conversations (OpenGVLab/InternVL, conversation.py)
+# after <|im_end|>, by the name that config.json gives its conversations (OpenGVLab/InternVL, conversation.py)
 _BEHIND_TURN = {"internvl2_5": "\\n", "Hermes-2": "", "internlm2-chat": ""}
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"

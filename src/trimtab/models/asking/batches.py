@@ -101,7 +101,7 @@ class Batches:
 
     def make_text(self, num_tokens: int) -> Batch | None:
         """So many words and no image, arranged as `make` arranged its first batch; None: its forward wants an image."""
-        assert self._chosen is not None, "asked for behind `make`"
+        assert self._chosen is not None, "asked for after `make`"
         alone = replace(self._chosen, images=None, samples=False)
         batch = self._put(alone, 1, num_tokens - (alone.axes is not None), 1)
         try:

@@ -37,7 +37,7 @@ _GRIDS = re.compile(r"grid_(thw|hw)$|^(spatial_shapes|target_sizes|tgt_sizes)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One image (or clip) behind its processor."""
+    """One image (or clip) after its processor."""
 
     segments: tuple[int, ...]  # patches of each input that the tower attends over by itself
     tokens: int

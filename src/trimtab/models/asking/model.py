@@ -120,7 +120,7 @@ def _run(model: Any, units: list[Unit]) -> tuple[Passes, list[str]]:
     encode = find_encoder(model)
     if encode is not None:
         image = _first(watch, encode, image_calls(model, units, encode))
-        if "features" not in getattr(encode, "__name__", ""):  # the tower alone: what lies behind it runs with text
+        if "features" not in getattr(encode, "__name__", ""):  # the tower alone: what comes after it runs with text
             image = _first(watch, model, _with_text(model, units)) or image
     block = first_block(units, "vision")
     seen = None if image is None or block is None else image.ran.get(block.path)

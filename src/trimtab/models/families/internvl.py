@@ -112,7 +112,7 @@ def _read_vit(vision: Fields, grid: tuple[int, int]) -> list[LayerSpec]:
 
 
 def _unread_blocks(config: Fields, depth: int) -> int:
-    """Blocks behind the hidden state that the projector reads: state 0 enters the first block, -1 leaves the last."""
+    """Blocks after the hidden state that the projector reads: state 0 enters the first block, -1 leaves the last."""
     state = config.raw("select_layer")
     if state is None:
         return 0

@@ -100,17 +100,17 @@ def _assemble(
             layers.append(_merger(name, H, width, merge, "layer_norm", norm_after_merge=True))
             first_tapped = first_tapped or len(layers)
     layers.append(_merger("model.visual.merger", H, width, merge, norm_kind))
-    first_block = len(layers) + 1  # behind the embedding
+    first_block = len(layers) + 1  # after the embedding
     tied = read_tied(config, language, either=positions is None)
     layers += text_layers(text, "model.language_model", "lm_head", tied=tied)
 
     cuts, reason = frozenset[int](), None
     if first_tapped is not None:
-        # the features of tap k are added behind LLM block k: a cut behind the last of them is free again
+        # the features of tap k are added after LLM block k: a cut after the last of them is free again
         num_fed = min(len(taps), len(text.blocks))
         cuts = frozenset(range(first_tapped, first_block + num_fed))
         reason = (
-            f"DeepStack: features of ViT blocks {', '.join(map(str, sorted(taps)))} are added behind LLM layers 0 to "
+            f"DeepStack: features of ViT blocks {', '.join(map(str, sorted(taps)))} are added after LLM layers 0 to "
             f"{num_fed - 1}, and a cut in between would have to carry them"
         )
     return Architecture(

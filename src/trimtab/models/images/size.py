@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trimtab.errors import ImageError
 
-MAX_PIXELS = 2**30  # of one image behind its processor
+MAX_PIXELS = 2**30  # of one image after its processor
 MAX_TILES = 4096  # of one image; no published model goes beyond 40
 MAX_SIDE = 2**31 - 1  # the largest side a PNG header can name; no image format of ours goes beyond
 

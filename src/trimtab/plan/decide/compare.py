@@ -78,7 +78,7 @@ def compare_variants(
 
     The baseline is what a launcher does when nobody decides: random batches padded to their longest, of the batch size
     that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. It is
-    the fastest that fits on the plan's degrees and on those of `elsewhere`; where others win, the row behind it moves
+    the fastest that fits on the plan's degrees and on those of `elsewhere`; where others win, the row after it moves
     to the plan's. Or it is the fastest that fits of those that were asked for, the others before it. Steps of all
     variants hold about equally many samples. `without`: what `choose_split` found for the case without sharing, if it
     ran.

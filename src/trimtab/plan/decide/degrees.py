@@ -58,7 +58,7 @@ def _refuse_unequal(cluster: ClusterSpec, options: PlanOptions) -> None:
     if cluster.num_devices % product:
         raise PlanError(
             f"{names} was asked to be a multiple of {product}, and the cluster has {cluster.num_devices} devices: "
-            "choose degrees whose product divides them"
+            f"choose degrees whose product divides {cluster.num_devices}"
         )
     if options.tp is not None and cluster.devices_per_node % options.tp:
         raise PlanError(

@@ -157,7 +157,7 @@ def _lowest_rung(problem: SplitProblem, ladder: Sequence[Stages]) -> _Priced | N
 
 
 def _neighbours(cuts: tuple[int, ...], num_layers: int, forbidden: frozenset[int]) -> Iterator[tuple[int, ...]]:
-    """The splits with one cut moved to the next place before or behind it that is allowed."""
+    """The splits with one cut moved to the next place before or after it that is allowed."""
     bounds = (0, *cuts, num_layers)
     for number in range(1, len(bounds) - 1):
         below = range(bounds[number] - 1, bounds[number - 1], -1)

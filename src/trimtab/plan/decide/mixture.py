@@ -104,7 +104,9 @@ def _refuse_names(sizes: dict[str, int], weights: Weights, num_drawn: int | None
     problems, given = weight_problems(weights), dict(weights)
     known = ", ".join(sizes)
     problems += [
-        f"source {name!r} has a weight and no samples: the data's are {known}" for name in given if name not in sizes
+        f"source {name!r} has a weight and no samples: name one of the sources of the data, {known}"
+        for name in given
+        if name not in sizes
     ]
     problems += [
         f"source {name!r} has {size} samples and no weight: give it one, or 0 to leave it out"

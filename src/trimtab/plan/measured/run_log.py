@@ -170,7 +170,7 @@ def read_run_log(path: Path) -> RunLog:
         fresh = False
     if latest is None:
         raise PlanError(f"the run log {path} holds no step: name the log of a run that finished one")
-    # steps behind the checkpoint that a run was resumed from are run again, with the same losses
+    # steps after the checkpoint that a run was resumed from are run again, with the same losses
     alike = replace(latest, versions="")
     return RunLog(
         header=latest,
@@ -230,7 +230,7 @@ def _ranks(values: FloatArray) -> FloatArray:
 
 def _same_device(run: str, planned: str) -> bool:
     """Whether torch's name of a device means the plan's: both name one published row, or they are one name."""
-    run = "cpu" if run.lower().startswith("cpu,") else run  # its architecture stands behind the comma
+    run = "cpu" if run.lower().startswith("cpu,") else run  # its architecture stands after the comma
     if run.casefold() == planned.casefold():
         return True
     try:

@@ -149,13 +149,13 @@ def _images(family: PackFormat, pack: Sequence[ProcessedSample]) -> dict[str, Te
 
 
 def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros behind each dimension but the first, up to the largest: tiles of LLaVA-NeXT, images of Idefics."""
+    """Zeros after each dimension but the first, up to the largest: tiles of LLaVA-NeXT, images of Idefics."""
     most = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     return [torch.nn.functional.pad(part, _behind(part.shape[1:], most)) for part in parts]
 
 
 def _behind(sizes: Sequence[int], most: Sequence[int]) -> list[int]:
-    """As `pad` takes it: 0 before and the rest behind, last dimension first."""
+    """As `pad` takes it: 0 before and the rest after, last dimension first."""
     missing = [size - own for own, size in zip(sizes, most, strict=True)]
     return [x for num in reversed(missing) for x in (0, num)]
 

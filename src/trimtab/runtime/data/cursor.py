@@ -190,7 +190,7 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
     beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_packs
     if not problems and (beyond or cursor.microbatches_done >= deal.num_microbatches):
         problems.append(
-            f"the state stands behind pack {cursor.packs_done} of {deal.tables.num_packs} and micro-batch "
+            f"the state stands after pack {cursor.packs_done} of {deal.tables.num_packs} and micro-batch "
             f"{cursor.microbatches_done} of {deal.num_microbatches}, where no step is: resume from another checkpoint"
         )
     if problems:

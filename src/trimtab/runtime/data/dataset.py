@@ -154,7 +154,7 @@ class PlanDataLoader(DataLoader[Any]):
         return batch if self._device is None else send_to_device(batch, self._device, non_blocking=True)
 
     def state_dict(self) -> dict[str, str | int]:
-        """The place behind the last batch that was handed out."""
+        """The place after the last batch that was handed out."""
         return self._plan_sampler.state_dict(self._num_used)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class PlanDataLoader(DataLoader[Any]):
         self._num_used = 0
 
     def _settle(self) -> PlanBatchSampler:
-        """Move the sampler's own place to behind the batches used."""
+        """Move the sampler's own place to after the batches used."""
         sampler = self._plan_sampler
         sampler.cursor = sampler.deal.advance(sampler.cursor, self._num_used)
         self._num_used = 0

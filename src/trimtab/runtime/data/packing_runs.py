@@ -49,7 +49,7 @@ def sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Evaluating and without TF32 inside; modes, precision and random numbers as before behind it."""
+    """Inside: evaluation, no TF32. Afterwards modes, precision and random numbers are as before."""
     training = {module: module.training for module in model.modules()}
     device = device_of(model)
     devices = [device] if device.type != "cpu" else []
@@ -128,7 +128,7 @@ def _noisy(images: Mapping[str, Tensor], generator: torch.Generator) -> dict[str
 
 
 def cut_sample(sample: ProcessedSample, max_tokens: int) -> ProcessedSample:
-    """Text behind the last image is cut; images stay whole."""
+    """Text after the last image is cut; images stay whole."""
     rows = (sample.token_types > 0).nonzero()
     end = max(max_tokens, int(rows[-1]) + 2 if len(rows) and sample.images else 0)
     return replace(

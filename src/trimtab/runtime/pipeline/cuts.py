@@ -73,7 +73,7 @@ class Way:
 
     @cached_property
     def last_reader(self) -> dict[str, int]:
-        """Output -> place of the last layer that reads it; behind all layers where the logits do."""
+        """Output -> place of the last layer that reads it; after all layers where the logits do."""
         found = {name: len(self.layers) for name in self.trace.result}
         for call in self.trace.calls:
             if call.layer in self._needed:
@@ -82,7 +82,7 @@ class Way:
         return found
 
     def alive(self, cut: int) -> tuple[str, ...]:
-        """Outputs of layers in front of the cut that are read behind it; none at either end."""
+        """Outputs of layers before the cut that are read after it; none at either end."""
         if not 0 < cut < len(self.layers):
             return ()
         return tuple(x for x, last in self.last_reader.items() if self.writer[x] < cut <= last)
@@ -131,7 +131,7 @@ class Cuts:
         return self._ways[kind]
 
     def wires(self, cut: int, batch: Batch) -> tuple[Wire, ...]:
-        """Tensors that cross the cut for this micro-batch; none in front of the first layer and behind the last."""
+        """Tensors that cross the cut for this micro-batch; none before the first layer and after the last."""
         if not 0 < cut < len(self.layers):
             return ()
         way = self.way(batch)
@@ -152,7 +152,7 @@ class Cuts:
             if missing:
                 raise UnsupportedPlanError(
                     f"{missing[0]} was to cross a cut, but the model calls this layer more often for some "
-                    "micro-batches than for others: cut behind the vision tower"
+                    "micro-batches than for others: cut after the vision tower"
                 )
             found = {name: seen[name] for name in names}
         return {name: shape for name, shape in found.items() if shape is not None}
@@ -186,7 +186,7 @@ class Cuts:
                 if name not in way.outputs:
                     found.append(
                         f"a stage begins at {self.layers[cut]}, but {name} in front of it is a bare parameter, read "
-                        "behind it: put both on one stage"
+                        "after it: put both on one stage"
                     )
                 elif not way.outputs[name].dtype.is_floating_point:
                     found.append(f"a stage begins at {self.layers[cut]}, but {name} hands whole numbers across the cut")

@@ -41,7 +41,7 @@ class StageModule(nn.Module):
     """Runs the layers `start <= i < stop` of the model's own forward: wires of the first cut in, of the last cut out.
 
     Layers of other stages are hollow. One in front of the stage hands on what was received of it, or zeros where
-    nothing behind the cut reads it; the first one of the text behind the stage ends the forward.
+    nothing after the cut reads it; the first one of the text after the stage ends the forward.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class StageModule(nn.Module):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         if tensor.shape != wire.shape:
             raise UnsupportedPlanError(
-                f"{wire.name} is {tuple(tensor.shape)} and {wire.shape} was expected behind it: its size follows from "
+                f"{wire.name} is {tuple(tensor.shape)} and {wire.shape} was expected after it: its size follows from "
                 "nothing that all stages know; cut elsewhere"
             )
         graded = wire.requires_grad and torch.is_grad_enabled()
@@ -135,7 +135,7 @@ class StageModule(nn.Module):
         if number >= len(calls):
             raise UnsupportedPlanError(
                 f"{path} lies on another stage, but the model calls it more often for this micro-batch than for the "
-                "first of its kind: put the stages' cut behind the vision tower"
+                "first of its kind: put the stages' cut after the vision tower"
             )
         call = calls[number]
         is_text = self.cuts.units[path].tower == "language"

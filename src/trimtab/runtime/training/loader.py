@@ -43,7 +43,7 @@ class StepLoader(PlanDataLoader):
         if state.get("microbatches_done"):
             raise PlanError(
                 "the state was taken inside a step, whose loss needs all of its micro-batches: take states between "
-                "steps, behind optimizer.step()"
+                "steps, after optimizer.step()"
             )
         super().load_state_dict(state)
 

@@ -28,12 +28,15 @@ def vision_dp_from_plan(
 ) -> VisionDataParallel | None:
     """`vision_dp` as `plan` decides; None, and nothing replaced, where every rank encodes the images it holds.
 
-    `group` are this process's ranks along the plan's axis; `others` are further arguments of `vision_dp`. Each rank of
-    tp has the whole loss, and gradients are averaged over them (κ = N, see `gradients.py`). `host_reduces` False, for a
-    host that leaves gradients of tp replicas alone: call `reduce_gradients()` of the handle behind the backward. `cost`
-    None: multiply-adds by the configuration, or patches where the plan balances memory; with `tower_seconds` or
-    `tower_bytes` of the plan's profile, shares are the plan's own. Where it pools micro-batches, encode as many at a
-    time with `encode_pooled`.
+    Use it where your own host (Megatron, a loop of yours) runs a plan; `trimtab train` calls it itself.
+
+    `group`: this process's ranks along the plan's axis. Each rank of tp has the whole loss, and gradients are averaged
+    over them (κ = N, see `gradients.py`). `host_reduces` is False for a host that does not reduce gradients of tp
+    replicas: then call the handle's `reduce_gradients()` after the backward. `cost` is None for multiply-adds by the
+    configuration, or patches where the plan balances memory; with `tower_seconds` or `tower_bytes` of the plan's
+    profile the shares are the plan's own. Where the plan pools micro-batches, encode as many at a time with
+    `encode_pooled`. `others` are further arguments of `vision_dp`. Raises `PlanError` where the group has another size
+    than the plan says, or the host cannot run what was decided.
     """
     decision = plan.decisions.vision_data_parallel
     if decision is None:

@@ -184,7 +184,7 @@ class VisionDataParallel:
         trained = [p for p in self.vision_parameters() if p.requires_grad]
         if self.load.calls and trained and all(p.grad is None for p in trained):
             raise TrimtabError(
-                "gradients were to be averaged over the group, and no vision parameter has one: call this behind the "
+                "gradients were to be averaged over the group, and no vision parameter has one: call this after the "
                 "backward and before they are cleared, and let a host that keeps them elsewhere (Megatron's main_grad) "
                 "average them itself, with reduction='mean'"
             )

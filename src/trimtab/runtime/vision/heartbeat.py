@@ -37,7 +37,7 @@ class Heartbeat:
     _hooks: list[Any] = field(default_factory=list)
 
     def install(self) -> None:
-        # behind the embedding and not before it: sharded parameters are gathered in one order on all ranks
+        # after the embedding and not before it: sharded parameters are gathered in one order on all ranks
         embedding: nn.Module = self.module.get_input_embeddings()  # type: ignore[operator]
         self._hooks = [
             self.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),

@@ -20,7 +20,7 @@ from trimtab.runtime.vision.inputs import VisionInputs
 from trimtab.specs import IntArray
 
 _LOCAL = ("last_hidden_state", "hidden_states", "attentions")
-"""Of a rank's own images only, and nobody reads them behind the features: not returned."""
+"""Of a rank's own images only, and nobody reads them after the features: not returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

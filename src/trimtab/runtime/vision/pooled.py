@@ -22,7 +22,7 @@ from trimtab.runtime.vision.seams import RETURNS_OBJECTS
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PooledFeatures:
-    """`outputs[i]` is micro-batch i's `mm_encoder_outputs`; call `backward()` once, behind the last of theirs."""
+    """`outputs[i]` is micro-batch i's `mm_encoder_outputs`; call `backward()` once, after the last of theirs."""
 
     outputs: list[dict[str, Any]]
     _leaves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (what the tower gave, what the model reads)

@@ -58,7 +58,7 @@ def verify_vision_dp(
     """Call this once before a run in a host of your own: are loss and vision gradients those without the handle?
 
     `loss` runs the host's forward on one fixed batch, without dropout, and returns this rank's loss as it is
-    back-propagated. `reduce_gradients` is what the host calls behind a backward; None where a wrapper (DDP, FSDP2)
+    back-propagated. `reduce_gradients` is what the host calls after a backward; None where a wrapper (DDP, FSDP2)
     reduces inside. `over` is the group gradients are reduced over, where that is more than the handle's: data-parallel
     replicas of it. Parameters come back as they were, gradients as None. Six forwards, two backwards.
     examples/vision_data_parallel.py is a whole run.
