@@ -7,6 +7,7 @@ to them (`draw_lengths`, bench/data/fitted_lengths.json, made by bench/fit_lengt
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +37,8 @@ def read_real(folder: Path) -> SampleTable | None:
 
 
 def read_mixture(folder: Path) -> SampleTable | None:
-    """The mixture of 1.24 million samples, or None if the file is not there."""
-    if not (folder / MIXTURE_FILE).exists():
+    """The mixture of 1.24 million samples, or None if the file, or PyArrow, is not there."""
+    if not (folder / MIXTURE_FILE).exists() or find_spec("pyarrow") is None:
         return None
     from pyarrow import parquet
 

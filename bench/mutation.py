@@ -8,10 +8,10 @@ if these pass, by those of two levels of imports more for a while; or, by `--the
 times the CPU seconds, has seen it. Faults that change nothing (a bound that is never met, a tie) count as unseen, so
 that 100 % is out of reach.
 
-Tests run in processes forked where torch is imported already. Compiled modules are tried with an empty cache, since
-numba does not see a change in another file: half a minute each.
+Tests run in processes forked where torch is imported already. Files with loops that numba compiles are tried with an
+empty cache, since numba does not see a change in another file: about four CPU seconds more for each test file.
 Run: python bench/mutation.py [--rooms balance partition runtime/vision] [--per-room 12] [--seed 0] [--jobs 2]
-     [--uncompiled] [--then further|marked|nothing]
+     [--minutes 25] [--files compiled|uncompiled] [--then further|marked|nothing]
 """
 
 from __future__ import annotations
@@ -260,14 +260,14 @@ _WARM = multiprocessing.get_context("forkserver")
 _WARM.set_forkserver_preload(["numba", "pytest", "torch", "transformers.models.auto.modeling_auto"])
 
 
-def sample(rooms: Sequence[str], per_room: int, seed: int, *, uncompiled: bool) -> list[Fault]:
-    """Of each room as many faults, every line equally likely; `uncompiled`: of files without compiled loops."""
+def sample(rooms: Sequence[str], per_room: int, seed: int, *, files: str) -> list[Fault]:
+    """Of each room as many faults, every line equally likely; of files with compiled loops, without, or of all."""
     chooser = random.Random(seed)
     chosen: list[Fault] = []
     for room in rooms:
         by_line: dict[tuple[Path, int], list[Fault]] = {}
         for file in sorted((SOURCE / room).rglob("*.py")):
-            if uncompiled and _has_compiled_loops(file.read_bytes()):
+            if files == ("uncompiled" if _has_compiled_loops(file.read_bytes()) else "compiled"):
                 continue
             for fault in faults_of(file):
                 by_line.setdefault((file, fault.line), []).append(fault)
@@ -282,10 +282,11 @@ def main() -> None:
     parser.add_argument("--per-room", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--uncompiled", action="store_true", help="only files without compiled loops, which are quick")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no fault is begun later")
+    parser.add_argument("--files", choices=["all", "compiled", "uncompiled"], default="all", help="with compiled loops")
     parser.add_argument("--then", choices=["further", "marked", "nothing"], default="further", help="which tests next")
     arguments = parser.parse_args()
-    faults = sample(arguments.rooms, arguments.per_room, arguments.seed, uncompiled=arguments.uncompiled)
+    faults = sample(arguments.rooms, arguments.per_room, arguments.seed, files=arguments.files)
     random.Random(1).shuffle(faults)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     started = time.monotonic()
@@ -295,15 +296,18 @@ def main() -> None:
         for number in range(arguments.jobs):
             copies.put(Copy(Path(folder, str(number)), arguments.then))
 
-        def attempt(fault: Fault) -> tuple[Fault, str]:
+        def attempt(fault: Fault) -> tuple[Fault, str | None]:
             copy = copies.get()
             try:
-                return fault, copy.sees(fault)
+                is_late = time.monotonic() - started > 60.0 * arguments.minutes
+                return fault, None if is_late else copy.sees(fault)
             finally:
                 copies.put(copy)
 
         for future in as_completed([pool.submit(attempt, fault) for fault in faults]):
             fault, result = future.result()
+            if result is None:
+                continue
             results[fault] = result
             print(f"{time.monotonic() - started:6.0f} s  {result:7}  {fault}", flush=True)
     for room in arguments.rooms:

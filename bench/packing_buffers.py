@@ -14,10 +14,10 @@ import numpy as np
 from lengths import DEFAULT_DATA, generate_native, read_mixture
 from packing_real import NATIVE_COST
 from trimtab.balance.bound import lower_bound_packs
+from trimtab.balance.columns import pack_columns
 from trimtab.balance.cost import TILE_COST, LinearCost
 from trimtab.balance.metrics import dist_ratio
-from trimtab.balance.packing import pack_samples
-from trimtab.specs import FloatArray, SampleTable
+from trimtab.specs import FloatArray
 
 
 def pack_buffers(columns: FloatArray, limits: tuple[int, int], dp: int, cost: LinearCost, size: int) -> FloatArray:
@@ -26,8 +26,7 @@ def pack_buffers(columns: FloatArray, limits: tuple[int, int], dp: int, cost: Li
     for first in range(0, len(columns), size):
         own = columns[first : first + size]
         sizes = own[:, :2].astype(np.int64)
-        table = SampleTable.of(sizes[:, 0], sizes[:, 1])
-        packed = pack_samples(table, limits=limits, dp=dp, cost=cost.of(sizes[:, 0], sizes[:, 1]), epoch=first).packing
+        packed = pack_columns([sizes[:, 0], sizes[:, 1]], limits=limits, dp=dp, cost=cost.of, epoch=first)
         sums.append(np.add.reduceat(own[packed.indices], packed.offsets[:-1]))
     return np.concatenate(sums)
 

@@ -3,8 +3,9 @@
     python bench/training_gain.py [--data ../shared/data] [--size 10m] [--samples 200] [--dp 4]
     python bench/training_gain.py --device cuda --dtype bfloat16 --attention flash_attention_2 --size 2b --scale 1
 
-A model with random weights (`gain_models`) trains on samples of drawn sizes (of the real mixture, or generated), every
-side of them scaled down: a tile has 256 / scale tokens and 1024 / scale patches, and text and limits shrink alike.
+A model with random weights (`gain_models`) trains on samples of the real mixture's sizes, drawn as fitted distributions
+have them where the file is not at hand, every side scaled down: a tile has 256 / scale tokens and 1024 / scale patches,
+and text and limits shrink alike.
 Every scheme trains on the very same samples, images and labels, with the same loss (their sum over labels by the
 number of labels of the whole set): learning rate 0 keeps the weights, so the losses must agree, and do or it stops.
 Timed: forward, backward, AdamW, for each micro-batch by itself, in one process; the least of `--repeats`. Not timed:
@@ -32,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from gain_models import NAMES, GainModel, make_model
-from lengths import DEFAULT_DATA, make_table, read_mixture
+from lengths import DEFAULT_DATA, draw_lengths, make_table, read_mixture
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.dispatch import dispatch_packs
 from trimtab.balance.packing import PackResult, pack_samples
@@ -78,15 +79,13 @@ class Row:
 
 
 def draw_sizes(folder: Path, num_samples: int, scale: int, seed: int) -> SampleTable:
-    """`num_samples` of the mixture (or generated ones of its kind) that fit a pack, scaled down."""
+    """`num_samples` of the mixture (or drawn ones of its kind) that fit a pack, scaled down."""
     whole = read_mixture(folder)
     r = np.random.default_rng(seed)
     if whole is None:
-        print(f"the mixture is not in {folder}: sizes are generated")
-        v = np.minimum(r.geometric(0.22, 4 * num_samples) - (r.random(4 * num_samples) < 0.1), 12)
-        t = 256 * v + np.exp(r.normal(4.6, 0.9, len(v))).astype(np.int64)
-    else:
-        v, t = whole.num_patches, whole.num_tokens
+        print(f"the mixture is not in {folder}: sizes are drawn from distributions fitted to it")
+        whole = draw_lengths("mixture", 4 * num_samples, seed)
+    v, t = whole.num_patches, whole.num_tokens
     fits = np.flatnonzero((v <= LIMITS[0]) & (t <= LIMITS[1]))
     chosen = r.permutation(fits)[:num_samples]
     v, t = v[chosen].astype(np.int64), t[chosen].astype(np.int64)
@@ -254,29 +253,41 @@ def compare(arguments: argparse.Namespace) -> list[Row]:
             if arguments.device == "cuda":
                 memory[method] = torch.cuda.max_memory_allocated()
     real_flops = 3 * float(gained.cost.of_samples(table).sum())
-    rows = []
-    for scheme, method in SCHEMES:
-        if arguments.device != "cuda":
-            memory[method] = max(kept_bytes(model, b.inputs, num_labels) for b in heaviest(batches[method]))
-        slots = results[method].schedule.table
-        work = np.where(slots >= 0, seconds[method][np.maximum(slots, 0)], 0.0)  # (steps, dp, 1)
-        rows.append(
-            Row(
-                scheme=scheme,
-                num_microbatches=len(batches[method]),
-                real_tokens=sum(b.real_tokens for b in batches[method]),
-                computed_tokens=sum(b.computed_tokens for b in batches[method]),
-                real_flops=real_flops,
-                loss=losses[method],
-                seconds=float(seconds[method].sum()),
-                memory_bytes=memory[method],
-                dp_seconds=float(work.sum(axis=2).max(axis=1).sum()),
-            )
-        )
+    if arguments.device != "cuda":
+        memory = {m: max(kept_bytes(model, b.inputs, num_labels) for b in heaviest(own)) for m, own in batches.items()}
+    rows = [
+        _row_of(scheme, results[m], batches[m], seconds[m], real_flops=real_flops, loss=losses[m], memory=memory[m])
+        for scheme, m in SCHEMES
+    ]
     spread = max(row.loss for row in rows) / min(row.loss for row in rows) - 1
     if spread > LOSS_TOLERANCE[arguments.dtype]:
         raise ValueError(f"the schemes' losses differ by {spread:.1e}: {[row.loss for row in rows]}")
     return rows
+
+
+def _row_of(
+    scheme: str,
+    result: PackResult,
+    batches: list[MicroBatch],
+    seconds: np.ndarray,
+    *,
+    real_flops: float,
+    loss: float,
+    memory: int,
+) -> Row:
+    slots = result.schedule.table
+    work = np.where(slots >= 0, seconds[np.maximum(slots, 0)], 0.0)  # (steps, dp, 1)
+    return Row(
+        scheme=scheme,
+        num_microbatches=len(batches),
+        real_tokens=sum(b.real_tokens for b in batches),
+        computed_tokens=sum(b.computed_tokens for b in batches),
+        real_flops=real_flops,
+        loss=loss,
+        seconds=float(seconds.sum()),
+        memory_bytes=memory,
+        dp_seconds=float(work.sum(axis=2).max(axis=1).sum()),
+    )
 
 
 def pack_all(

@@ -40,7 +40,17 @@ trimtab train own trimtab-demo/model --random-weights --device cpu --lr 1e-3 --s
 """,
 }
 
-HEAD = """# Which Transformers
+HEAD = """# Which Transformers, which torch
+
+The extra `trimtab[torch]` asks for what the tests of real models run with: torch 2.13 and Transformers 5.23, or newer.
+No other torch was run. With older ones install `trimtab[data]` beside your own; the table says what ran. By reading:
+
+| what | needs |
+|---|---|
+| `load_placed` and InternVL-Chat's own format | Transformers 5.21 (`apply_renamings`) |
+| `trimtab serve` | Transformers 5.23 |
+| checkpoints of `trimtab train` | torch 2.9 (`HuggingFaceStorageWriter` with `save_distributed`) |
+| pipelines | torch with pull request 177728 of spring 2026 (`_stage_meta`, private) |
 
 Every example of this project and a short training run, under each of these versions of Transformers, by
 `python bench/versions.py`. Planning from a published model's name, packing, exporting and reports need no Transformers.

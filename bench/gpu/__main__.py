@@ -70,7 +70,12 @@ def run_suite(suite: str, arguments: argparse.Namespace) -> int:
 
     setting = Setting(device=torch.device(arguments.device), tiny=arguments.tiny)
     record = Record(arguments.out, suite, describe_machine(arguments.device))
-    cases = import_module(f"bench.gpu.{suite}").cases(setting)
+    try:
+        cases = import_module(f"bench.gpu.{suite}").cases(setting)
+    except ImportError as error:  # a package is missing or too old: the other suites run
+        record.add("all", 0, {"error": f"the suite needs a package that is missing or of another version: {error}"})
+        print(f"{suite}: a package is missing or of another version: {error}", flush=True)
+        return 1
     failed = 0
     for repetition in range(arguments.repetitions):
         for case in cases:

@@ -64,7 +64,9 @@ Whoever changes a default writes both figures into the changelog, as a `DECISION
 
 ## Without network
 
-The first command, run where there is a network, gathers what the device's machine lacks; the second installs it there:
+The first command, run where there is a network, gathers what the device's machine lacks; the second installs it there.
+`--also transformers` brings the version that `serving` needs, where the machine has an older one; without it that suite
+says so in its line and the others run.
 
 <!-- not run: it downloads, and the other machine is not here -->
 ```sh
@@ -94,6 +96,9 @@ def _kernels(lines: Sequence[Line]) -> Iterable[str]:
     yield "| case | smallest | middle | largest |"
     yield "|---|---|---|---|"
     for case, same in _by_case(lines):
+        if same[-1].get("out_of_memory"):
+            yield f"| {case} | {_why_not(same[-1])} | | |"
+            continue
         if "points" not in same[0]:
             yield f"| {case} | device {same[0]['device_s'] * 1e6:.1f} us | host {same[0]['host_s'] * 1e6:.1f} us | |"
             continue
@@ -171,38 +176,49 @@ def _recompute(lines: Sequence[Line]) -> Iterable[str]:
 
 
 def _placement(lines: Sequence[Line]) -> Iterable[str]:
-    yield "| model | map | load, s | answer, s | GPU peak, GiB | planned, GiB |"
-    yield "|---|---|---|---|---|---|"
+    yield "| model | map | load, s | answer, s | GPU peak, GiB | planned, GiB | moved, GiB | planned, GiB |"
+    yield "|---|---|---|---|---|---|---|---|"
+    keys = ("peak_allocated_bytes", "planned_gpu_bytes", "answer_copied_bytes", "planned_moved_bytes")
     for case, same in _by_case(lines):
-        for name, found in same[-1].items():
+        measured = [line for line in same if "weight_bytes" in line]
+        if not measured:
+            yield f"| {case} | {_why_not(same[-1])} | | | | | | |"
+            continue
+        for name, found in measured[-1].items():
             if isinstance(found, dict) and "answer_s" in found:
-                cells = [f"{statistics.median(x[name][key] for x in same):.3g}" for key in ("load_s", "answer_s")]
-                cells += [
-                    f"{found[key] / 2**30:.2f}" if key in found else ""
-                    for key in ("peak_allocated_bytes", "planned_gpu_bytes")
-                ]
+                cells = [f"{statistics.median(x[name][key] for x in measured):.3g}" for key in ("load_s", "answer_s")]
+                cells += ["" if found.get(key) is None else f"{found[key] / 2**30:.2f}" for key in keys]
                 yield f"| {case} | {name} | " + " | ".join(cells) + " |"
 
 
 def _vision_dp(lines: Sequence[Line]) -> Iterable[str]:
-    yield "| case | own share, ms | whole call, ms | beside encoding, ms | waits for the device |"
-    yield "|---|---|---|---|---|"
+    yield "| case | own share, ms | whole call, ms | beside encoding, ms | waits | copies: pinned, pageable |"
+    yield "|---|---|---|---|---|---|"
     for case, same in _by_case(lines):
+        measured = [line for line in same if "overhead_s" in line]
+        if not measured:
+            yield f"| {case} | {_why_not(same[-1])} | | | | |"
+            continue
         cells = [
-            f"{1e3 * statistics.median(line[key] for line in same):.1f}"
+            f"{1e3 * statistics.median(line[key] for line in measured):.1f}"
             for key in ("own_share_s", "shared_call_s", "overhead_s")
         ]
-        waits = same[-1]["synchronizations"]
-        yield f"| {case} | " + " | ".join(cells) + f" | {'' if waits is None else waits} |"
+        waits, copies = measured[-1]["synchronizations"], measured[-1]["copies"]
+        told = f"{'' if waits is None else waits} | {copies['pinned']}, {copies['pageable']}"
+        yield f"| {case} | " + " | ".join(cells) + f" | {told} |"
 
 
 def _serving(lines: Sequence[Line]) -> Iterable[str]:
     yield "| model | clients | served answers/s | `generate` one by one | `generate` in one batch |"
     yield "|---|---|---|---|---|"
     for case, same in _by_case(lines):
-        plain = same[-1]["generate_answers_per_s"]
-        for number, rates in enumerate(same[-1]["served"]):
-            served = statistics.median(line["served"][number]["answers_per_s"] for line in same)
+        measured = [line for line in same if "served" in line]
+        if not measured:
+            yield f"| {case} | {_why_not(same[-1])} | | | |"
+            continue
+        plain = measured[-1]["generate_answers_per_s"]
+        for number, rates in enumerate(measured[-1]["served"]):
+            served = statistics.median(line["served"][number]["answers_per_s"] for line in measured)
             yield (
                 f"| {case} | {rates['num_clients']} | {served:.3g} | {plain['one by one']:.3g} | "
                 f"{plain['one batch']:.3g} |"

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from bench.gpu.copies import CountBytes
 from bench.gpu.setting import Case, Setting
 
 from trimtab.models.asking.build import complete
@@ -119,24 +120,36 @@ def _run(setting: Setting, request: Request, load: Callable[[], Any]) -> dict[st
         seconds = []
         for _ in range(2):
             began = time.perf_counter()
-            with torch.no_grad():
-                model.generate(
-                    **move_inputs(model, request.inputs),
-                    max_new_tokens=NUM_NEW,
-                    min_new_tokens=NUM_NEW,
-                    do_sample=False,
-                )
+            _answer(request, model)
             if setting.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
+        answer_bytes = _answer_bytes(setting, request, model)
     del model
     return {
         "load_s": loaded - started,
         "first_answer_s": seconds[0],
         "answer_s": seconds[1],
+        "answer_copied_bytes": answer_bytes,
         "copied_bytes": None if copied is None else copied.total,  # of both answers and the loading
         **setting.peak_bytes(),
     }
+
+
+def _answer(request: Request, model: Any) -> None:
+    with torch.no_grad():
+        model.generate(
+            **move_inputs(model, request.inputs), max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False
+        )
+
+
+def _answer_bytes(setting: Setting, request: Request, model: Any) -> int | None:
+    """What one more answer, untimed, copies between host and GPU; simulated devices count by themselves."""
+    if setting.device.type == "cpu":
+        return None
+    with CountBytes() as counting:
+        _answer(request, model)
+    return counting.moved_bytes
 
 
 def _devices(setting: Setting) -> AbstractContextManager[Any]:

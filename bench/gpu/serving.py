@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import transformers
 from bench.gpu.setting import Case, Setting
+from packaging.version import Version  # Transformers needs it, too
 from tiny_chat import picture, save_chat_model
 
 from serve_throughput import endless, measure, serving
 from trimtab.serve.processor import load_processor
 
+NEEDED = Version("5.23")  # as the extra `serve` says
 WIDE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 16}
 
 
@@ -33,6 +35,9 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def run(setting: Setting, *, num_clients: int, rounds: int, tokens: int) -> dict[str, Any]:
+    if Version(transformers.__version__) < NEEDED:
+        told = f"the server needs Transformers {NEEDED} or newer, and here is {transformers.__version__}"
+        return {"not_there": f"{told}: bring it as a wheel (--also transformers)"}
     with tempfile.TemporaryDirectory() as name:
         folder = endless(save_chat_model(Path(name) / "model"))
         if not setting.tiny:

@@ -3,7 +3,8 @@
 Ranks of one device cannot speak NCCL, so tensors go over gloo, through host memory: the exchange is slower than between
 GPUs, and what is measured is an upper bound. A tower of two layers encodes 64 and 1,000 images; each rank is timed with
 its share alone, and then with the whole call (control, exchange, order of rows, and their backward). `synchronizations`
-are the waits for the device that torch's own watch counts in one call.
+are the waits for the device that torch's own watch counts in one call, `copies` those between host and device, pinned
+and pageable, in the device's trace of one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from bench.gpu.copies import count_copies
 from bench.gpu.setting import Case, Setting
 from gloo_ranks import on_ranks
 from torch import nn
@@ -60,12 +62,14 @@ def _rank(rank: int, device_name: str, tiny: bool, num_images: int, target: str)
     with vision_dp(model, exchange="gather"):
         shared_s = _median_s(partial(_encode, model, inputs), device)
         waits = _synchronizations(partial(_encode, model, inputs), device)
+        copies = count_copies(partial(_encode, model, inputs), device)
     if rank == 0:
         figures = {
             "own_share_s": alone_s,
             "shared_call_s": shared_s,
             "overhead_s": shared_s - alone_s,
             "synchronizations": waits,
+            "copies": copies,
             "max_load_by_bound": shares.max_load / shares.lower_bound,
             "exchanged_bytes": int(grids.prod(axis=1).sum() // 4 * model.config.vision_config.out_hidden_size * 4),
         }

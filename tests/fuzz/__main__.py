@@ -14,6 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
+from itertools import chain, count
 from pathlib import Path
 
 from tests.fuzz import files, media, serving, texts
@@ -26,10 +27,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0, help="For each target.")
     parser.add_argument("--target", choices=sorted(TARGETS), action="append")
-    parser.add_argument("--seed", type=int, default=None, help="Try this one seed.")
+    parser.add_argument("--seed", type=int, action="append", default=[], help="Try this one, alone or before --from.")
     parser.add_argument("--from", dest="first", type=int, help="The first seed; default: a random one.")
     given = parser.parse_args()
-    first = random.SystemRandom().randrange(2**32) if given.first is None else given.first
+    first = given.first
+    if first is None and not given.seed:
+        first = random.SystemRandom().randrange(2**32)
     faulthandler.enable()
     signal.signal(signal.SIGALRM, _give_up)
     num_findings = 0
@@ -39,13 +42,16 @@ def main() -> None:
     raise SystemExit(1 if num_findings else 0)
 
 
-def attack(name: str, folder: Path, seconds: float, seed: int | None, first: int) -> int:
-    """Findings of one target in so many seconds; each is printed."""
+def attack(name: str, folder: Path, seconds: float, seeds: list[int], first: int | None) -> int:
+    """Findings of one target: at `seeds`, then for so many seconds from `first` on, if any; each is printed."""
     try_seed = TARGETS[name](folder)
-    print(f"{name}: from seed {first if seed is None else seed}", flush=True)
-    end, done, slowest_s, findings = time.monotonic() + seconds, 0, 0.0, 0
-    while time.monotonic() < end and (seed is None or not done):
-        number = first + done if seed is None else seed
+    print(f"{name}: seeds {seeds}, then from {first}", flush=True)
+    end, done, slowest_s, findings = 0.0, 0, 0.0, 0
+    for number in chain(seeds, () if first is None else count(first)):
+        if done == len(seeds):
+            end = time.monotonic() + seconds
+        elif done > len(seeds) and time.monotonic() >= end:
+            break
         began = time.process_time()
         signal.alarm(HANGS_S)
         try:

@@ -23,3 +23,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     module: pytest.Module = (_Skipped if MISSING else pytest.Module).from_parent(parent, path=module_path)
     module.add_marker(pytest.mark.torch)
     return module
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions to Transformers are answered here instead of in a child process, which takes seconds to start."""
+    from trimtab.models.asking.model import described
+
+    monkeypatch.setattr("trimtab.models.describe.ask_transformers", lambda config, _: described(config))

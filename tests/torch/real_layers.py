@@ -111,14 +111,21 @@ def _text(family: str, attention: str, h: int, heads: int, kv: int, d: int, f: i
     return RealLayer(module, spec, True, arguments)
 
 
+def _vision_layer(
+    family: str, prefix: str, kind: str, attention: str, fields: dict[str, Any]
+) -> tuple[Any, torch.nn.Module]:
+    """A configuration of the family's tower, and one layer of it."""
+    package = f"transformers.models.{family}"
+    named = f"{prefix.removesuffix('Vision')}VisionConfig"
+    config = getattr(importlib.import_module(f"{package}.configuration_{family}"), named)(**fields)
+    config._attn_implementation = attention
+    return config, _build(getattr(importlib.import_module(f"{package}.modeling_{family}"), f"{prefix}{kind}"), config)
+
+
 def _qwen_vision(family: str, attention: str, h: int, heads: int, f: int) -> RealLayer:
     prefix = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
-    package = f"transformers.models.{family}"
-    config = getattr(importlib.import_module(f"{package}.configuration_{family}"), f"{prefix}VisionConfig")(
-        hidden_size=h, num_heads=heads, intermediate_size=f
-    )
-    config._attn_implementation = attention
-    module = _build(getattr(importlib.import_module(f"{package}.modeling_{family}"), f"{prefix}VisionBlock"), config)
+    fields = {"hidden_size": h, "num_heads": heads, "intermediate_size": f}
+    config, module = _vision_layer(family, f"{prefix}Vision", "Block", attention, fields)
     gated = family == "qwen2_5_vl"
     spec = _spec(
         module,
@@ -137,14 +144,9 @@ def _qwen_vision(family: str, attention: str, h: int, heads: int, f: int) -> Rea
 
 
 def _internvl_vision(attention: str, h: int, heads: int, f: int, *, norm: str, qk_norm: bool) -> RealLayer:
-    from transformers.models.internvl.configuration_internvl import InternVLVisionConfig
-    from transformers.models.internvl.modeling_internvl import InternVLVisionLayer
-
-    config = InternVLVisionConfig(
-        hidden_size=h, num_attention_heads=heads, intermediate_size=f, norm_type=norm, use_qk_norm=qk_norm
-    )
-    config._attn_implementation = attention
-    module = _build(InternVLVisionLayer, config)
+    fields = {"hidden_size": h, "num_attention_heads": heads, "intermediate_size": f}
+    fields |= {"norm_type": norm, "use_qk_norm": qk_norm}
+    config, module = _vision_layer("internvl", "InternVLVision", "Layer", attention, fields)
     spec = _spec(
         module,
         "vision",
@@ -159,12 +161,8 @@ def _internvl_vision(attention: str, h: int, heads: int, f: int, *, norm: str, q
 
 def _clip_like(family: str, attention: str, h: int, heads: int, f: int) -> RealLayer:
     prefix = {"clip": "CLIP", "siglip": "Siglip"}[family]
-    package = f"transformers.models.{family}"
-    config = getattr(importlib.import_module(f"{package}.configuration_{family}"), f"{prefix}VisionConfig")(
-        hidden_size=h, num_attention_heads=heads, intermediate_size=f
-    )
-    config._attn_implementation = attention
-    module = _build(getattr(importlib.import_module(f"{package}.modeling_{family}"), f"{prefix}EncoderLayer"), config)
+    fields = {"hidden_size": h, "num_attention_heads": heads, "intermediate_size": f}
+    config, module = _vision_layer(family, prefix, "EncoderLayer", attention, fields)
     spec = _spec(
         module,
         "vision",

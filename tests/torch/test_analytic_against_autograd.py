@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from cost_models import head
 from live_bytes import LiveBytes
 from real_layers import LAYERS, ProductResults, RealLayer, kept_bytes
 from tiny_models import TinyModel, make_tiny_model
@@ -96,36 +97,24 @@ def test_parameters_on_one_device_are_the_module_s(name):
     assert local_params(layer.spec, 1) == sum(p.numel() for p in layer.module.parameters())
 
 
-def head_spec(hidden_size: int, vocab_size: int) -> LayerSpec:
-    return LayerSpec(
-        name="lm_head",
-        tower="language",
-        kind="head",
-        hidden_size=hidden_size,
-        output_size=vocab_size,
-        num_params=hidden_size * vocab_size,
-        num_matmul_params=hidden_size * vocab_size,
-    )
-
-
 def test_head_bytes_equal_autograd_and_the_peak_of_backward():
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     H, V = 64, 8192
-    spec, chosen = head_spec(H, V), settings()
-    head = torch.nn.Linear(H, V, bias=False, dtype=torch.bfloat16)
+    spec, chosen = head(V, width=H), settings()
+    module = torch.nn.Linear(H, V, bias=False, dtype=torch.bfloat16)
     hidden = torch.randn(1, ROWS, H, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(0, V, (1, ROWS))
     gc.collect()
     with LiveBytes() as tracker:
-        logits = head(hidden)
+        logits = module(hidden)
         loss = ForCausalLMLoss(logits, labels, V)
         gc.collect()
         held = tracker.live
         loss.backward()
     cost = cost_layer(
         spec,
-        find_gradients([head_spec(H, V), spec], frozenset())[1],
+        find_gradients([spec, spec], frozenset())[1],
         DEVICES["H200"],
         chosen,
         group=0,

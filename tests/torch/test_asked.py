@@ -17,17 +17,9 @@ from trimtab.errors import ConfigError, PartitionError
 from trimtab.models import ask
 from trimtab.models.asking import child, model
 from trimtab.models.asking.build import complete
-from trimtab.models.asking.model import describe_fields, described
+from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe
 from trimtab.specs import WORK_TERMS, ParallelDims
-
-
-@pytest.fixture
-def in_process(monkeypatch):
-    """Questions are answered here instead of in a child process, which takes seconds to start."""
-
-    monkeypatch.setattr("trimtab.models.describe.ask_transformers", lambda config, _: described(config))
-
 
 # -- folders as save_pretrained writes them ---------------------------------------------------------------------------
 

@@ -11,16 +11,9 @@ from widget_model import Widget, WidgetConfig
 
 from trimtab.errors import ConfigError
 from trimtab.models.asking import model
-from trimtab.models.asking.model import describe_fields, describe_model, described
+from trimtab.models.asking.model import describe_fields, describe_model
 from trimtab.models.describe import describe
 from trimtab.models.description import description_bytes
-
-
-@pytest.fixture
-def in_process(monkeypatch):
-    """Questions are answered here instead of in a child process, which takes seconds to start."""
-
-    monkeypatch.setattr("trimtab.models.describe.ask_transformers", lambda config, _: described(config))
 
 
 @pytest.fixture(scope="module", autouse=True)

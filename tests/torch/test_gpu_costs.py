@@ -14,6 +14,8 @@ from tiny_models import as_saved, make_tiny_model
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
+from bench.gpu import costs  # noqa: E402
+from bench.gpu.copies import CountBytes, count_copies  # noqa: E402
 from bench.gpu.costs import MODELS, Formula, sizes_for  # noqa: E402
 from bench.gpu.gain import MODEL, SHRUNK, needed_bytes  # noqa: E402
 from bench.gpu.gain import sizes_for as gain_sizes  # noqa: E402
@@ -22,6 +24,7 @@ from bench.gpu.refit import FITTED, Layer, main, refit  # noqa: E402
 from bench.gpu.shares import can_share, cut_to_share  # noqa: E402
 
 from gain_models import make_model  # noqa: E402
+from trimtab.costs import analytic  # noqa: E402
 from trimtab.costs.analytic import find_gradients  # noqa: E402
 from trimtab.costs.curves import Efficiency, efficiency_of  # noqa: E402
 from trimtab.costs.devices import DEVICES  # noqa: E402
@@ -88,8 +91,10 @@ def test_all_models_of_the_costs_are_described_and_shrink_to_a_small_device() ->
         assert max(held_out) < 12288
 
 
-def test_collectives_are_neither_timed_nor_predicted() -> None:
-    layer = describe("Qwen2.5-VL-7B").layers[-3]
+def test_collectives_are_neither_timed_nor_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (analytic, costs):
+        monkeypatch.setattr(place, "COLLECTIVE_S", 1.0)
+    layer, found = describe("Qwen2.5-VL-7B").layers[-3], []
     for tp in (1, 2):
         terms = [
             Formula(
@@ -101,6 +106,8 @@ def test_collectives_are_neither_timed_nor_predicted() -> None:
             for rate in (1e6, 1e12)
         ]
         assert terms[0] == terms[1]
+        found.append(terms[0])
+    assert np.array(found[1])[:, 0] == pytest.approx(np.array(found[0])[:, 0], rel=0.5), "no latency of collectives"
 
 
 def test_the_curves_that_made_the_seconds_are_found_again() -> None:
@@ -124,6 +131,18 @@ def test_the_curves_that_made_the_seconds_are_found_again() -> None:
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1), name
     before, after = (max(abs(x.errors(e)[x.held_out]).max() for x in layers) for e in (None, found))
     assert after < 0.02 < before
+
+
+def test_copies_from_one_device_to_another_are_counted_in_bytes() -> None:
+    x = torch.zeros(10, 4)
+    with CountBytes() as counting:
+        x.to(torch.float64)
+        x.clone()
+        assert counting.moved_bytes == 0
+        x.to("meta")
+        torch.empty(10, 4, device="meta").copy_(x)
+    assert counting.moved_bytes == 2 * 160
+    assert count_copies(lambda: x + 1, CPU) == {"pinned": 0, "pageable": 0}
 
 
 def test_nothing_measured_is_refused_in_a_sentence(tmp_path, capsys, monkeypatch) -> None:

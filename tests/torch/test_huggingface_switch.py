@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-
-import torch
-import transformers
-from tiny_models import ODD_CONFIGS, describe_here, preprocessor_of
+from real_parameters import build
+from tiny_models import QWEN25_VIT, describe_here, odd_config, preprocessor_of
 
 from trimtab.adapters.huggingface import export
 from trimtab.adapters.running import Decided
 from trimtab.runtime.recompute.apply import _Recomputed
-from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
-
-
-def build(case: str) -> tuple[torch.nn.Module, ModelSpec]:
-    model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
-    config = transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **outer)
-    with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(config)
-    return model, describe_here(config, preprocessor=preprocessor_of(model_type, vision))
+from trimtab.specs import ParallelDims, RecomputeChoice, Stage
 
 
 def test_the_lines_switch_on_exactly_the_planned_layers():
-    model, spec = build("qwen2_5_vl")
+    config = odd_config("qwen2_5_vl")
+    model, spec = build(config), describe_here(config, preprocessor=preprocessor_of("qwen2_5_vl", QWEN25_VIT))
     vision, language = spec.indices("vision", "block"), spec.indices("language", "block")
     chosen = (
         RecomputeChoice(tier="full", layers=(*vision[1:3], language[0])),

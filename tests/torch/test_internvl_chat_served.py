@@ -16,7 +16,7 @@ pytest.importorskip("openai", reason="has the types of the answers: pip install 
 
 from published_internvl import publish
 from running_server import running_server
-from tiny_chat import picture, question, save_chat_model
+from tiny_chat import chat_inputs, picture, question, save_chat_model
 
 from trimtab.errors import ConfigError
 from trimtab.serve.processor import load_processor
@@ -71,13 +71,7 @@ def test_the_server_answers_as_the_model(folder: Path) -> None:
     with running_server(folder, max_new_tokens=8) as running:
         asked = question("what is in the picture?", picture(3))
         answer = running.send(asked).json["choices"][0]["message"]["content"]
-        inputs = running.processor.apply_chat_template(
-            [{"role": "user", "content": [{"type": "image", "image": picture(3)}, asked["messages"][0]["content"][1]]}],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        inputs = chat_inputs(running.processor, "what is in the picture?", picture(3))
         own = transformers.InternVLForConditionalGeneration.from_pretrained(folder.parent / "own")
         tokens = own.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert answer == running.processor.decode(tokens, skip_special_tokens=True)

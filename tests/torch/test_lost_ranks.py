@@ -18,6 +18,7 @@ import pytest
 from train_runs import (
     assert_said_once,
     read_lines,
+    run_on_ranks,
     said,
     settings_of,
     start_training,
@@ -90,16 +91,18 @@ def test_a_killed_rank_is_named_once(folder: Path) -> None:
 def test_what_one_rank_or_all_refuse_is_said_once(folder: Path, tmp_path: Path) -> None:
     """Three processes for two stages, on all ranks; an image that cannot be read, on the ranks that have it; a wrong
     option, before there are ranks."""
-    cases = [
-        (folder, 3, (), r"the plan cuts the model into stages for 2 devices, and 3 processes were started: .*"),
-        (folder, 2, ("--lr", "-1"), r"learning_rate \(--lr\) -1.0 was asked for: give a number above 0"),
-    ]
     write_run(tmp_path, "internvl")
     for image in sorted((tmp_path / "data").rglob("*.png")):
         image.write_bytes(image.read_bytes()[:60])
-    cases.append((tmp_path, 4, (), r"sample s\d+ .* cannot be read .*"))
-    for place, number, more, sentence in cases:
-        with start_training(endless(place, f"refused-{number}"), number, *more) as run:
+    unread = replace(endless(tmp_path, "unread"), plan=write_variant(tmp_path, "alone", num_stages=1))
+    planned = endless(folder, "refused")
+    cases = [
+        (planned, 3, (), r"the plan cuts the model into stages for 2 devices, and 3 processes were started: .*"),
+        (planned, 2, ("--lr", "-1"), r"learning_rate \(--lr\) -1.0 was asked for: give a number above 0"),
+        (unread, 2, (), r"sample s\d+ .* cannot be read .*"),
+    ]
+    for settings, number, more, sentence in cases:
+        with start_training(settings, number, *more) as run:
             assert_said_once(run, sentence)
             assert len(said(run)) == 1
 
@@ -139,8 +142,7 @@ def test_a_rank_that_never_comes_or_was_started_otherwise_is_named(folder: Path)
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(folder: Path) -> None:
     settings = settings_of(folder, folder / "plan", "damaged", steps=3, save_every=1, keep=3)
-    with start_training(settings, 2, "--keep", "3") as run:
-        assert run.process.wait(timeout=300) == 0, run.errors
+    run_on_ranks([settings], 2)
     whole = values_of(settings)
     second, third = list_checkpoints(settings.out)[1:]
     (third / "progress.json").unlink()

@@ -294,23 +294,17 @@ def test_a_damaged_folder_is_refused(folder, what, message):
         load_placed(folder, {"": "cpu"})
 
 
-def test_a_weight_of_another_shape_is_refused(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["vocab_size"] = 230
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"holds lm_head\.weight in another shape than config\.json says"):
-        load_placed(folder, {"": "cpu"})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"text_config": {"model_type": "qwen2", "num_hidden_layers": "four"}}, r"has no config\.json that"),
+        ({"vocab_size": 230}, r"holds lm_head\.weight in another shape than config\.json says"),
+        ({"num_hidden_layers": "four"}, r"has no config\.json that"),
     ],
 )
 def test_a_config_that_cannot_be_placed_is_refused(folder, change, message):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    config["text_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
         load_placed(folder, {"": "cpu"})
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from live_bytes import LiveBytes
-from tiny_models import IMAGE_TOKEN, ODD_CONFIGS, describe_here, mllama_images, preprocessor_of
+from tiny_models import IMAGE_TOKEN, ODD_CONFIGS, describe_here, make_config, mllama_images, preprocessor_of
 
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.workload import Workload, batch_of
@@ -36,26 +36,20 @@ class Served:
     """A model wide enough for its tensors to outweigh odds and ends, and one batch of prompts with an image each."""
 
     def __init__(self, case: str, *, dtype: str = "bf16", attention: str = "sdpa", batch: int = 1) -> None:
-        model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[case])
-        text |= {"hidden_size": 256, "intermediate_size": 448}
-        vision |= {"embed_dim": 128, "hidden_size": 256} if model_type == "qwen2_vl" else {"hidden_size": 128}
+        model_type, own, own_text, _ = ODD_CONFIGS[case]
+        vision = {"embed_dim": 128, "hidden_size": 256} if model_type == "qwen2_vl" else {"hidden_size": 128}
         if model_type != "qwen2_vl":
             vision["intermediate_size"] = 288
         if model_type == "mllama":
-            vision["vision_output_dim"] = 128 * (1 + len(vision["intermediate_layers_indices"]))
-            text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-        if "out_hidden_size" in vision:
+            vision["vision_output_dim"] = 128 * (1 + len(own["intermediate_layers_indices"]))
+        if "out_hidden_size" in own:
             vision["out_hidden_size"] = 256
-        if "moe_intermediate_size" in text:
+        text = {"hidden_size": 256, "intermediate_size": 448}
+        if "moe_intermediate_size" in own_text:
             text["moe_intermediate_size"] = 96
         if model_type in ("qwen2_vl", "qwen2_5_vl"):
             text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
-        if model_type == "glm4v_moe":
-            text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
-        token = {"image_token_index" if model_type.startswith("llava") else "image_token_id": IMAGE_TOKEN}
-        config = transformers.AutoConfig.for_model(
-            model_type, vision_config=vision, text_config=text, **{**outer, **token}
-        )
+        config, vision = make_config(case, vision=vision, text=text), {**own, **vision}
         self.spec = describe_here(config, preprocessor=preprocessor_of(model_type, vision))
         numbers = torch.bfloat16 if dtype == "bf16" else torch.float32
         torch.manual_seed(0)
@@ -115,6 +109,14 @@ class Served:
             images["token_type_ids"] = (ids == IMAGE_TOKEN).long()
         return {**images, "input_ids": ids}, images_of_one
 
+    def run(self) -> tuple[LiveBytes, Any]:
+        """The prefill of the prompts: what was alive in it, and the cache that it leaves."""
+        cache = transformers.DynamicCache(config=self.model.config.get_text_config())
+        with torch.no_grad(), LiveBytes(self.model, [x.name for x in self.spec.layers]) as live:
+            live.hold(*self.inputs.values())
+            self.model(**self.inputs, use_cache=True, past_key_values=cache, logits_to_keep=1)
+        return live, cache
+
     @property
     def weight_bytes(self) -> int:
         held = (*self.model.parameters(), *self.model.buffers())
@@ -137,10 +139,7 @@ class Served:
 def test_a_devices_bytes_are_those_counted_on_the_real_modules(case, settings):
     """Weights, the prompts' cache and the largest peak of the prefill: the whole model on one device."""
     served = Served(case, **settings)
-    cache = transformers.DynamicCache(config=served.model.config.get_text_config())
-    with torch.no_grad(), LiveBytes(served.model, [x.name for x in served.spec.layers]) as live:
-        live.hold(*served.inputs.values())
-        served.model(**served.inputs, use_cache=True, past_key_values=cache, logits_to_keep=1)
+    live, cache = served.run()
     table = served.table
     assert table.weights.sum() == served.weight_bytes
     counted_cache = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
@@ -155,10 +154,7 @@ def test_a_devices_bytes_are_those_counted_on_the_real_modules(case, settings):
 def test_every_kind_of_layer_peaks_where_it_is_said_to(case):
     """Layer by layer, and without the weights: ViT blocks of every family, decoder blocks, norms and head."""
     served = Served(case)
-    cache = transformers.DynamicCache(config=served.model.config.get_text_config())
-    with torch.no_grad(), LiveBytes(served.model, [x.name for x in served.spec.layers]) as live:
-        live.hold(*served.inputs.values())
-        served.model(**served.inputs, use_cache=True, past_key_values=cache, logits_to_keep=1)
+    live, _ = served.run()
     table, checked = served.table, 0
     for i, layer in enumerate(served.spec.layers):
         if layer.kind != "block" or layer.name.endswith(".head"):

@@ -17,8 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.plan.build import write_plan
-from trimtab.plan.decide.stages import candidate_splits
-from trimtab.plan.file.reload import load_details, reload_plan
+from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.runtime.training.refine import RefineSettings, refine
 
@@ -125,14 +124,3 @@ def test_a_plan_that_the_runtime_cannot_run_is_refused(folder):
     )
     with pytest.raises(UnsupportedPlanError, match="a plan with tp 2 was given"):
         refine(folder / "plan", settings_of(folder))
-
-
-def test_candidates_hold_the_plans_own_split_and_no_cuts_twice(folder):
-    found = reload_plan(folder / "plan")
-    for k in (1, 2, 5):
-        candidates = candidate_splits(found.case, found.stages, k)
-        assert len(candidates) == k
-        assert found.stages in [candidate.stages for candidate in candidates]
-        assert len({tuple(s.start for s in candidate.stages) for candidate in candidates}) == k
-        times = [candidate.step_s for candidate in candidates]
-        assert times == sorted(times)

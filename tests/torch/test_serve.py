@@ -23,7 +23,7 @@ pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimta
 openai = pytest.importorskip("openai", reason="asks the endpoint: pip install 'trimtab[serve]'")
 
 from running_server import CHAT, Running, running_server
-from tiny_chat import data_url, picture, question, save_chat_model
+from tiny_chat import chat_inputs, data_url, picture, question, save_chat_model
 
 from trimtab.serve import connection
 from trimtab.serve.chat import ChatProcessor
@@ -71,14 +71,7 @@ HELLO = said("hello", max_tokens=3, temperature=0)
 def test_openais_own_client_gets_the_tokens_of_generate(running: Running) -> None:
     """Chat whole and as a stream, completions and responses; tools are read by the template, as Transformers does."""
     body = question(WHAT, picture(1), max_tokens=12, temperature=0)
-    shown = [{"type": "image", "image": picture(1)}, {"type": "text", "text": WHAT}]
-    inputs = running.processor.apply_chat_template(
-        [{"role": "user", "content": shown}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    inputs = chat_inputs(running.processor, WHAT, picture(1))
     length = inputs["input_ids"].shape[1]
     tokens = running.plain.generate(**inputs, max_new_tokens=12, do_sample=False)[0, length:]
     text = running.processor.tokenizer.decode(tokens, skip_special_tokens=True)

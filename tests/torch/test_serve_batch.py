@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
 
-from tiny_chat import FAMILIES, picture, question, save_chat_model
+from tiny_chat import FAMILIES, chat_inputs, picture, question, save_chat_model
 
 from trimtab.runtime.placing.load import load_placed
 from trimtab.serve.batch import join_rows, rows_agree
@@ -37,14 +37,7 @@ class Loaded:
         self.thread.try_batch(self.chat.examples())
 
     def inputs(self, text: str, *images: Any) -> Any:
-        shown = [{"type": "image", "image": image} for image in images]
-        return self.processor.apply_chat_template(
-            [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        return chat_inputs(self.processor, text, *images)
 
     def job(self, inputs: Any, *, seed: int | None = None, **settings: Any) -> Job:
         own = copy.deepcopy(self.model.generation_config)

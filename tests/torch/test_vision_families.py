@@ -8,6 +8,7 @@ import copy
 import functools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,6 +111,10 @@ def test_the_cost_of_a_tower_and_of_its_windows_by_hand():
     assert (smallest.patches.tolist(), smallest.windowed.tolist()) == ([4], [16])
     images = BatchFamily().read("image", {"pixel_values": torch.zeros(3, 3, 28, 42)}, config)
     assert images.patches.tolist() == [6, 6, 6]
+    sizes = [[28, 42], [14, 42], [28, 28]]  # a list, as some processors give it
+    given = {"pixel_values": torch.zeros(3, 3, 28, 42), "image_sizes": sizes}
+    beside = BatchFamily(beside=("image_sizes",)).read("image", given, config).take(np.array([2, 0])).arguments()
+    assert beside["image_sizes"].tolist() == [[28, 28], [28, 42]]
 
 
 def test_a_declaration_that_does_not_hold_is_found():

@@ -1,6 +1,6 @@
-"""Tests of runtime/vision/ (inputs, outputs, control, exchange, gradients, pooled) that need no second process.
+"""Tests of runtime/vision/ that need no second process. Needs torch and Transformers.
 
-Needs torch."""
+Of runtime/vision/ (apply, callback, control, exchange, gradients, heartbeat, inputs, outputs, pooled, replicas)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("transformers", minversion="5", reason="holds the models that seams are made in")
+
 from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
+from trimtab.runtime.vision import callback, replicas, vision_dp
 from trimtab.runtime.vision.control import differing_ranks, fingerprint
 from trimtab.runtime.vision.exchange import lay_out_rows
 from trimtab.runtime.vision.families import BatchFamily, GridFamily
 from trimtab.runtime.vision.gradients import check_convention
+from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
 from trimtab.runtime.vision.inputs import Part, VisionInputs, join_inputs
 from trimtab.runtime.vision.outputs import read_features, touch, write_features
 from trimtab.runtime.vision.pooled import encode_pooled
@@ -132,3 +136,72 @@ def test_wrong_conventions_are_refused_by_name(loss, reduction, message):
         check_convention(loss, reduction, 4)
     if "no way" not in message:
         check_convention(loss, reduction, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"exchange": "send"}, "'send' is no exchange of image features: choose one of gather, "),
+        ({"rule": "greedy"}, "'greedy' is not a rule to share images by: choose one of balanced, contiguous"),
+        ({"loss": "sharded"}, "loss and reduction together say how gradients add up: give both, or neither"),
+        (
+            {"exchange": "dispatch", "loss": "sharded", "reduction": "sum"},
+            "a dispatch changes no sum of gradients over",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_before_any_group_is_asked_for(arguments, message):
+    with pytest.raises(TrimtabError, match=message):
+        vision_dp(torch.nn.Linear(1, 1), **arguments)
+
+
+def test_a_trainer_shares_images_as_its_plan_says_or_by_dispatch(monkeypatch):
+    monkeypatch.setattr(callback, "vision_dp", lambda model, group, **options: ("options", options))
+    monkeypatch.setattr(callback, "vision_dp_from_plan", lambda model, group, plan, **options: (plan, options))
+
+    def begin(world_size, **options):
+        hook = callback.VisionDataParallelCallback(**options)
+        hook.on_train_begin(SimpleNamespace(world_size=world_size), None, None)
+        return hook.handle
+
+    assert begin(2, rule="contiguous") == ("options", {"exchange": "dispatch", "rule": "contiguous"})
+    assert begin(2, plan="plan", timeout_s=9.0) == ("plan", {"timeout_s": 9.0})
+    assert begin(1, plan="plan") is None
+
+
+def test_a_kind_that_a_rank_lacks_is_encoded_once_and_in_the_order_of_all_ranks():
+    encoded = []
+
+    def heartbeat(present, missing):
+        encoded.clear()
+        asked = {"control": None, "module": torch.nn.Linear(1, 1), "kinds": KINDS, "prepare": None}
+        run = lambda kind: (encoded.append(kind), torch.ones(()))[1]  # noqa: E731
+        return Heartbeat(**asked, run=run, _present=present, _missing=missing)
+
+    def steps(beat, *after):
+        return [beat.run_missing(kind) is not None for kind in after]
+
+    assert steps(heartbeat(("video",), ["image"]), None, None, "video") == [True, False, False]
+    assert encoded == ["image"]
+    assert steps(heartbeat(("image",), ["video"]), None, "image", "image") == [False, True, False]
+    assert encoded == ["video"]
+    both = heartbeat((), ["image", "video"])
+    assert both.run_missing(None) == 2
+    assert encoded == ["image", "video"]
+
+
+def test_gradients_are_summed_in_buckets_of_one_type(monkeypatch):
+    summed = []
+
+    def all_reduce(flat, group):
+        summed.append((flat.dtype, len(flat)))
+        flat *= 3
+
+    monkeypatch.setattr(replicas, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(replicas.dist, "all_reduce", all_reduce)
+    shapes = [((4,), torch.float32), ((2, 2), torch.float32), ((4,), torch.float32), ((3,), torch.float64)]
+    gradients = [torch.randn(shape, dtype=dtype) for shape, dtype in [*shapes, ((20,), torch.float32)]]
+    before = [x.clone() for x in gradients]
+    replicas.sum_in_place(gradients, None)
+    assert summed == [(torch.float32, 8), (torch.float32, 4), (torch.float64, 3), (torch.float32, 20)]
+    assert all(torch.equal(x, 3 * own) for x, own in zip(gradients, before, strict=True))

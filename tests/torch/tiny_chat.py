@@ -59,3 +59,15 @@ def question(text: str, *images: Image.Image, **fields: Any) -> dict[str, Any]:
     """The body of a chat request with the images before the text."""
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": data_url(x)}} for x in images]
     return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}], **fields}
+
+
+def chat_inputs(processor: Any, text: str, *images: Image.Image) -> Any:
+    """What a processor makes of one turn of the user, images before the text."""
+    shown = [{"type": "image", "image": image} for image in images]
+    return processor.apply_chat_template(
+        [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )

@@ -247,11 +247,12 @@ def make_config(case: str, *, vision: dict | None = None, text: dict | None = No
     """The configuration of a case; `vision` and `text` replace some of its fields."""
     model_type, own_vision, own_text, outer = copy.deepcopy(ODD_CONFIGS[case])
     vision, text = {**own_vision, **(vision or {})}, {**own_text, **(text or {})}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
     if model_type in ("qwen2_vl", "qwen2_5_vl", "glm4v_moe"):  # rotary thirds for heads this narrow
         sections = [2, 2, 2] if model_type == "glm4v_moe" else [2, 3, 3]
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+        text.setdefault("rope_parameters", {**rope, "mrope_section": sections})
     if model_type == "mllama":
-        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+        text["rope_parameters"] = rope
     token = {"image_token_index": IMAGE_TOKEN} if model_type.startswith("llava") else {"image_token_id": IMAGE_TOKEN}
     return transformers.AutoConfig.for_model(model_type, vision_config=vision, text_config=text, **{**outer, **token})
 

@@ -174,15 +174,23 @@ def run_conventions(rank: int) -> None:
                     handle.reduce_gradients()  # cleared by the check
 
 
+def run_wrongly_reduced(case: Case) -> None:
+    """A host that takes the mean where it declared the sum."""
+    share = f"{1 / dist.get_world_size():.2g}"[:3]
+    with vision_dp(case.model, loss="sharded", reduction="sum", timeout_s=60) as handle:
+        with pytest.raises(
+            TrimtabError, match=rf"gradients are {share}\d* times the true ones: losses or reduction are"
+        ):
+            verify_vision_dp(handle, lambda: own_loss(case, "sharded"), reduce_gradients=lambda: reduce(case, "mean"))
+        with pytest.raises(TrimtabError, match="doing it twice changes them: make the handle with reduction='none'"):
+            handle.reduce_gradients()
+
+
 def run_verified(rank: int) -> None:
     """What verify_vision_dp finds where a host does otherwise than declared, and under FSDP2."""
     num_ranks = dist.get_world_size()
     case = make_case("qwen3_vl", "images")
-    with vision_dp(case.model, loss="sharded", reduction="sum", timeout_s=60) as handle:
-        with pytest.raises(TrimtabError, match=r"gradients are 0.3\d+ times the true ones: losses or reduction are"):
-            verify_vision_dp(handle, lambda: own_loss(case, "sharded"), reduce_gradients=lambda: reduce(case, "mean"))
-        with pytest.raises(TrimtabError, match="doing it twice changes them: make the handle with reduction='none'"):
-            handle.reduce_gradients()
+    run_wrongly_reduced(case)
     with vision_dp(case.model, timeout_s=60) as handle, pytest.raises(TrimtabError, match="known how losses add up"):
         verify_vision_dp(handle, lambda: own_loss(case, "sharded"))
     sharded = make_case("qwen3_vl", "images and clip")
@@ -275,6 +283,7 @@ def run_in_short(rank: int) -> None:
     run_routed("qwen3_vl", "one image")
     run_dispatched("qwen3_vl", ["text", "images and clip"])
     run_pooled(rank)
+    run_wrongly_reduced(make_case("qwen3_vl", "images"))
     run_odd_uses(rank)
 
 

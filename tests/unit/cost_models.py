@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from trimtab.specs import AttentionSpec, ImageCounts, LayerSpec, MlpSpec, ModelSpec
+from typing import Any
+
+from trimtab.options import Tower
+from trimtab.specs import AttentionSpec, ImageCounts, LayerKind, LayerSpec, MlpSpec, ModelSpec
 
 
 class OneTile:
@@ -14,91 +17,52 @@ class OneTile:
         return ImageCounts(patches=16, tokens=4, tiles=1, patches_sq=256, patches_windowed=64)
 
 
+def layer_of(
+    name: str, tower: Tower, kind: LayerKind, width: int, weights: int, *, beside: int = 0, **more: Any
+) -> LayerSpec:
+    """A layer with `weights` that its rows are multiplied by and `beside` other parameters."""
+    fields = {"hidden_size": width, "output_size": width, "num_params": weights + beside, "num_matmul_params": weights}
+    return LayerSpec(name=name, tower=tower, kind=kind, **(fields | more))
+
+
 def vision_block(index: int = 0, *, window: int | None = None, num_heads: int = 4) -> LayerSpec:
     h, f, d = 64, 256, 16
-    return LayerSpec(
-        name=f"vision.{index}",
-        tower="vision",
-        kind="block",
-        hidden_size=h,
-        output_size=h,
-        num_params=2 * h * num_heads * d * 2 + 2 * h * f + 4 * h,
-        num_matmul_params=2 * h * num_heads * d * 2 + 2 * h * f,
-        attention=AttentionSpec(
-            num_heads=num_heads, num_kv_heads=num_heads, head_dim=d, value_head_dim=d, causal=False, window=window
-        ),
-        mlp=MlpSpec(intermediate_size=f, gated=False),
-        norm="layer_norm",
+    attention = AttentionSpec(
+        num_heads=num_heads, num_kv_heads=num_heads, head_dim=d, value_head_dim=d, causal=False, window=window
     )
+    mlp = MlpSpec(intermediate_size=f, gated=False)
+    parts = {"attention": attention, "mlp": mlp, "norm": "layer_norm"}
+    weights = 2 * h * num_heads * d * 2 + 2 * h * f
+    return layer_of(f"vision.{index}", "vision", "block", h, weights, beside=4 * h, **parts)
 
 
 def text_block(index: int = 0, *, num_kv_heads: int = 2, window: int | None = None) -> LayerSpec:
     h, f, d, heads = 128, 512, 32, 4
-    weights = h * d * (2 * heads + 2 * num_kv_heads) + 3 * h * f
-    return LayerSpec(
-        name=f"language.{index}",
-        tower="language",
-        kind="block",
-        hidden_size=h,
-        output_size=h,
-        num_params=weights + 2 * h,
-        num_matmul_params=weights,
-        attention=AttentionSpec(
-            num_heads=heads, num_kv_heads=num_kv_heads, head_dim=d, value_head_dim=d, causal=True, window=window
-        ),
-        mlp=MlpSpec(intermediate_size=f, gated=True),
-        norm="rms_norm",
+    attention = AttentionSpec(
+        num_heads=heads, num_kv_heads=num_kv_heads, head_dim=d, value_head_dim=d, causal=True, window=window
     )
+    mlp = MlpSpec(intermediate_size=f, gated=True)
+    parts = {"attention": attention, "mlp": mlp, "norm": "rms_norm"}
+    weights = h * d * (2 * heads + 2 * num_kv_heads) + 3 * h * f
+    return layer_of(f"language.{index}", "language", "block", h, weights, beside=2 * h, **parts)
 
 
 def embed(vocab: int = 1000) -> LayerSpec:
-    return LayerSpec(
-        name="embed",
-        tower="language",
-        kind="embed",
-        hidden_size=128,
-        output_size=128,
-        num_params=vocab * 128,
-        num_matmul_params=0,
-    )
+    return layer_of("embed", "language", "embed", 128, 0, beside=vocab * 128)
 
 
-def head(vocab: int = 1000, *, tied: bool = False) -> LayerSpec:
-    return LayerSpec(
-        name="head",
-        tower="language",
-        kind="head",
-        hidden_size=128,
-        output_size=vocab,
-        num_params=0 if tied else vocab * 128,
-        num_matmul_params=vocab * 128,
-    )
+def head(vocab: int = 1000, *, width: int = 128, tied: bool = False) -> LayerSpec:
+    weights = vocab * width
+    return layer_of("head", "language", "head", width, weights, beside=-weights if tied else 0, output_size=vocab)
 
 
 def projector() -> LayerSpec:
-    return LayerSpec(
-        name="projector",
-        tower="projector",
-        kind="projector",
-        hidden_size=256,
-        output_size=128,
-        num_params=256 * 128 + 128 * 128,
-        num_matmul_params=256 * 128 + 128 * 128,
-        rows_per_input=0.25,
-        rows_out_per_input=0.25,
-    )
+    joined = {"output_size": 128, "rows_per_input": 0.25, "rows_out_per_input": 0.25}
+    return layer_of("projector", "projector", "projector", 256, 256 * 128 + 128 * 128, **joined)
 
 
 def patches() -> LayerSpec:
-    return LayerSpec(
-        name="patches",
-        tower="vision",
-        kind="embed",
-        hidden_size=64,
-        output_size=64,
-        num_params=588 * 64,
-        num_matmul_params=588 * 64,
-    )
+    return layer_of("patches", "vision", "embed", 64, 588 * 64)
 
 
 def small_model(*, tied: bool = False, num_heads: int = 4) -> ModelSpec:

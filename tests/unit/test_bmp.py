@@ -30,7 +30,7 @@ def test_the_anchor_divides_the_forward_evenly():
 @pytest.mark.parametrize("seed", range(5))
 def test_candidates_are_all_cuts_in_the_radius_ranked_as_published(seed):
     rng = np.random.default_rng(seed)
-    layers = [layer(i, rng.uniform(1, 5), sent=float(rng.integers(1, 9)) * MIB) for i in range(12)]
+    layers = [layer(i, 1e-3 * rng.uniform(1, 5), sent=float(rng.integers(1, 9)) * MIB) for i in range(12)]
     profile, work = profile_of(layers), work_of(2, 4)
     problem = problem_of(profile, 4, 4, work, forbidden_cuts=frozenset({5}))
     anchor = bmp_anchor(problem)
@@ -51,16 +51,21 @@ def test_candidates_are_all_cuts_in_the_radius_ranked_as_published(seed):
 
 
 def test_the_fastest_of_the_best_ranked_is_taken_and_never_beats_the_search():
+    num_full = 0  # candidates that do not fit
     for seed in range(5):
         profile, work = random_profile(np.random.default_rng(seed), 14, 4), work_of(2, 6)
-        problem = problem_of(profile, 4, 6, work, memory_bytes=1200.0)
+        problem = problem_of(profile, 4, 6, work, memory_bytes=600.0)
         evaluator = Evaluator(problem, work)
         result = bmp_split(problem, evaluator.makespan_of, radius=2, num_timed=5)
+        ranked = bmp_candidates(problem, result.anchor, radius=2)
+        assert [candidate for candidate, _ in result.timed] == ranked[: len(result.timed)]
         fitting = [seconds for _, seconds in result.timed if seconds < float("inf")]
+        num_full += len(result.timed) - len(fitting)
         assert len(fitting) == min(5, result.num_candidates)
         assert result.seconds == min(fitting) == evaluator.makespan_of(result.split.stages)
         assert search_makespan(evaluator).makespan_s <= result.seconds * (1 + 1e-12)
         assert max(device.total_bytes for device in result.split.memory) <= problem.memory_bytes
+    assert num_full > 0
 
 
 def test_one_stage_has_one_candidate():

@@ -79,6 +79,15 @@ def test_tolerance_moves_only_packs_that_stick_out():
     assert others == [p for p in range(64) if p not in far]
 
 
+def test_rows_of_packs_that_stick_out_lie_anywhere_among_the_others():
+    columns = np.ones((512, 2))
+    columns[::4] *= 1.5
+    rows = rows_of(dispatch_packs(columns, dp=8, order="tolerance", tolerance=0.01))
+    places = np.flatnonzero((rows % 4 == 0).all(axis=1))
+    assert len(places) == 16
+    assert 20 < places.mean() < 43  # of 64 rows; 31.5 +- 4
+
+
 def test_tolerance_without_outliers_is_the_shuffle():
     schedule = dispatch_packs(np.ones((50, 3)), dp=8, order="tolerance")
     assert rows_of(schedule).reshape(-1)[:50].tolist() == list(range(50))
@@ -139,3 +148,12 @@ def test_rows_of_a_random_step_are_alike_and_the_step_is_the_shuffles():
     plain = np.arange(512).reshape(-1, 8)
     for d in range(3):
         assert dist_ratio(columns[:, d][rows_of(schedule)]) < 0.7 * dist_ratio(columns[:, d][plain])
+
+
+@pytest.mark.parametrize("order", ["sorted", "tolerance"])
+def test_equal_blocks_are_not_shuffled_alike(order):
+    packs = np.tile(np.random.default_rng(0).random((64, 3)), (4, 1))
+    table = dispatch_packs(packs, dp=4, order=order, block_steps=16).table
+    blocks = table.reshape(4, 64) - 64 * np.arange(4)[:, None]
+    assert [sorted(block) for block in blocks.tolist()] == [list(range(64))] * 4
+    assert len({tuple(block) for block in blocks.tolist()}) == 4

@@ -143,6 +143,8 @@ def test_more_stages_follow_the_rule():
 def test_messages():
     with pytest.raises(PartitionError, match=r"splits into 2 to 28 stages, .* 1 were asked for: choose such a pp"):
         flops_split(NOTEBOOK, pp=1)
+    with pytest.raises(PartitionError, match=r"splits into 2 to 28 stages, .* 29 were asked for: choose such a pp"):
+        best_split(NOTEBOOK, pp=29)
     with pytest.raises(PartitionError, match=r"the first stage cannot have 29 of 28 language layers: give 0 to 28"):
         split_with(NOTEBOOK, 29, pp=2)
     with pytest.raises(

@@ -191,8 +191,11 @@ def test_sharing_a_pair_matches_brute_force():
         half = columns.sum(axis=0) / 2
         limits = np.array([np.ceil(half[0]) + r.integers(0, 4), np.ceil(half[1]) + r.integers(0, 40), np.inf])
         means = half * r.uniform(0.8, 1.1, 3)
-        slopes = r.choice([0.0, 0.3], 3) / np.maximum(half, 1e-3)
-        goal = pair.make_goal(limits, 1 / np.maximum(half, 1e-3) ** 2, 1e3 / limits, means, slopes)
+        slopes = r.choice([0.0, 0.3, 9.0], 3) / np.maximum(half, 1e-3)
+        level, goal = (
+            pair.make_goal(limits, 1 / np.maximum(half, 1e-3) ** 2, 1e3 / limits, means, own)
+            for own in (np.zeros(3), slopes)
+        )
         packs = pair.make_packs(2, n, 3)
         for i in range(n):
             p = 0 if i < num_a else 1
@@ -206,6 +209,8 @@ def test_sharing_a_pair_matches_brute_force():
             over = goal["penalty"] * np.maximum(0.0, e - (limits - half))
             return float((goal["weight"] * e * e + over + above).sum())
 
+        if r.random() < 0.5:  # as `polish` finds them: even already, and then the mean counts as well
+            pair.share_pairs(columns, packs, 1, level, 1.0, pair.MAX_FREE, rng.make_stream(0), scratch)
         before = score(packs.sums[0])
         ways = ((np.arange(2**n)[:, None] >> np.arange(n)) & 1) @ columns
         best = min(score(way) for way in ways)
@@ -235,6 +240,57 @@ def test_sharing_many_samples_never_makes_it_worse():
         assert now <= last
         last = now
     assert last < 2e-5  # 0.4 % of the mean
+
+
+def test_sharing_sizes_that_float32_cannot_tell_apart_never_makes_it_worse():
+    r = np.random.default_rng(3)
+    scratch = pair.make_scratch(2, 8, 2)
+    scratch.pairs[0] = 0, 1
+    wins = 0
+    for _ in range(100):
+        sizes = 2.0**26 + r.integers(0, 64, (8, 2))  # float32 rounds these to multiples of 8
+        limits, penalties = np.array([2.0**28 + 128, np.inf]), np.array([1e-3, 0.0])
+        goal = pair.make_goal(limits, np.full(2, 1e-4), penalties, *np.zeros((2, 2)))
+        packs = pair.make_packs(2, 8, 2)
+        for p in (0, 1):
+            window._hold(packs, p, list(range(4 * p, 4 * p + 4)))
+            packs.sums[p] = sizes[4 * p : 4 * p + 4].sum(axis=0)
+
+        def score(packs=packs, limit=limits[0]):
+            larger = packs.sums.max(axis=0)
+            half_differences = larger - packs.sums.mean(axis=0)
+            return 1e-4 * (half_differences**2).sum() + 1e-3 * max(0.0, larger[0] - limit)
+
+        before = score()
+        moved = pair.share_pairs(sizes, packs, 1, goal, 1.0, pair.MAX_FREE, rng.make_stream(0), scratch)
+        assert moved == (score() < before)
+        assert moved or score() == before
+        wins += moved
+    assert 20 < wins < 100
+
+
+def test_polishing_ends_once_few_packs_get_better(monkeypatch):
+    effort = window.Effort(4, 4, 0.004, 3, 8, num_polished=5, tail=0.25, polish_free=8, stuck=0.5)
+    packs, goal = pair.make_packs(16, 16, 2), pair.make_goal(*np.ones((5, 2)))
+    packs.sums[:] = np.arange(16.0)[:, None]
+    asked, numbers_better = [], []
+
+    def share(sizes, packs, num_pairs, *more):
+        asked.append(sorted(more[-1].pairs[:num_pairs, 0].tolist()))
+        return numbers_better[len(asked) - 1]
+
+    monkeypatch.setattr(window, "share_pairs", share)
+    for numbers, rounds in (([4] * 5, 5), ([2] * 5, 5), ([4, 3, 1, 4, 4], 3), ([0] * 5, 1)):
+        asked.clear()
+        numbers_better[:] = numbers
+        window.polish(np.zeros((16, 2)), packs, goal, effort, rng.make_stream(0), pair.make_scratch(16, 16, 2))
+        assert asked == [[12, 13, 14, 15]] * rounds
+    few = pair.make_packs(4, 4, 2)
+    few.sums[:] = np.arange(4.0)[:, None]
+    asked.clear()
+    numbers_better[:] = [1] * 5
+    window.polish(np.zeros((4, 2)), few, goal, effort, rng.make_stream(0), pair.make_scratch(4, 4, 2))
+    assert asked == [[3]] * 5  # one pack that sticks out is enough
 
 
 def test_repair_keeps_every_sample_and_evict_keeps_every_limit():
@@ -271,6 +327,7 @@ def test_packs_added_for_whole_steps_are_halves_at_the_end():
     more = split_packs(groups, np.array([[5], [1], [1], [3], [9], [9]]), (10,), 1)
     assert more.offsets.tolist() == [0, 1, 2, 3, 6]
     assert more.members.tolist() == [4, 5, 0, 1, 2, 3]
+    assert split_packs(groups, np.array([[4], [3], [1], [4], [9], [9]]), (10,), 1).offsets.tolist() == [0, 1, 2, 4, 6]
     assert split_packs(groups, np.ones((6, 1), int), (1,), 3).offsets.tolist() == list(range(7))
     assert split_packs(groups, np.ones((6, 1), int), (1,), 4) is groups  # six samples make no seven packs
 
@@ -360,6 +417,11 @@ def test_random_numbers_are_the_same_in_and_outside_compiled_loops():
         swaps[[i, j]] = swaps[[j, i]]
     assert swaps.tolist() == items.tolist()
     assert rng.draw_below(inside, 10, 3).tolist() == [int(rng.draw_below(outside, 10, 1)[0]) for _ in range(3)]
+    # where n is large, all bits count
+    n = 2**32 - 1
+    one_by_one = [int(rng.below(outside, np.int64(n))) for _ in range(8)]
+    assert rng.draw_below(inside.copy(), n, 8).tolist() == one_by_one
+    assert [((rng.draw(inside) >> 32) * n) >> 32 for _ in range(8)] == one_by_one
 
 
 def test_extremes_are_paired_while_they_differ_and_rest_after_failures():

@@ -10,7 +10,7 @@ from partition_cases import equal_work, layer, problem_of, profile_of, random_pr
 
 from trimtab.errors import PartitionError
 from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.search import search_makespan
+from trimtab.partition.search import _STEPS, _joint_moves, search_makespan
 from trimtab.partition.simulate import simulate, stage_times
 from trimtab.partition.stages import recompute_stages
 from trimtab.specs import stages_between
@@ -110,3 +110,8 @@ def test_work_of_the_wrong_shape_is_refused():
         PartitionError, match=r"shape \(1, 3, 7\) cannot be simulated with 4 micro-batches.*give \(steps, 4, 7\)"
     ):
         Evaluator(problem, work[:, :3])
+
+
+def test_runs_of_two_or_more_cuts_move_together():
+    whole = {(step, step, step) for step in _STEPS}
+    assert set(_joint_moves(3)) == whole | {move for step in _STEPS for move in ((step, step, 0), (0, step, step))}

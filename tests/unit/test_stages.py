@@ -13,7 +13,7 @@ from trimtab.errors import PartitionError
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.cuts import least_choice, time_cost
 from trimtab.partition.layer_table import layer_table, pipeline_of
-from trimtab.partition.stages import chunk_room, recompute_stages
+from trimtab.partition.stages import chunk_room, recompute_stages, split_stages
 from trimtab.partition.tiers import Upgrade, least_bound, least_extra, menus_of, round_up, tier_table
 from trimtab.specs import RecomputeChoice, Stage
 
@@ -42,18 +42,23 @@ def held_by(schedule, num_stages, M):
     return [M if schedule == "GPipe" else min(P - i, M) for i in range(P)], [0] * P
 
 
+def sized_options(profile, start, stop, held, i):
+    """Every tier choice of stage i: arrays of time, recomputed layers and all its bytes."""
+    in_flight, pending = held
+    times, saved, recomputed, transient, state = stage_options(profile, start, stop, split_backward=any(pending))
+    entry = sum(profile.layers[start].entry_bytes)
+    whole = entry + sum(x.tiers[0].saved_bytes[0] for x in profile.layers[start:stop])
+    return times, recomputed, state + in_flight[i] * (entry + saved) + pending[i] * whole + transient
+
+
 def brute_force(profile, num_stages, memory, held, forbidden):
     """(bottleneck, recompute seconds, recomputed layers) of the best split by complete enumeration; None if none."""
     L = len(profile.layers)
     base = sum(x.forward_s[0] + x.backward_s[0] for x in profile.layers)
     options: dict = {}
-    in_flight, pending = held
     for i, a in itertools.product(range(num_stages), range(L)):
         for b in range(a + 1, L + 1):
-            times, saved, recomputed, transient, state = stage_options(profile, a, b, split_backward=any(pending))
-            entry = sum(profile.layers[a].entry_bytes)
-            whole, saved = entry + sum(x.tiers[0].saved_bytes[0] for x in profile.layers[a:b]), entry + saved
-            size = state + in_flight[i] * saved + pending[i] * whole + transient
+            times, recomputed, size = sized_options(profile, a, b, held, i)
             fits = np.flatnonzero(size <= memory)
             options[i, a, b] = (times[fits], recomputed[fits], size[fits])
     splits = []
@@ -104,6 +109,10 @@ def test_split_equals_brute_force_on_a_thousand_instances(block):
         chosen = sum(stage.num_recomputed() for stage in result.stages)
         assert (result.bottleneck_s, sum(result.recompute_s), chosen) == pytest.approx(expected, rel=1e-9)
         assert max(device.total_bytes for device in result.memory) <= memory
+        for i, stage in enumerate(result.stages):
+            times, _, size = sized_options(profile, stage.start, stage.stop, held_by(schedule, P, M), i)
+            took = result.forward_s[i] + result.backward_s[i]
+            assert np.isclose(size[np.isclose(times, took)], result.memory[i].total_bytes).any()
         assert [s.start for s in result.stages[1:]] == [s.stop for s in result.stages[:-1]]
         assert not forbidden & {s.start for s in result.stages}
         assert result.lower_bound_s <= result.bottleneck_s * (1 + 1e-12)
@@ -250,6 +259,31 @@ def test_interleaved_is_exact_when_memory_is_ample_and_says_so_when_not():
         assert capped.bottleneck_s >= ample.bottleneck_s
 
 
+def test_of_two_ways_to_share_a_devices_room_the_faster_split_is_taken(monkeypatch):
+    rng = np.random.default_rng(4)
+    won = set()
+    for _ in range(20):
+        profile = random_profile(rng, 10, 3)
+        problem = problem_of(profile, 2, 4, schedule="Interleaved1F1B", num_chunks=2)
+        free = split_stages(problem)
+        problem = replace(problem, memory_bytes=0.85 * free.peak_bytes)
+        even, alike = chunk_room(problem), chunk_room(problem, like=free)
+
+        def bottleneck(rooms, problem=problem):
+            with monkeypatch.context() as patch:
+                patch.setattr("trimtab.partition.stages.chunk_room", lambda *_, **__: rooms)
+                try:
+                    return split_stages(problem).bottleneck_s
+                except PartitionError:
+                    return np.inf
+
+        each = [bottleneck(even), bottleneck(alike)]
+        if min(each) < np.inf:
+            assert split_stages(problem).bottleneck_s == min(each)
+            won.add(np.sign(each[0] - each[1]))
+    assert {-1.0, 1.0} <= won
+
+
 def test_chunks_of_a_device_share_its_room_by_what_their_micro_batches_in_flight_hold():
     profile = profile_of([layer(i, saved=((0.0, 10.0),)) for i in range(4)])
     ask = {"schedule": "Interleaved1F1B", "num_chunks": 2, "memory_bytes": 1010.0, "overhead_bytes": 10.0}
@@ -305,6 +339,8 @@ def test_even_splits():
     assert [s.start for s in even_stages(profile, 3)] == [0, 6, 9]
     assert [s.start for s in even_stages(profile, 3, vision="first")] == [0, 8, 10]
     assert [s.start for s in even_stages(profile, 3, forbidden_cuts=frozenset({6, 7}))] == [0, 5, 9]
+    # the only two cuts there are, both behind the first one wanted
+    assert [s.start for s in even_stages(profile, 3, forbidden_cuts=frozenset(range(1, 11)))] == [0, 11, 12]
     with pytest.raises(
         PartitionError, match=r"cannot divide 10 blocks evenly among 11 stages: choose between 1 and 10"
     ):
@@ -327,10 +363,13 @@ def test_messages_name_what_is_wrong_and_what_to_try():
         split(profile, 2, memory=10.0, overhead_bytes=10.0)
     with pytest.raises(PartitionError, match=r"work_mean must hold 7 finite amounts.*take the mean or the maximum"):
         split(profile, 2, work=ONE[:3])
-    with pytest.raises(
-        PartitionError, match=r"backward time is negative at the mean micro-batch \(-1 s\).*profile again"
-    ):
-        split(profile_of([layer(0, backward=-1.0), layer(1)]), 2)
+    with pytest.raises(PartitionError, match=r"work_mean must hold 7 finite amounts, none negative"):
+        split(profile, 2, work=ONE - 2 * ONE[::-1])
+    for time, wrong in (("backward", {"backward": -1.0}), ("forward", {"forward": -1.0})):
+        with pytest.raises(
+            PartitionError, match=rf"{time} time is negative at the mean micro-batch \(-1 s\).*profile again"
+        ):
+            split(profile_of([layer(0, **wrong), layer(1)]), 2)
 
 
 def test_infeasible_splits_say_how_many_bytes_are_missing():

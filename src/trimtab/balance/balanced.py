@@ -1,4 +1,4 @@
-"""`balanced`: packs that are alike in patches, in tokens and in cost.
+"""`balanced`: packs that are alike in every limited column and in cost, for any number of columns.
 
 Symbols: k limited columns, D = k + 1 columns with the cost.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.balance.aim import NUMBERS, choose_aim
+from trimtab.balance.aim import NUMBERS, Aim, choose_aim
 from trimtab.balance.groups import Groups, shuffle_rows
 from trimtab.specs import FloatArray, IntArray
 
@@ -25,7 +25,8 @@ def pack_balanced(
     dp: int,
     seed: int,
     epoch: int = 0,
-    fill: float | None = None,
+    shard: int = 0,
+    aim: Aim | float | None = None,
     num_others: int = 0,
 ) -> Groups:
     """Packs of samples with columns `sizes` (n, k) that each fit a pack alone; every sample in exactly one.
@@ -34,16 +35,18 @@ def pack_balanced(
     of the shuffle, `WINDOW_PACKS` at a time, and in random order among these. Exact: the limits, the cover, the best
     sharing of each pair tried. Heuristic, no bound: which pairs, hence the number of packs and their balance.
 
-    `fill` None: `choose_aim` finds that too.
+    `aim` None, or a fill, leaves what is open to `choose_aim`. `shard` is one more key of the randomness, for parts of
+    one data set.
     """
     from trimtab.balance.rng import make_stream
     from trimtab.balance.stream import pack_stream
 
     if len(sizes) == 0:
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
-    stream = _shuffle(sizes, cost, limits, seed, epoch)
+    stream = _shuffle(sizes, cost, limits, seed, epoch, shard)
     bounds = np.array([*limits, np.inf])
-    aim = choose_aim(stream.columns, stream.counted, bounds, dp, fill)
+    if not isinstance(aim, Aim):
+        aim = choose_aim(stream.columns, stream.counted, bounds, dp, aim)
     streamed = pack_stream(
         stream.columns,
         stream.counted,
@@ -54,10 +57,25 @@ def pack_balanced(
         window_packs=max(1, WINDOW_PACKS // dp) * dp,
         effort=aim.effort(),
         fill=aim.fill,
-        state=make_stream(seed, epoch, 1),
+        state=make_stream(seed, epoch, 1, *_shard_key(shard)),
     )
-    state = make_stream(seed, epoch, 5)
+    state = make_stream(seed, epoch, 5, *_shard_key(shard))
     return shuffle_rows(Groups(stream.order[streamed.members], streamed.offsets), dp, state)
+
+
+def aim_for(
+    sizes: IntArray,
+    cost: FloatArray,
+    *,
+    limits: tuple[int, ...],
+    dp: int,
+    seed: int,
+    epoch: int,
+    fill: float | None,
+) -> Aim:
+    """The aim that `pack_balanced` would choose for these samples, as its first shard."""
+    stream = _shuffle(sizes, cost, limits, seed, epoch, 0)
+    return choose_aim(stream.columns, stream.counted, np.array([*limits, np.inf]), dp, fill)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,16 +85,22 @@ class _Shuffled:
     counted: FloatArray  # (n, k or more): the sizes in packs needed
 
 
-def _shuffle(sizes: IntArray, cost: FloatArray, limits: tuple[int, ...], seed: int, epoch: int) -> _Shuffled:
+def _shuffle(
+    sizes: IntArray, cost: FloatArray, limits: tuple[int, ...], seed: int, epoch: int, shard: int
+) -> _Shuffled:
     """Samples in random order, their cost scaled to a mean of 1: squares of it are summed in float32."""
     from trimtab.balance.bound import counted_columns, sum_columns
     from trimtab.balance.rng import permutation
 
     n, k = sizes.shape
-    order = permutation(n, seed, epoch, 0)
+    order = permutation(n, seed, epoch, 0, *_shard_key(shard))
     columns = np.empty((n, k + 1))
     shuffled = sizes[order]
     columns[:, :k], columns[:, k] = shuffled, cost[order]
     total_cost = float(sum_columns(columns)[k])
     columns[:, k] *= n / total_cost if total_cost > 0 else 0.0
     return _Shuffled(order, columns, counted_columns(shuffled, limits, NUMBERS.tight_fill))
+
+
+def _shard_key(shard: int) -> tuple[int, ...]:
+    return (shard,) if shard else ()

@@ -53,14 +53,10 @@ def dispatch_packs(
         raise PackingError(f"order {order!r} is unknown: choose one of {', '.join(ORDERS)}")
     if not tolerance >= 0:
         raise PackingError(f"tolerance {tolerance} is not a relative distance: give 0 or more (default {TOLERANCE})")
-    sequence = np.arange(len(columns), dtype=np.int64)
-    if order != "random":
-        block = max(1, block_steps) * dp
-        for number, start in enumerate(range(0, len(columns), block)):
-            part = sequence[start : start + block]
-            chosen = part if order == "sorted" else _outliers(columns, part, dp, tolerance)
-            sequence[start : start + block] = _regroup(columns, part, chosen, dp, (seed, epoch, number))
-    elif num_microbatches > 1 and columns.shape[1]:
+    sequence = order_packs(
+        columns, dp=dp, order=order, seed=seed, epoch=epoch, tolerance=tolerance, block_steps=block_steps
+    )
+    if order == "random" and num_microbatches > 1 and columns.shape[1]:
         _group_in_steps(columns, sequence, dp, dp * num_microbatches, (seed, epoch))
     return fill_table(sequence, dp, num_microbatches, order)
 
@@ -91,6 +87,28 @@ def fill_table(sequence: IntArray, dp: int, num_microbatches: int, order: str) -
     # (steps, microbatches, dp) -> (steps, dp, microbatches)
     table = slots.reshape(num_steps, num_microbatches, dp).transpose(0, 2, 1)
     return Schedule(table=np.ascontiguousarray(table), order=order)
+
+
+def order_packs(
+    columns: FloatArray,
+    *,
+    dp: int,
+    order: Order,
+    seed: int = 0,
+    epoch: int = 0,
+    tolerance: float = TOLERANCE,
+    block_steps: int = BLOCK_STEPS,
+    first_block: int = 0,
+) -> IntArray:
+    """Packs in the order in which they run, row after row of dp; `first_block` numbers the blocks of a part."""
+    sequence = np.arange(len(columns), dtype=np.int64)
+    if order != "random":
+        block = max(1, block_steps) * dp
+        for number, start in enumerate(range(0, len(columns), block), first_block):
+            part = sequence[start : start + block]
+            chosen = part if order == "sorted" else _outliers(columns, part, dp, tolerance)
+            sequence[start : start + block] = _regroup(columns, part, chosen, dp, (seed, epoch, number))
+    return sequence
 
 
 def _outliers(columns: FloatArray, packs: IntArray, dp: int, tolerance: float) -> IntArray:

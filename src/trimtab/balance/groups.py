@@ -68,6 +68,7 @@ def complete_rows(
     *,
     dp: int,
     keys: tuple[int, int],
+    shard: int = 0,
 ) -> Groups:
     """Packs of all samples, a multiple of dp where there are samples enough.
 
@@ -82,8 +83,9 @@ def complete_rows(
     if num_alone:
         from trimtab.balance.rng import permutation
 
-        slots = np.sort(permutation(groups.num_packs + num_alone, *keys, 3)[:num_alone])
-        shuffled = large[permutation(num_alone, *keys, 4)]
+        keys_of_shard = (*keys, shard) if shard else keys
+        slots = np.sort(permutation(groups.num_packs + num_alone, *keys_of_shard, 3)[:num_alone])
+        shuffled = large[permutation(num_alone, *keys_of_shard, 4)]
         groups = insert_singles(groups, shuffled, slots - np.arange(num_alone))
     return groups
 

@@ -105,7 +105,7 @@ def pack_samples(
         groups = Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     elif method == "balanced":
         how = {"dp": dp, "num_others": num_alone, **keys}
-        groups = pack_balanced(columns, own_cost, limits=limits, fill=fill, **how)
+        groups = pack_balanced(columns, own_cost, limits=limits, aim=fill, **how)
     elif method == "isf":
         from trimtab.balance.isf import pack_isf
 
@@ -195,6 +195,16 @@ def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None) -> F
     return column
 
 
+def find_problems(fill: float | None, oversize: str, **counts: float) -> list[str]:
+    """What is wrong with settings that all packers have in common; `counts` must be 1 or more."""
+    problems = [f"{name} {value} packs nothing: give 1 or more" for name, value in counts.items() if value < 1]
+    if oversize not in OVERSIZE:
+        problems.append(f"oversize {oversize!r} is unknown: choose one of {', '.join(OVERSIZE)}")
+    if fill is not None and not 0.5 <= fill <= 1.0:
+        problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
+    return problems
+
+
 def _batch(method: PackMethod, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
     from trimtab.balance.baselines import batch_by_device, batch_by_length, batch_randomly
 
@@ -215,12 +225,7 @@ def _check(
     fill: float | None,
     batch_size: float,
 ) -> None:
-    counts = {"dp": dp, "batch_size": batch_size}
-    problems = [f"{name} {value} packs nothing: give 1 or more" for name, value in counts.items() if value < 1]
-    if oversize not in OVERSIZE:
-        problems.append(f"oversize {oversize!r} is unknown: choose one of {', '.join(OVERSIZE)}")
-    if fill is not None and not 0.5 <= fill <= 1.0:
-        problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
+    problems = find_problems(fill, oversize, dp=dp, batch_size=batch_size)
     if dp * num_microbatches > _MOST_SLOTS:
         problems.append(
             f"dp {dp} x num_microbatches {num_microbatches} are more micro-batches a step than the {_MOST_SLOTS:,} "

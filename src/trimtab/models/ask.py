@@ -17,7 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab import __version__
 from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.files import write_atomically
 from trimtab.models.quote import quote
@@ -68,8 +67,9 @@ def cache_dir() -> Path:
 
 
 def _versions() -> list[str] | None:
+    own: str = sys.modules["trimtab"].__version__  # a clone on the path has no metadata
     try:
-        return [__version__, metadata.version("torch"), metadata.version("transformers")]
+        return [own, metadata.version("torch"), metadata.version("transformers")]
     except metadata.PackageNotFoundError:
         return None
 

@@ -143,7 +143,6 @@ def flops_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
 
 def best_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
     """The counts of least maximum FLOPs in the rule's own model (exact; the first stage as full as that allows)."""
-    _check_pp(model, pp)
     splits = (split_with(model, first, pp=pp) for first in range(model.llm_layers, -1, -1))
     return min(splits, key=lambda split: split.imbalance)
 

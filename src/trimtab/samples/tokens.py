@@ -345,9 +345,11 @@ def _build_tokenizer(files: TokenizerFiles) -> Tokenizer:
 
     try:
         tokenizer = Tokenizer.from_buffer(files.tokenizer_json)
-    except Exception as error:  # the binding raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the binding raises bare Exception, and a panic that is not even that
         raise ConfigError(
-            f"the tokenizer.json is not readable: {error}; name the tokenizer.json of the model"
+            f"the tokenizer.json is not readable: {shorten(str(error), 200)}; name the tokenizer.json of the model"
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

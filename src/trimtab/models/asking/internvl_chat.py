@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter, WeightRenaming, apply_renamings
+from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 
 from trimtab.errors import ConfigError
 from trimtab.files import read_small
@@ -104,7 +104,7 @@ def published_name(module: str, config: Any) -> str:
     if not isinstance(config, InternVLChatConfig):
         return module
     names = _INTERNLM2_MODULES | _MODULES if _text_type(config.published) == "internlm2" else _MODULES
-    return str(apply_renamings(module, [x.reverse_transform() for x in _renamings(names)]))
+    return str(rename_source_key(module, [x.reverse_transform() for x in _renamings(names)], [])[0])
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------

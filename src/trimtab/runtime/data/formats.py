@@ -18,7 +18,7 @@ from trimtab.models.families.family import PackFormat
 from trimtab.models.families.known import family_of
 from trimtab.runtime.data.smallest_images import has_blocks
 
-TOKEN_TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
+TOKEN_TYPE_KEYS: tuple[str, ...] = ("mm_token_type_ids", "token_type_ids")
 """What processors call 0 text, 1 image, 2 video per token; the second is Gemma's name."""
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")

@@ -10,7 +10,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from trimtab.errors import ConfigError
 from trimtab.models.asking.internvl_chat import read_chat_config
@@ -78,7 +78,7 @@ class StoredNames:
         """The map in the model's own names; names that it does not have in either way stay as they are."""
         found: dict[str, DeviceKey] = {}
         for key, device in device_map.items():
-            own = apply_renamings(key, self._renamings)
+            own, _ = rename_source_key(key, self._renamings, [])
             known = own in self._modules and key not in self._modules
             if known and found.get(own, device_map.get(own, device)) == device:
                 key = own

@@ -66,7 +66,11 @@ class GridFamily:
             )
         own = np.ones(len(atoms), np.int64)
         beside = [
-            Part(name=name, rows=_rows_of(given.pop(name)).repeat_interleave(torch.from_numpy(clips), 0), lengths=own)
+            Part(
+                name=name,
+                rows=torch.as_tensor(given.pop(name)).repeat_interleave(torch.from_numpy(clips), 0),
+                lengths=own,
+            )
             for name in (self.beside or {}).get(kind, ())
             if given.get(name) is not None
         ]
@@ -117,7 +121,7 @@ class BatchFamily:
 
     def read(self, kind: Kind, given: dict[str, Any], config: Any) -> VisionInputs:
         pixels = _pixels(kind, given)
-        beside = [(name, _rows_of(given.pop(name))) for name in self.beside if given.get(name) is not None]
+        beside = [(name, torch.as_tensor(given.pop(name))) for name in self.beside if given.get(name) is not None]
         rows, entries = pixels.rows, None
         if self.padded:
             real = (rows.flatten(2) != 0).any(-1)
@@ -267,10 +271,6 @@ def _pixels(kind: Kind, given: dict[str, Any]) -> Part:
             f"stack the images as the processor does with return_tensors='pt'"
         )
     return Part(name=name, rows=pixels, lengths=np.empty(0, np.int64))
-
-
-def _rows_of(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.as_tensor(value)
 
 
 def _refuse_unequal_samples(given: dict[str, Any]) -> None:
