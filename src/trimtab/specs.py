@@ -353,6 +353,9 @@ class ClusterSpec:
 # -- data -----------------------------------------------------------------------------------------------------------
 
 
+_LARGEST_ROOT = 3_037_000_499  # whose square int64 holds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleTable:
     """Sizes of every sample of a data set, one column each; row i is sample i of the data set's own order.
@@ -398,7 +401,7 @@ class SampleTable:
         `columns` are the other fields. Text alone: `SampleTable.of(0 * tokens, tokens)`.
         """
         patches = np.asarray(num_patches, np.int64)
-        follow = {"num_images": np.minimum(patches, 1), "patches_sq": patches**2}
+        follow = {"num_images": np.minimum(patches, 1), "patches_sq": np.minimum(patches, _LARGEST_ROOT) ** 2}
         columns = follow | {"source": np.zeros(len(patches), np.int32)} | columns
         columns.setdefault("patches_windowed", columns["patches_sq"])
         return cls(num_patches=patches, num_tokens=np.asarray(num_tokens, np.int64), **columns)

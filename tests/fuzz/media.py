@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from tests.fuzz.damage import damaged
 
 from trimtab.errors import ImageError
-from trimtab.samples.containers import read_clip, read_frames
+from trimtab.samples.containers import MAX_FRAME_PIXELS, read_clip, read_frames
 from trimtab.samples.headers import MAX_PIXELS, image_size
 from trimtab.samples.problems import BadRecordError
 
@@ -95,7 +95,7 @@ def videos(_folder: Path) -> Try:
             clip = read_clip(io.BytesIO(content), "video")
             assert min(clip.width, clip.height, clip.num_frames) > 0
             assert 0 < clip.fps < math.inf
-            assert clip.width * clip.height <= MAX_PIXELS
+            assert clip.width * clip.height <= MAX_FRAME_PIXELS
             frames = read_frames(io.BytesIO(content), "video", [0, min(5, clip.num_frames - 1)])
             assert frames.dtype == np.uint8
             assert frames.shape[0] == 2

@@ -185,9 +185,7 @@ def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None) -> F
     """Cost of each sample: by weights, as given, or of the default model."""
     if cost is None:
         cost = default_cost(samples)
-    if isinstance(cost, LinearCost):
-        return cost.of_samples(samples)
-    column = np.asarray(cost, np.float64)
+    column = cost.of_samples(samples) if isinstance(cost, LinearCost) else np.asarray(cost, np.float64)
     if column.shape != (len(samples),):
         raise PackingError(f"cost has shape {column.shape} for {len(samples)} samples: give one number per sample")
     if not (np.isfinite(column).all() and (column >= 0).all()):

@@ -103,7 +103,8 @@ def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
         for d in range(D):
             packs.sums[p, d] += sizes[i, d]
             full = max(full, packs.sums[p, d] * fill[d])
-        bucket = np.int64(min(NUM_BUCKETS - 1.0, full * (NUM_BUCKETS - 2)))
+        # never below: a negative size would leave a pack where nobody looks for it
+        bucket = np.int64(max(emptiest, min(NUM_BUCKETS - 1.0, full * (NUM_BUCKETS - 2))))
         behind[p] = -1
         if first[bucket] < 0:
             first[bucket] = p

@@ -242,7 +242,7 @@ class PlanOrigin:
 
 def risk_problems(risk: float) -> list[str]:
     """A sentence where `risk` is no chance."""
-    if 0 < risk < 1:
+    if risk > 0 and 0 < 1 - risk < 1:  # 1e-17 from 1 is 1
         return []
     return [f"risk {risk} was asked for, and it is a chance: give one above 0 and below 1, as in 5%"]
 

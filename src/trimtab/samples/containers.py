@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.errors import ConfigError
-from trimtab.samples.headers import MAX_PIXELS
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.specs import Clip
+
+MAX_FRAME_PIXELS = 2**26
+"""Twice those of 8K: a decoder holds several frames, and larger ones would take gigabytes before any is looked at."""
 
 _DAMAGED = "replace or drop it"
 
@@ -26,7 +28,7 @@ def read_clip(file: BinaryIO, name: str) -> Clip:
     with _opened(file, name) as (container, stream):
         num_frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = stream.average_rate
-        if not num_frames or not rate or not 0 < stream.width * stream.height <= MAX_PIXELS:
+        if not num_frames or not rate or not _has_sides(stream):
             found = f"{num_frames} frames of {stream.width} x {stream.height} at {rate or 0} a second"
             raise BadRecordError("video", f"{name} holds {found}: {_DAMAGED}")
         return Clip(width=stream.width, height=stream.height, num_frames=num_frames, fps=float(rate))
@@ -39,20 +41,26 @@ def read_frames(file: BinaryIO, name: str, indices: Sequence[int]) -> npt.NDArra
     """
     wanted, found = set(indices), dict[int, npt.NDArray[np.uint8]]()
     with _opened(file, name) as (container, stream):
+        if not _has_sides(stream):
+            raise BadRecordError("video", f"{name} holds frames of {stream.width} x {stream.height}: {_DAMAGED}")
         stream.thread_type = "AUTO"
         sides = stream.height, stream.width
         for number, frame in enumerate(container.decode(stream)):
             if number in wanted:
-                found[number] = frame.to_ndarray(format="rgb24")
-                if found[number].shape[:2] != sides:
-                    told = f"frame {number} of {frame.width} x {frame.height} pixels behind a header of another size"
+                if (frame.height, frame.width) != sides:
+                    told = f"frame {number} of {frame.width} x {frame.height} pixels after a header of another size"
                     raise BadRecordError("video", f"{name} holds {told}: {_DAMAGED}")
+                found[number] = frame.to_ndarray(format="rgb24")
             if len(found) == len(wanted):
                 break
     if len(found) < len(wanted):
         missing = min(wanted - found.keys())
         raise BadRecordError("video", f"{name} ends before frame {missing}, which its header counts: {_DAMAGED}")
     return np.stack([found[number] for number in indices])
+
+
+def _has_sides(stream: Any) -> bool:
+    return 0 < stream.width * stream.height <= MAX_FRAME_PIXELS
 
 
 @contextmanager

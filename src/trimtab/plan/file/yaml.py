@@ -217,8 +217,9 @@ def plan_from_yaml(text: str, *, origin: str = "the plan", unknown: list[str] | 
     plan = record_from_yaml(
         text, Plan, origin=origin, version=version, verb="plan", read_number=_read_number, unknown=unknown
     )
-    if not plan.decisions.stages:
-        raise PlanError(f"{origin}: decisions.stages is empty: make the plan again")
+    for place, rows in (("decisions.stages", plan.decisions.stages), ("estimates.variants", plan.estimates.variants)):
+        if not rows:
+            raise PlanError(f"{origin}: {place} is empty: make the plan again")
     return plan
 
 
@@ -237,7 +238,7 @@ _ABOVE_ZERO = (
         "num_nodes",
         "devices_per_node",
     ),
-    *("node_link_bytes_per_s", "memory_bytes", "degree", "pooling"),
+    *("node_link_bytes_per_s", "memory_bytes", "degree", "pooling", "memory_error", "step_ms", "epoch_s"),
 )
 
 
