@@ -60,7 +60,8 @@ def read_frames(file: BinaryIO, name: str, indices: Sequence[int]) -> npt.NDArra
 
 
 def _has_sides(stream: Any) -> bool:
-    return 0 < stream.width * stream.height <= MAX_FRAME_PIXELS
+    pixels: int = stream.width * stream.height
+    return 0 < pixels <= MAX_FRAME_PIXELS
 
 
 @contextmanager
