@@ -52,8 +52,8 @@ def test_training_that_shares_images_names_a_rank_once(tmp_path: Path) -> None:
         process.resume()
         wait_for(lambda: len(read_lines(settings)) > done + 3, run)
         named = [line for line in said(run) if "does not answer" in line]
-        assert len(named) == 1, run.errors
-        assert f"for rank 1 of 2 (process {process.pid} on" in named[0]
+        assert len(named) in (1, 2), run.errors  # one that was late as well is told so first
+        assert all(f"for rank 1 of 2 (process {process.pid} on" in line for line in named)
         process.kill()  # rank 0 may be in the exchange or about to be: the sentence is the same
         assert_said_once(
             run,
@@ -92,7 +92,9 @@ def test_a_probe_names_a_stopped_rank_and_goes_on_unharmed(probed: Path, tmp_pat
         rf"rank 0 has waited \d+ s \(since [\d:]+\) at the probe for rank 1 of 2 \(process {process.pid} on \S+\), "
         r"which does not answer since .*"
     )
-    assert [bool(re.fullmatch(told, line)) for line in said(run)] == [True], run.errors
+    *late, silent = said(run)  # one that was late as well is told so first
+    assert re.fullmatch(told, silent), run.errors
+    assert len(late) <= 1, run.errors
     assert check_plan(tmp_path / "plan") == []
 
 
