@@ -58,8 +58,9 @@ def attack(name: str, folder: Path, seconds: float, seeds: list[int], first: int
             try_seed(number)
             took_s = time.process_time() - began
             assert not done or took_s < MOST_S, f"it took {took_s:.1f} CPU s"  # the first compiles and imports
-            peak_bytes = max(peak_bytes, _peak_bytes())
-            assert _peak_bytes() <= MOST_MEMORY_BYTES, f"the process held {_peak_bytes() / 1e6:.0f} MB"
+            held_bytes = _peak_bytes()
+            peak_bytes = max(peak_bytes, held_bytes)
+            assert held_bytes <= MOST_MEMORY_BYTES, f"the process held {held_bytes / 1e6:.0f} MB"
         except KeyboardInterrupt:
             raise
         except BaseException:  # a panic of a binding is no Exception

@@ -287,12 +287,8 @@ def traced_profile(
 def _ungroup(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
     """New groups: the first layer of a tower may hold more than those that were like it."""
     groups: dict[tuple[object, ...], int] = {}
-    return tuple(
-        replace(
-            x, group=groups.setdefault((x.group, x.tiers), len(groups))
-        )  # of like layers only the tiers may differ now
-        for x in layers
-    )
+    # of like layers only the tiers may differ now
+    return tuple(replace(x, group=groups.setdefault((x.group, x.tiers), len(groups))) for x in layers)
 
 
 def _with_bytes(
