@@ -1,0 +1,188 @@
+"""The loops under pack_samples (balance/: pair, window, stream, rng): each against brute force or by its invariants."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trimtab.balance import pair, rng, stream, window
+
+
+def test_sharing_a_pair_matches_brute_force():
+    r = np.random.default_rng(0)
+    scratch = pair.make_scratch(2, 64, 3)
+    scratch.pairs[0] = 0, 1
+    for _ in range(300):
+        n, num_a = int(r.integers(2, 11)), 0
+        columns = np.column_stack([r.integers(0, 20, n), r.integers(0, 300, n), r.random(n)]).astype(float)
+        num_a = int(r.integers(0, n + 1))
+        half = columns.sum(axis=0) / 2
+        limits = np.array([np.ceil(half[0]) + r.integers(0, 4), np.ceil(half[1]) + r.integers(0, 40), np.inf])
+        means = half * r.uniform(0.8, 1.1, 3)
+        slopes = r.choice([0.0, 0.3, 9.0], 3) / np.maximum(half, 1e-3)
+        level, goal = (
+            pair.make_goal(limits, 1 / np.maximum(half, 1e-3) ** 2, 1e3 / limits, means, own)
+            for own in (np.zeros(3), slopes)
+        )
+        packs = pair.make_packs(2, n, 3)
+        for i in range(n):
+            p = 0 if i < num_a else 1
+            packs.after[i], packs.head[p] = packs.head[p], i
+            packs.num_held[p] += 1
+            packs.sums[p] += columns[i]
+
+        def score(sum_a, half=half, limits=limits, goal=goal):
+            e = np.abs(sum_a - half)
+            above = goal["slope"] * np.maximum(0.0, half + e - goal["mean"])
+            over = goal["penalty"] * np.maximum(0.0, e - (limits - half))
+            return float((goal["weight"] * e * e + over + above).sum())
+
+        if r.random() < 0.5:  # as `polish` finds them: even already, and then the mean counts as well
+            pair.share_pairs(columns, packs, 1, level, 1.0, pair.MAX_FREE, rng.make_stream(0), scratch)
+        before = score(packs.sums[0])
+        ways = ((np.arange(2**n)[:, None] >> np.arange(n)) & 1) @ columns
+        best = min(score(way) for way in ways)
+        moved = pair.share_pairs(columns, packs, 1, goal, 1.0, pair.MAX_FREE, rng.make_stream(0), scratch)
+        after = score(packs.sums[0])
+        assert after <= best * (1 + 1e-4) + 1e-6
+        assert moved == (after < before)
+        assert packs.num_held.sum() == n
+        np.testing.assert_allclose(packs.sums.sum(axis=0), columns.sum(axis=0))
+
+
+def test_sharing_many_samples_never_makes_it_worse():
+    r = np.random.default_rng(1)
+    n = 60
+    columns = np.column_stack([r.integers(0, 9, n), r.integers(1, 900, n), r.random(n)]).astype(float)
+    packs = pair.make_packs(2, n, 3)
+    window.deal(columns, np.array([1 / 300, 1 / 30000, 1 / 40]), packs)
+    none = np.zeros(3)
+    goal = pair.make_goal(np.array([200.0, 20000.0, np.inf]), 1 / columns.sum(axis=0) ** 2, none, none, none)
+    scratch = pair.make_scratch(2, n, 3)
+    scratch.pairs[0] = 0, 1
+    state, last = rng.make_stream(2), np.inf
+    for _ in range(30):
+        pair.share_pairs(columns, packs, 1, goal, 1.0, 8, state, scratch)
+        e = (packs.sums[0] - packs.sums[1]) / 2
+        now = float((goal["weight"] * e * e).sum())
+        assert now <= last
+        last = now
+    assert last < 2e-5  # 0.4 % of the mean
+
+
+def test_sharing_sizes_that_float32_cannot_tell_apart_never_makes_it_worse():
+    r = np.random.default_rng(3)
+    scratch = pair.make_scratch(2, 8, 2)
+    scratch.pairs[0] = 0, 1
+    wins = 0
+    for _ in range(100):
+        sizes = 2.0**26 + r.integers(0, 64, (8, 2))  # float32 rounds these to multiples of 8
+        limits, penalties = np.array([2.0**28 + 128, np.inf]), np.array([1e-3, 0.0])
+        goal = pair.make_goal(limits, np.full(2, 1e-4), penalties, *np.zeros((2, 2)))
+        packs = pair.make_packs(2, 8, 2)
+        for p in (0, 1):
+            window._hold(packs, p, list(range(4 * p, 4 * p + 4)))
+            packs.sums[p] = sizes[4 * p : 4 * p + 4].sum(axis=0)
+
+        def score(packs=packs, limit=limits[0]):
+            larger = packs.sums.max(axis=0)
+            half_differences = larger - packs.sums.mean(axis=0)
+            return 1e-4 * (half_differences**2).sum() + 1e-3 * max(0.0, larger[0] - limit)
+
+        before = score()
+        moved = pair.share_pairs(sizes, packs, 1, goal, 1.0, pair.MAX_FREE, rng.make_stream(0), scratch)
+        assert moved == (score() < before)
+        assert moved or score() == before
+        wins += moved
+    assert 20 < wins < 100
+
+
+def test_polishing_ends_once_few_packs_get_better(monkeypatch):
+    effort = window.Effort(4, 4, 0.004, 3, 8, num_polished=5, tail=0.25, polish_free=8, stuck=0.5)
+    packs, goal = pair.make_packs(16, 16, 2), pair.make_goal(*np.ones((5, 2)))
+    packs.sums[:] = np.arange(16.0)[:, None]
+    asked, numbers_better = [], []
+
+    def share(sizes, packs, num_pairs, *more):
+        asked.append(sorted(more[-1].pairs[:num_pairs, 0].tolist()))
+        return numbers_better[len(asked) - 1]
+
+    monkeypatch.setattr(window, "share_pairs", share)
+    for numbers, rounds in (([4] * 5, 5), ([2] * 5, 5), ([4, 3, 1, 4, 4], 3), ([0] * 5, 1)):
+        asked.clear()
+        numbers_better[:] = numbers
+        window.polish(np.zeros((16, 2)), packs, goal, effort, rng.make_stream(0), pair.make_scratch(16, 16, 2))
+        assert asked == [[12, 13, 14, 15]] * rounds
+    few = pair.make_packs(4, 4, 2)
+    few.sums[:] = np.arange(4.0)[:, None]
+    asked.clear()
+    numbers_better[:] = [1] * 5
+    window.polish(np.zeros((4, 2)), few, goal, effort, rng.make_stream(0), pair.make_scratch(4, 4, 2))
+    assert asked == [[3]] * 5  # one pack that sticks out is enough
+
+
+def test_repair_keeps_every_sample_and_evict_keeps_every_limit():
+    r = np.random.default_rng(2)
+    n, P = 400, 90
+    columns = np.column_stack([r.integers(1, 6, n), r.integers(1, 900, n), r.random(n)]).astype(float)
+    bounds = np.array([np.ceil(columns[:, 0].sum() / P), 6000.0, np.inf])
+    packs = pair.make_packs(P, n, 3)
+    for i in range(n):  # all in the first ten packs: far above the limits
+        p = i % 10
+        packs.after[i], packs.head[p] = packs.head[p], i
+        packs.num_held[p] += 1
+        packs.sums[p] += columns[i]
+    goal = pair.make_goal(bounds, np.ones(3), 1e3 / bounds, np.zeros(3), np.zeros(3))
+    state = rng.make_stream(3)
+    window.repair(columns, packs, goal, state, pair.make_scratch(P, n, 3))
+    out = window.evict(columns, packs, goal, np.zeros(n, np.int64))
+    members, counts = window.unload(packs, state)
+    assert sorted(np.concatenate([members, out]).tolist()) == list(range(n))
+    sums = np.add.reduceat(columns[members], np.concatenate([[0], np.cumsum(counts)[:-1]]), axis=0)
+    assert (sums <= bounds).all()
+
+
+def test_shuffle_is_even():
+    counts = np.zeros((6, 6))
+    for seed in range(3000):
+        for place, item in enumerate(rng.permutation(6, seed)):
+            counts[place, item] += 1
+    assert abs(counts / 3000 - 1 / 6).max() < 0.03
+
+
+def test_random_numbers_are_the_same_in_and_outside_compiled_loops():
+    inside, outside = rng.make_stream(7), rng.make_stream(7)
+    items = np.arange(100)
+    rng.shuffle(items, inside)
+    swaps = np.arange(100)
+    for i in range(99, 0, -1):
+        j = rng.draw_below(outside, i + 1, 1)[0] if i % 2 else ((rng.draw(outside) >> 32) * (i + 1)) >> 32
+        swaps[[i, j]] = swaps[[j, i]]
+    assert swaps.tolist() == items.tolist()
+    assert rng.draw_below(inside, 10, 3).tolist() == [int(rng.draw_below(outside, 10, 1)[0]) for _ in range(3)]
+    # where n is large, all bits count
+    n = 2**32 - 1
+    one_by_one = [int(rng.below(outside, np.int64(n))) for _ in range(8)]
+    assert rng.draw_below(inside.copy(), n, 8).tolist() == one_by_one
+    assert [((rng.draw(inside) >> 32) * n) >> 32 for _ in range(8)] == one_by_one
+
+
+def test_extremes_are_paired_while_they_differ_and_rest_after_failures():
+    sums = np.column_stack([np.ones(6), [9.0, 4.0, 6.0, 5.0, 1.0, 7.0]])
+    failures, pairs = np.array([0, 0, 0, 0, 5, 0]), np.empty((6, 2), np.int64)
+
+    def paired(patience, least):
+        num_pairs = window.pair_extremes(sums, np.array([0.0, 1.0]), failures, patience, least, pairs)
+        return pairs[:num_pairs].tolist()
+
+    assert paired(5, 0.5) == [[1, 0], [3, 5]]  # pack 4 rests, 6 is alone in the middle
+    assert paired(5, 3.0) == [[1, 0]]
+    assert paired(6, 0.5) == [[4, 0], [1, 5], [3, 2]]
+    assert paired(0, 0.5) == []
+
+
+def test_a_share_of_sizes_that_grow_is_found_behind_the_first_guess():
+    """Half of what is left lies in the last quarter, behind the half of the samples that is looked at first."""
+    sizes, none_carried, left = np.repeat([[0.0], [1.0]], 1000, axis=0), np.empty(0, np.int64), np.array([1000.0])
+    assert stream._count_share(sizes, none_carried, 0, 0.5, left, np.inf) == 1500
+    assert stream._count_share(sizes, none_carried, 0, 1.0, left, np.inf) == 2000
+    assert stream._count_share(sizes, none_carried, 1500, 0.5, left, np.inf) == 500
