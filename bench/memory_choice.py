@@ -10,18 +10,17 @@ Run: python bench/memory_choice.py   (a minute, most of it the first run's compi
 
 from __future__ import annotations
 
-import json
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 
 import numpy as np
 
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PartitionError
-from trimtab.models.describe import describe
+from trimtab.models.describe import describe, read_config
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
@@ -60,8 +59,7 @@ def model_of(name: str) -> ModelSpec:
     spec = describe("Qwen2.5-VL-7B" if name in WIDER else name)
     if name not in WIDER:
         return spec
-    config = json.loads(files("trimtab.models").joinpath("zoo/Qwen2.5-VL-7B.json").read_text())
-    config = config.get("config", config)
+    config = copy.deepcopy(dict(read_config("Qwen2.5-VL-7B")))
     wider = dict(WIDER[name])
     heads, kv_heads = wider.pop("heads")
     text = config.get("text_config", config)

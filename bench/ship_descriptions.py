@@ -1,4 +1,4 @@
-"""Writes the descriptions that come with trimtab from published configurations: `src/trimtab/models/zoo/*.json.gz`.
+"""Writes the descriptions that come with trimtab from published configurations: `src/trimtab/models/zoo/models.jsonl`.
 
     python bench/ship_descriptions.py model_zoo.json [MORE.json ...]
 
@@ -11,7 +11,6 @@ and Gemma 3 were written by hand when the shipped files were made.
 
 from __future__ import annotations
 
-import gzip
 import json
 import sys
 from dataclasses import replace
@@ -22,7 +21,6 @@ from trimtab.errors import ConfigError
 from trimtab.models.describe import describe
 from trimtab.models.description import description_bytes
 from trimtab.models.images.unsettled import UnsettledRule
-from trimtab.models.shipped import SUFFIX
 
 ZOO = Path(__file__).parents[1] / "src" / "trimtab" / "models" / "zoo"
 READ_BY_US = ("computed_params_b", "computed_vs_label", "size_label_b", "size_label_source")
@@ -42,10 +40,7 @@ ALSO = {
 
 
 def main() -> None:
-    ZOO.mkdir(exist_ok=True)
-    for old in ZOO.glob(f"*{SUFFIX}"):
-        old.unlink()
-    shipped = []
+    shipped: dict[str, str] = {}
     for path in sys.argv[1:]:
         for label, entry in json.loads(Path(path).read_text(encoding="utf-8"))["models"].items():
             name = label.partition(" (")[0]
@@ -65,9 +60,9 @@ def main() -> None:
                 note = f"Not confirmed for this very checkpoint: {'; '.join(entry['unsure'])}."
                 model = replace(model, notes=(*model.notes, note))
             data = {**json.loads(description_bytes(model)), "config": config}
-            content = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-            (ZOO / f"{name}{SUFFIX}").write_bytes(gzip.compress(content, 9, mtime=0))
-            shipped.append(name)
+            shipped[name] = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    lines = "".join(f"{shipped[name]}\n" for name in sorted(shipped))
+    (ZOO / "models.jsonl").write_text(lines, encoding="utf-8")
     also = {name: others for name, others in ALSO.items() if name in shipped}
     (ZOO / "names.json").write_text(json.dumps(also, indent=1) + "\n", encoding="utf-8")
     total = sum(x.stat().st_size for x in ZOO.iterdir())

@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+import zlib
 from importlib import resources
 from pathlib import Path
 
@@ -266,7 +267,7 @@ def test_shipped_models_are_descriptions_of_named_sources():
             assert model.config_blake2b == again.config_blake2b
         assert model.image_rule.count(1024, 768).tokens > 0
     files = resources.files("trimtab.models").joinpath("zoo").iterdir()
-    assert sum(len(x.read_bytes()) for x in files) < 2**20
+    assert sum(len(zlib.compress(x.read_bytes())) for x in files) < 20_000  # as a wheel stores them, one by one
 
 
 def test_shipped_models_have_the_published_parameters():

@@ -88,11 +88,11 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = Environment()
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = environment.bounded("tojson", tojson)
     environment.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
     try:
         template = environment.from_string(text)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:  # Python compiles it too
         raise ConfigError(f"the chat template is not valid Jinja: {error}; name another with chat_template") from None
 
     def render(
