@@ -37,6 +37,8 @@ WORK_TERMS = (
 )
 """What a micro-batch asks of a layer; every cost is linear in these, so costs of packs are one matrix product."""
 NUM_WORK_TERMS = len(WORK_TERMS)
+Terms = tuple[float, ...]
+"""Coefficients of WORK_TERMS."""
 
 
 # -- models ---------------------------------------------------------------------------------------------------------

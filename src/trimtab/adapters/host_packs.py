@@ -22,7 +22,7 @@ from trimtab.adapters.record_files import open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import open_atomically, write_atomically, written_together
 from trimtab.options import ReadingOptions
-from trimtab.samples.media import MediaFolders
+from trimtab.samples.media_folders import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.record_lines import places_of
 from trimtab.samples.rows import IMAGE_MARK, Conversation, read_conversation

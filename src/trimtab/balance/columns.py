@@ -22,8 +22,6 @@ from trimtab.specs import IntArray, Packing, Schedule
 SHARD_SAMPLES = 1 << 21
 """Samples packed together, about. Part of the result: the same for any number of threads."""
 
-CHUNK = 1 << 20  # rows looked at in one go
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedColumns:
@@ -99,7 +97,7 @@ def pack_columns(
     >>> sorted(sorted(packed.pack(p).tolist()) for p in range(packed.num_packs))
     [[0, 2], [1], [3]]
     """
-    from trimtab.balance.shards import Job, find_oversize, pack_shard, scatter
+    from trimtab.balance.shards import Job, find_oversize, pack_shard, scatter  # loads numba
 
     sizes = [np.asarray(column) for column in sizes]  # a memory map stays one: no copy
     settings = {"dp": dp, "shard_samples": shard_samples, "num_threads": num_threads}
