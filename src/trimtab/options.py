@@ -146,7 +146,8 @@ def same_fields(source: Any, kind: type) -> dict[str, Any]:
 class VideoOptions:
     """How frames of a video are sampled and cut, where the files of the processor do not say it as wanted.
 
-    The first three are the processor's own settings, by its own names; its limits of pixels it keeps in `size`.
+    Use it with `clip_rule_of`, as examples/video_samples.py does. The first three are the processor's own settings, by
+    its own names; its limits of pixels it keeps in `size`.
     """
 
     fps: Annotated[float | None, Option("Frames taken of each second of a video.", least=0.001)] = None

@@ -156,7 +156,7 @@ class ImageMarkup:
     A processor replaces every `placeholder` of the rendered chat by `before` + n x `soft` + `after`, n being the
     image rule's tokens, or by a text of the image's own (`ImageCounts.text`), and encodes the result. `soft` is an
     added token: the tokenizer cuts the text at it, so n copies are n tokens and change nothing to either side. So the
-    count is exact with one copy encoded and n - 1 added.
+    count is exact with one copy encoded and n - 1 added. Use it in a `Family` of your own; docs/models.md shows it.
     """
 
     placeholder: str
@@ -180,7 +180,10 @@ class ImageRule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """What decides how a video is sampled and cut: frames of `width` x `height` pixels."""
+    """What decides how a video is sampled and cut: frames of `width` x `height` pixels.
+
+    Give it to a model's `clip_rule.count_clip`, as examples/video_samples.py does, to know what a video costs.
+    """
 
     width: int
     height: int

@@ -133,6 +133,18 @@ def test_every_link_to_a_file_of_the_project_leads_somewhere(page: Path) -> None
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+NAMED_BY_HOSTS = {"trimtab.runtime.vision.recipe"}  # the published recipe's calls: docs/versions.md
+
+
+def test_pages_and_examples_import_only_public_names() -> None:
+    code = {f"{page.name}:{x.line}": x.code for page in PAGES for x in blocks(page) if x.language == "python"}
+    code |= {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")}
+    assert len(code) > 40
+    for place, text in code.items():
+        found = set(re.findall(r"^\s*(?:from|import) (trimtab\.[\w.]+)", text, re.M)) - NAMED_BY_HOSTS
+        assert not found, f"{place} imports {', '.join(found)}: take public names, from trimtab itself"
+
+
 def test_the_file_tree_of_the_readme_is_the_projects() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     match = re.search(r"<!-- tree -->\s*```text\n(.*?)```", text, re.S)

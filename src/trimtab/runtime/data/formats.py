@@ -39,7 +39,10 @@ def pack_format(config: Any) -> PackFormat:
 
 
 def ask_format(config: Any) -> PackFormat:
-    """What the classes of Transformers say of a family: no weights, no list of names."""
+    """What the classes of Transformers say of a family: no weights, no list of names.
+
+    Use it to see what `PackedCollator(config)` found, or to change a field of it: docs/packed-collator.md shows both.
+    """
     core, outer = model_classes(config)
     keys: dict[str, None] = {}
     for encode in ("get_image_features", "get_video_features"):

@@ -32,7 +32,7 @@ def load_placed(
 ) -> Any:
     """The Transformers model in the folder `path` on the devices of `placement`, in eval mode.
 
-    Use this in place of `from_pretrained(device_map=...)`. examples/serve_a_model.py is a whole run.
+    Use this in place of `from_pretrained(device_map=...)`. docs/loading.md shows it.
 
     A GPU's number, "cpu" or "disk" for each module; None puts all on the first accelerator, or on the CPU. Modules on
     "cpu" or "disk" run on the GPU that the placement says, or `runs_on` beside a bare map, their weights copied there
