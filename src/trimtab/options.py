@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 Tower = Literal["vision", "projector", "language", "audio"]
 RecomputedTier = Literal["selective", "attention", "full"]
-"""What a layer holds beside its input: results of matrix products and attention; of attention alone; nothing."""
+"""What a layer holds beside its input: results of matrix products and attention; only of attention; nothing."""
 DType = Literal["bf16", "fp16", "fp32"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8"]
 """Of a training run. fp8, mxfp8: blocks multiply 8-bit copies; weights and what is kept stay bf16."""

@@ -121,7 +121,7 @@ class LayerSpec:
     unread: bool = False  # computed, but nothing reads the result: forward work, no gradient, nothing kept
     # in place of the formulas; left out of the repr, and so of plans' fingerprints
     measured: MeasuredWork | None = field(default=None, repr=False)
-    # for serving alone, and left out for the same reason
+    # only for serving, and left out for the same reason
     cache: CacheSpec | None = field(default=None, repr=False)  # None: keys and values of `attention`
     extra_bytes: int = field(default=0, repr=False)  # buffers, and what parameters that stay in fp32 take past 16 bits
     beside: tuple[str, ...] = field(default=(), repr=False)  # modules and buffers outside of it that go where it goes
@@ -403,7 +403,7 @@ class SampleTable:
     def of(cls, num_patches: npt.ArrayLike, num_tokens: npt.ArrayLike, **columns: Any) -> SampleTable:
         """Use it where sizes are at hand already. Not given, a sample with patches holds one image, whole in attention.
 
-        `columns` are the other fields. Text alone: `SampleTable.of(0 * tokens, tokens)`.
+        `columns` are the other fields. Samples without images: `SampleTable.of(0 * tokens, tokens)`.
         """
         patches = np.asarray(num_patches, np.int64)
         follow = {"num_images": np.minimum(patches, 1), "patches_sq": np.minimum(patches, _LARGEST_ROOT) ** 2}

@@ -44,7 +44,7 @@ class Decided:
     zero_stage: int = 1
     frozen_towers: tuple[Tower, ...] = ()
     dispatcher: Dispatcher = "alltoall"
-    lora: Lora | None = None  # adapters alone are trained
+    lora: Lora | None = None  # only adapters are trained
     max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
     samples_per_pack: float = 1.0  # the mean
 
@@ -135,7 +135,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def schedule_problems(plan: Decided, framework: str, known: Sequence[str]) -> list[str]:
-    """A sentence where the framework runs other schedules alone."""
+    """A sentence where the framework runs only other schedules."""
     if plan.schedule in known:
         return []
     return [f"schedule {plan.schedule} was planned, and {framework} does not run it: plan with {' or '.join(known)}"]

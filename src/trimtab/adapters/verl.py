@@ -70,7 +70,7 @@ class VlmWorkload:
         return torch.round(seconds * (TOKEN_UNITS / factor["tokens"])).to(torch.int64)
 
     def with_vision(self, vision: PatchCounts) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The workload of one batch as a function of its token counts alone, for a caller that passes nothing else."""
+        """The workload of one batch as a function of its token counts, for a caller that passes nothing else."""
         return lambda seqlen_list: self(seqlen_list, vision)
 
 

@@ -28,7 +28,7 @@ class AimNumbers:
     worth: float = 0.012  # a looser fill is taken where it shortens the modelled time of a trial by more than this
     worth_of_many: float = 0.004  # the same in rows of more than `even_ranks` packs, where the largest decides
     even_price: float = 0.006  # all columns are evened out where that lengthens the time by no more than this
-    even_ranks: int = 32  # rows of more packs even out the cost alone, or are level: their largest takes all the room
+    even_ranks: int = 32  # rows of more packs even out only the cost, or are level: their largest takes all the room
     trial_packs: int = 2048  # of the trial that times are modelled on
     tight_fullest: float = 0.1  # weight of the fullest column of tight packs, which its limit holds; the others 1
     cost_weight: float = 8.0  # of the cost in loose packs

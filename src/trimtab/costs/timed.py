@@ -51,7 +51,7 @@ class TimingOptions:
     repeats: int = 9
     frozen_towers: tuple[Tower, ...] = ()
     seed: int = 0
-    clock: Clock = "wall"  # read on the CPU alone
+    clock: Clock = "wall"  # read only on the CPU
 
     def __post_init__(self) -> None:
         if self.sizes is not None and (not self.sizes or min(self.sizes) < _LEAST_ROWS):

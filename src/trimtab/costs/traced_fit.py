@@ -166,7 +166,7 @@ def _fit(
     terms = [0.0] * NUM_WORK_TERMS
     if not y.any():
         return tuple(terms)
-    # rows alone first: where all images are equal tiles, pairs are a multiple of rows, and a sum of both says nothing
+    # first only rows: where all images are equal tiles, pairs are a multiple of rows, and a sum of both says nothing
     for chosen in (columns[:-1], columns):
         X = work[:, chosen]
         scale = np.maximum(X.max(axis=0), 1.0)

@@ -95,7 +95,7 @@ def _small_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """{% generation %}: marks what the assistant wrote; here its text alone."""
+    """{% generation %}: marks what the assistant wrote; here only its text."""
 
     tags = {"generation"}  # noqa: RUF012 (read by jinja2)
 

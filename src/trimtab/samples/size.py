@@ -210,7 +210,7 @@ def _size_files(
     most_bad: int | None,
     progress: Progress | None = None,
 ) -> list[list[Part]]:
-    """Parts of every file, lines numbered within the file; of a shard its own parts alone.
+    """Parts of every file, lines numbered within the file; of a shard only its own parts.
 
     Where they hold more than `most_bad` bad samples nothing more is read, and all that there are so far are raised.
     """

@@ -64,7 +64,7 @@ def ask_format(config: Any) -> PackFormat:
 
 
 def _names_tokens(core: Any, config: Any) -> bool:
-    """Whether the configuration has the tokens by which the model places an image: thinkers alone lack some."""
+    """Whether the configuration has the tokens by which the model places an image: thinkers by themselves lack some."""
     placing = getattr(core, "get_rope_index", None)
     read = re.findall(r"config\.(\w+_token_id)", inspect.getsource(placing)) if placing is not None else ()
     return all(getattr(config, name, None) is not None for name in read)

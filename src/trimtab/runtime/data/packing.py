@@ -67,7 +67,7 @@ def verify_packing(
     """Call this before you train on packs in your own loop: it raises, with the layer's name, if samples mix.
 
     `samples` are processed samples as `PackedCollator` takes them; the first six are used, each cut to `max_tokens` or
-    after its last image. None: samples are drawn, of text alone unless the family's smallest image is declared and
+    after its last image. None: samples are drawn, only of text unless the family's smallest image is declared and
     small. Checked: (1) other words and pixels in one sample change no row of another; (2) logits and (3) gradients are
     those of the samples alone, within rounding. Dropout is off; weights, gradients, modes and random numbers stay as
     they are. Call it before FSDP or DeepSpeed wrap the model; DDP is looked through. Not checked: lengths beyond those

@@ -41,7 +41,7 @@ def load_placed(
     `attention`: Transformers' `attn_implementation`. Inputs may lie anywhere and results come back to there;
     `move_inputs` spares them detours.
 
-    Reads safetensors alone, tensor by tensor: beside what is to stay in it, host memory holds those on their way to a
+    Reads only safetensors, tensor by tensor: beside what is to stay in it, host memory holds those on their way to a
     device. Runs no code of the folder.
     """
     refuse_type("path", path, Path | str, "the folder of a model")
@@ -119,7 +119,7 @@ def _load(
     if (folder / "generation_config.json").is_file():
         generation["generation_config"] = read_generation(folder)
     with warnings.catch_warnings():
-        # a tensor whose own module is cut up has no module to name; Accelerate expects modules alone
+        # a tensor whose own module is cut up has no module to name; Accelerate expects only modules
         warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")
         try:
             model, report = kind.from_pretrained(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # nested arguments; torch
 from trimtab.runtime.placing.device_units import CPU, DeviceUnit, DeviceUnits
 from trimtab.runtime.placing.stored_weights import StoredTensor
 
-PIXELS = "pixel_values"  # and pixel_values_videos: what the vision tower alone reads, and the largest input by far
+PIXELS = "pixel_values"  # and pixel_values_videos: what only the vision tower reads, and the largest input by far
 
 
 def dispatch(model: Any, placed: DeviceUnits, stored: Mapping[str, StoredTensor]) -> None:

@@ -86,7 +86,7 @@ def vision_dp(
 def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 600.0) -> VisionDataParallel:
     """Only keep ranks without images in step with those that have some; every rank encodes all of its own.
 
-    Use it where parameters are sharded over ranks and some see text alone; docs/vision-data-parallel.md names it.
+    Use it where parameters are sharded over ranks and some see no images; docs/vision-data-parallel.md names it.
     """
     seams = find_seams(model)
     cost = tower_flops(seams[0].module.config)

@@ -50,7 +50,7 @@ def vision_dp_from_plan(
     if not host_reduces and decision.group != "tp":
         raise PlanError(
             f"the host was said to reduce no gradients over {decision.group}, where each rank has those of its own "
-            "samples alone: reduce them there, and leave out host_reduces"
+            "samples: reduce them there, and leave out host_reduces"
         )
     loss: Loss | None = "replicated" if decision.group == "tp" else None
     reduction: Reduction | None = decision.reduction if host_reduces else "none"
