@@ -117,6 +117,9 @@ def test_every_snippet_runs(page: Path, with_torch: bool, demo: Path, tmp_path: 
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     run_blocks(page, tmp_path, with_torch=with_torch)
+    if page.name == "README.md":  # its reader is in a clone
+        left = {f"/{x.name}/" if x.is_dir() else f"/{x.name}" for x in tmp_path.iterdir() if not x.is_symlink()}
+        assert left - set((ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()) == set()
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
