@@ -138,7 +138,7 @@ def prepare_packing_on_ranks(model: nn.Module, device: torch.device) -> None:
         hold_samples_apart(model)
 
 
-def collator_of(model: Any, *, vision_in_every_pack: bool = False) -> PackedCollator:
+def collator_of(model: Any) -> PackedCollator:
     """The collator of a model of Transformers, with the attention it was loaded with."""
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise UnsupportedPlanError(
@@ -157,7 +157,7 @@ def collator_of(model: Any, *, vision_in_every_pack: bool = False) -> PackedColl
             f"packs were asked for a model with {attention} attention, but they are made for "
             f"{', '.join(get_args(Attention))}: load it with one of these (attn_implementation=)"
         )
-    return PackedCollator(model.config, attention=attention, vision_in_every_pack=vision_in_every_pack)
+    return PackedCollator(model.config, attention=attention, vision_in_every_pack=False)
 
 
 @dataclass(frozen=True, slots=True)
