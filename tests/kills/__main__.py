@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kills import serving
+from tests.kills import serving, training
 
 Contents = dict[str, bytes]
 
@@ -142,9 +142,14 @@ def main() -> int:
     print(f"seed {given.seed}")
     with tempfile.TemporaryDirectory(prefix="trimtab-kills-") as folder:
         draw, names = random.Random(given.seed), given.only
-        served = serving.attack(Path(folder), given.times, draw) if not names or "serve" in names else 0
-        found = verbs(Path(folder)) if names != ["serve"] else {}
-        return served + sum(attack(n, found[n], Path(folder), given.times, draw) for n in names or found if n in found)
+        findings = 0
+        for name, attacked in (("serve", serving), ("train", training)):
+            if not names or name in names:
+                findings += attacked.attack(Path(folder), given.times, draw)
+        if not names or set(names) - {"serve", "train"}:
+            found = verbs(Path(folder))
+            findings += sum(attack(n, found[n], Path(folder), given.times, draw) for n in names or found if n in found)
+        return findings
 
 
 if __name__ == "__main__":
