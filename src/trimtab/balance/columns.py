@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.balance.cost import Column, ColumnCost, find_cost_problem
-from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.balance.packing import find_problems
+from trimtab.balance.schedule import TOLERANCE, schedule_packs
 from trimtab.errors import PackingError, join_problems
 from trimtab.options import Order
 from trimtab.specs import IntArray, Packing, Schedule
@@ -48,7 +48,7 @@ class PackedColumns:
 
     def schedule(self, num_microbatches: int = 1) -> Schedule:
         """The packs as a table of steps, 8 bytes a pack."""
-        slots = dispatch_packs(np.empty((self.num_packs, 0)), dp=self.dp, num_microbatches=num_microbatches)
+        slots = schedule_packs(np.empty((self.num_packs, 0)), dp=self.dp, num_microbatches=num_microbatches)
         return Schedule(table=slots.table, order=self.order)
 
     def packing(self) -> Packing:

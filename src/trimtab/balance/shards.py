@@ -13,9 +13,9 @@ from trimtab.balance.aim import Aim
 from trimtab.balance.balanced import aim_for, pack_balanced
 from trimtab.balance.bound import above_limits
 from trimtab.balance.cost import Column, ColumnCost, price_columns
-from trimtab.balance.dispatch import order_packs
 from trimtab.balance.groups import complete_rows, reorder
 from trimtab.balance.rng import UIntArray, make_stream
+from trimtab.balance.schedule import order_packs
 from trimtab.compiled import compiled, inlined
 from trimtab.options import Order
 from trimtab.specs import FloatArray, IntArray

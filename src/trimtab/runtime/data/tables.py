@@ -21,7 +21,7 @@ _NAMES = ("offsets.npy", "indices.npy", "schedule.npy")
 class PlanTables:
     """Which sample rows each pack holds, and the packs of each step.
 
-    Only the last step may have empty slots, as `dispatch_packs` leaves them; every pack is in one slot.
+    Only the last step may have empty slots, as `schedule_packs` leaves them; every pack is in one slot.
     """
 
     offsets: IntArray  # (num_packs + 1,)

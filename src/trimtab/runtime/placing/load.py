@@ -18,7 +18,7 @@ from trimtab.placement.placed import Placement
 from trimtab.runtime.placing.device_units import CPU, DeviceUnits, resolve_units
 from trimtab.runtime.placing.folder import StoredNames, model_class, read_config, read_generation
 from trimtab.runtime.placing.stored_weights import StoredTensor, open_file, open_weights
-from trimtab.runtime.placing.unit_hooks import PIXELS, dispatch
+from trimtab.runtime.placing.unit_hooks import PIXELS, hook_units
 
 
 def load_placed(
@@ -73,7 +73,7 @@ def load_placed(
     model = _load(kind, config, folder, stored, _load_map(placed, target), dtype, target)
     on_disk = _settle(model, placed, as_stored, target)
     remove_hook_from_submodules(model)
-    dispatch(model, placed, on_disk)
+    hook_units(model, placed, on_disk)
     forget_published_names(model)
     model.hf_device_map = {unit.name: unit.home for unit in placed.units}
     return model

@@ -22,7 +22,7 @@ from trimtab.runtime.placing.stored_weights import StoredTensor
 PIXELS = "pixel_values"  # and pixel_values_videos: what only the vision tower reads, and the largest input by far
 
 
-def dispatch(model: Any, placed: DeviceUnits, stored: Mapping[str, StoredTensor]) -> None:
+def hook_units(model: Any, placed: DeviceUnits, stored: Mapping[str, StoredTensor]) -> None:
     """Hooks for `placed` on a model whose weights already lie where it says; weights to be streamed in host memory.
 
     `stored`: tensors of the model that stay on disk and are read each time they are needed.

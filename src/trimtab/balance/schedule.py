@@ -25,7 +25,7 @@ TOLERANCE = 0.004
 """`tolerance` groups only packs that are further than this from the median of their block, in any column."""
 
 
-def dispatch_packs(
+def schedule_packs(
     columns: FloatArray,
     *,
     dp: int,
