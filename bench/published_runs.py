@@ -284,7 +284,7 @@ _FAMILIES = """What they say of devices and of parts:
   to 3.6 times too fast (`python bench/published_small.py`). Blocks of dense text rows here take 2.5 ms a pass or more;
   plans and predictions of shorter ones say so.
 - Looked for and not found in any row: latency of hops, trees against rings, oversubscribed networks. What these rows
-  ask of a network is its bandwidth, so that alone is priced.
+  ask of a network is its bandwidth, so only that is priced.
 """
 
 

@@ -35,8 +35,8 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from gain_models import NAMES, GainModel, make_model
 from lengths import DEFAULT_DATA, draw_lengths, make_table, read_mixture
 from trimtab.balance.cost import LinearCost
-from trimtab.balance.dispatch import dispatch_packs
 from trimtab.balance.packing import PackResult, pack_samples
+from trimtab.balance.schedule import schedule_packs
 from trimtab.options import PackMethod
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.loss import IGNORED, packed_loss
@@ -99,7 +99,7 @@ def group_by_length(table: SampleTable, batch_size: float, dp: int, seed: int) -
     draw, size = torch.Generator().manual_seed(seed), max(1, round(batch_size))
     indices = np.array(get_length_grouped_indices(table.num_tokens.tolist(), size, generator=draw), np.int64)
     offsets = np.append(np.arange(0, len(indices), size), len(indices)).astype(np.int64)
-    schedule = dispatch_packs(np.empty((len(offsets) - 1, 0)), dp=dp)
+    schedule = schedule_packs(np.empty((len(offsets) - 1, 0)), dp=dp)
     return PackResult(packing=Packing(offsets=offsets, indices=indices, limits=LIMITS), schedule=schedule)
 
 

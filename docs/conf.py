@@ -44,11 +44,8 @@ class PublicNames(SphinxDirective):
             if heading:
                 lines += [heading, "-" * len(heading), ""]
             else:
-                lines += [
-                    f".. auto{'class' if name[0].isupper() else 'function'}:: trimtab.{name}",
-                    *["   :members:"] * name[0].isupper(),
-                    "",
-                ]
+                kind = "data" if name.isupper() else "class" if name[0].isupper() else "function"
+                lines += [f".. auto{kind}:: trimtab.{name}", *["   :members:"] * (kind == "class"), ""]
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 

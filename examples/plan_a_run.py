@@ -12,12 +12,10 @@ import tempfile
 from pathlib import Path
 
 import trimtab
-from trimtab.demo.draw import draw_dataset
-from trimtab.plan.file.modules import unfold_modules
 
 
 def main(folder: Path) -> None:
-    data = draw_dataset(folder / "data", num_samples=300)
+    data = trimtab.draw_dataset(folder / "data", num_samples=300)
     model = trimtab.describe("Qwen2.5-VL-7B", max_pixels=1_003_520)
     sized = trimtab.size_samples(data.data, image_rule=model.image_rule, tokenizer=data.tokenizer, source_key="source")
     cluster = trimtab.parse_cluster("16xA100-80GB")
@@ -35,9 +33,8 @@ def main(folder: Path) -> None:
         ids = [details.samples.sample_id(int(row)) for row in rows]
         print(f"rank {rank}, step {step}, micro-batch {microbatch}: {len(ids)} samples, first {ids[:3]}")
     for stage in plan.decisions.stages:
-        recomputed = [r for r in plan.decisions.recompute if r.stage == stage.stage]
-        count = sum(len(unfold_modules(r.modules)) for r in recomputed)
-        print(f"stage {stage.stage}: {len(unfold_modules(stage.modules))} modules, {count} of them recompute")
+        recomputed = [name for r in plan.decisions.recompute if r.stage == stage.stage for name in r.modules]
+        print(f"stage {stage.stage}: {', '.join(stage.modules)}; recomputed: {', '.join(recomputed) or 'none'}")
 
 
 if __name__ == "__main__":

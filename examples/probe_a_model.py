@@ -11,13 +11,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from train_on_two_stages import run, write_model
-from trimtab.demo.draw import draw_dataset
+from train_on_two_stages import run
+from trimtab import draw_dataset, write_demo_model
 
 
 def main(folder: Path) -> None:
     data = draw_dataset(folder / "data", num_samples=24)
-    write_model(folder / "model", data.folder)
+    write_demo_model(folder / "model", data.folder)
     file, tokenizer = data.data.relative_to(folder), data.tokenizer.relative_to(folder)
     run(
         f"trimtab plan model {file} --tokenizer {tokenizer} --cluster A100-80GB --pp 1 --dp 1 --num-microbatches 2 "

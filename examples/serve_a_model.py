@@ -1,6 +1,6 @@
 """Serve a model and ask it about an image: `python examples/serve_a_model.py [MODEL_DIR]`.
 
-Without MODEL_DIR a tiny Qwen2.5-VL with random weights is made: its answer is noise. The server runs in a thread of
+Without MODEL_DIR a tiny Qwen2.5-VL with random weights is made: its answer is noise. `trimtab serve` runs beside
 this process and is asked by OpenAI's own client, whole and as a stream; then it drains and stops.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import json
+import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +18,26 @@ import openai
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-from trimtab import load_placed
-from trimtab.demo.draw import draw_dataset
-from trimtab.serve.limits import ServeLimits
-from trimtab.serve.processor import load_processor
-from trimtab.serve.server import ModelServer, open_port, url_of
+from trimtab import draw_dataset
 
 QUESTION = "what is in the picture?"
 
 
 def main(folder: Path, image: Path) -> None:
-    opened = open_port("127.0.0.1", 0, api_key=None)
-    server = ModelServer(
-        load_placed(folder),
-        load_processor(folder),
-        opened,
-        ServeLimits(max_new_tokens=32),
-        name=folder.name,
-    )
-    ready = threading.Event()
-    thread = threading.Thread(target=server.run, args=(lambda _: ready.set(),))
-    thread.start()
-    ready.wait()
-    try:
-        with openai.OpenAI(base_url=f"{url_of(opened)}/v1", api_key="none") as client:
-            asked: dict[str, Any] = {"model": folder.name, "messages": question(image), "temperature": 0}
-            whole = client.chat.completions.create(**asked)
-            print(f"{folder.name} on {client.base_url}: {whole.choices[0].message.content!r}, {whole.usage}")
-            for chunk in client.chat.completions.create(**asked, stream=True):
-                print(chunk.choices[0].delta.content or "", end="")
-            print()
-    finally:
-        server.stop()
-        thread.join()
+    command = [sys.executable, "-m", "trimtab", "serve", str(folder), "--port", "0", "--max-new-tokens", "32"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            url = next(line.split()[-1] for line in server.stderr if line.startswith("serving "))
+            with openai.OpenAI(base_url=url, api_key="none") as client:
+                asked: dict[str, Any] = {"model": folder.name, "messages": question(image), "temperature": 0}
+                whole = client.chat.completions.create(**asked)
+                print(f"{folder.name} on {client.base_url}: {whole.choices[0].message.content!r}, {whole.usage}")
+                for chunk in client.chat.completions.create(**asked, stream=True):
+                    print(chunk.choices[0].delta.content or "", end="")
+                print()
+        finally:
+            server.terminate()  # it finishes what it accepted, then it ends
 
 
 def question(image: Path) -> list[dict[str, Any]]:

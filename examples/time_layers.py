@@ -12,9 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from trimtab import Profile, SplitProblem, describe, profile_model, read_config, split_stages
-from trimtab.costs.timed import TimingOptions, open_device, profile_timed
-from trimtab.specs import NUM_WORK_TERMS, evaluate
+from trimtab import (
+    Profile,
+    SplitProblem,
+    TimingOptions,
+    describe,
+    open_device,
+    profile_model,
+    profile_timed,
+    read_config,
+    split_stages,
+)
 
 SMALL: dict[str, Any] = {
     "model_type": "internvl",
@@ -56,7 +64,7 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 SIZES = (64, 128, 256)
-PACK = np.array([[1.0, 260, 4 * 65.0**2, 4 * 65.0**2, 256, 256.0**2, 256.0**2]])  # four tiles, one sample of 256 tokens
+PACK = np.array([1.0, 260, 4 * 65.0**2, 4 * 65.0**2, 256, 256.0**2, 256.0**2])  # four tiles, one sample of 256 tokens
 
 
 def stage_sizes(profile: Profile) -> list[int]:
@@ -64,8 +72,8 @@ def stage_sizes(profile: Profile) -> list[int]:
     problem = SplitProblem(
         profile=profile,
         num_stages=4,
-        work_mean=PACK[0],
-        work_max=PACK[0],
+        work_mean=PACK,
+        work_max=PACK,
         memory_bytes=1e12,
         num_microbatches=8,
         overhead_bytes=0.0,
@@ -80,11 +88,10 @@ def main(source: str | None, device_name: str) -> None:
     timed = profile_timed(config, model, device, options)
     profile = timed.profile
     formulas = profile_model(model, profile.device, dtype="fp32", attention="sdpa")
-    assert PACK.shape == (1, NUM_WORK_TERMS)
     print(f"{'layer':36}{'timed ms':>10}{'formula ms':>12}{'band':>8}")
     for kind in timed.kinds:
         ours, theirs = (
-            1e3 * float(evaluate(np.add(p.layers[kind.layer].forward_s, p.layers[kind.layer].backward_s), PACK)[0])
+            1e3 * float(PACK @ np.add(p.layers[kind.layer].forward_s, p.layers[kind.layer].backward_s))
             for p in (profile, formulas)
         )
         print(f"{model.layers[kind.layer].name:36}{ours:10.3f}{theirs:12.3f}{kind.error:8.0%}")

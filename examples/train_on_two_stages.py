@@ -13,8 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trimtab.demo.draw import draw_dataset
-from trimtab.demo.write_model import write_model
+from trimtab import draw_dataset, write_demo_model
 
 
 def run(words: str, folder: Path) -> None:
@@ -28,7 +27,7 @@ def run(words: str, folder: Path) -> None:
 
 def main(folder: Path) -> None:
     data = draw_dataset(folder / "data", num_samples=40)
-    write_model(folder / "model", data.folder)
+    write_demo_model(folder / "model", data.folder)
     run(
         f"trimtab plan model {data.data.relative_to(folder)} --cluster 2xA100-80GB --for trimtab --pp 2 "
         "--num-microbatches 4 --max-patches 512 --max-tokens 2048 --oversize skip --on-bad skip --dtype fp32 "

@@ -17,21 +17,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
 from trimtab import PackedCollator, PipelineLayout, build_pipeline
-from trimtab.plan.file.modules import unfold_modules
 
 PP, NUM_STEPS = 2, 15
 LAYOUT = PipelineLayout(
     stages=(
-        unfold_modules(["model.vision_tower.embeddings", "model.vision_tower.encoder.layer[0..2]"]),
-        unfold_modules(
-            [
-                "model.vision_tower.encoder.layer.3",
-                "model.multi_modal_projector",
-                "model.language_model.embed_tokens",
-                "model.language_model.layers[0..1]",
-                "model.language_model.norm",
-                "lm_head",
-            ]
+        ("model.vision_tower.embeddings", *(f"model.vision_tower.encoder.layer.{i}" for i in range(3))),
+        (
+            "model.vision_tower.encoder.layer.3",
+            "model.multi_modal_projector",
+            "model.language_model.embed_tokens",
+            "model.language_model.layers.0",
+            "model.language_model.layers.1",
+            "model.language_model.norm",
+            "lm_head",
         ),
     ),
     schedule="1F1B",

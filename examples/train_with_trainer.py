@@ -7,6 +7,7 @@ checkpoint taken behind the second step resumes to the same losses.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -30,12 +31,9 @@ from trimtab import (
     PackedCollator,
     PlanDataset,
     ReadingOptions,
+    draw_dataset,
     open_conversations,
 )
-from trimtab.demo.draw import DemoData, draw_dataset
-from trimtab.files import fingerprint_file
-from trimtab.plan.options import PlanOrigin
-from trimtab.plan.plan import DataFile
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -69,17 +67,15 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     )
 
 
-def plan_data(config: PreTrainedConfig, processor: Qwen2VLImageProcessorPil, data: DemoData, folder: Path) -> None:
-    """Size the data set for the model, and write its plan."""
+def plan_data(config: PreTrainedConfig, processor: Qwen2VLImageProcessorPil, data: Path, folder: Path) -> None:
+    """Save what the model folder holds beside weights, and let `trimtab plan` size and plan the data for it."""
     config.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
-    model = trimtab.describe(folder / "model")
-    sized = trimtab.size_samples(data.data, image_rule=model.image_rule, tokenizer=data.tokenizer, on_bad="skip")
-    options = trimtab.PlanOptions(dp=1, pp=1, num_microbatches=2, max_patches=512, max_tokens=2048, oversize="skip")
-    size, fingerprint = data.data.stat().st_size, fingerprint_file(data.data)
-    origin = PlanOrigin(data_files=(DataFile(path=str(data.data), num_bytes=size, blake2b=fingerprint),))
-    details = trimtab.make_plan(model, sized.table, trimtab.parse_cluster("1xA100-80GB"), options, origin=origin)
-    trimtab.write_plan(details, folder / "plan")
+    options = "--cluster 1xA100-80GB --dp 1 --pp 1 --num-microbatches 2 --max-patches 512 --max-tokens 2048"
+    words = [*options.split(), "--oversize", "skip", "--on-bad", "skip"]
+    words += ["--tokenizer", str(data.parent / "tokenizer.json"), "--out", str(folder / "plan")]
+    command = [sys.executable, "-m", "trimtab", "plan", str(folder / "model"), str(data), *words]
+    subprocess.run(command, check=True)
 
 
 def make_trainer(folder: Path, config: PreTrainedConfig, data: PlanDataset, *, checkpoint: Path | None) -> Trainer:
@@ -116,7 +112,7 @@ def main(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(data.folder)
     processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
     config = tiny_config(tokenizer)
-    plan_data(config, processor, data, folder)
+    plan_data(config, processor, data.data, folder)
 
     # row i of the plan as token ids, labels and patches; your own data set may take its place
     rows = open_conversations(folder / "plan", folder / "model", ReadingOptions(tokenizer=data.tokenizer))

@@ -16,9 +16,6 @@ import numpy as np
 from PIL import Image
 
 import trimtab
-from trimtab.models.images.clips import clip_rule_of
-from trimtab.options import VideoOptions
-from trimtab.specs import Clip
 
 WIDTH, HEIGHT = 320, 240
 
@@ -89,7 +86,7 @@ def main() -> None:
         model = trimtab.describe(folder)
         rule = model.clip_rule
         assert rule is not None, "the folder holds the processor's files"
-        hour = Clip(width=1280, height=720, num_frames=108_000, fps=30.0)
+        hour = trimtab.Clip(width=1280, height=720, num_frames=108_000, fps=30.0)
         counts = rule.count_clip(hour).image
         print(f"an hour of 1280 x 720: {counts.tiles} inputs, {counts.patches:,} patches, {counts.tokens:,} tokens")
         sized = trimtab.size_samples(data, image_rule=model.image_rule, clip_rule=rule, tokenizer=None)
@@ -97,7 +94,7 @@ def main() -> None:
         packed = trimtab.pack_samples(sized.table, limits=(12_000, 3_000), dp=2)
         figures = trimtab.report_packing(sized.table, packed)
         print(f"{figures.num_packs} packs, dist ratio of the cost {figures.dist_ratio_cost:.3f}")
-        smaller = clip_rule_of(model, VideoOptions(video_max_pixels=4_194_304))
+        smaller = trimtab.clip_rule_of(model, trimtab.VideoOptions(video_max_pixels=4_194_304))
         assert smaller is not None
         counts = smaller.count_clip(hour).image
         print(f"with --video-max-pixels 4194304 the hour is {counts.patches:,} patches, {counts.tokens:,} tokens")

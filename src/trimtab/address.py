@@ -50,7 +50,7 @@ class AddressStat:
 class Address(PosixPath):
     """A file or folder that fsspec reads: scheme://place.
 
-    It is made of its text alone, so `name`, `suffix`, `parent` and `/` are those of a path. A scheme whose driver is
+    It is made only of its text, so `name`, `suffix`, `parent` and `/` are those of a path. A scheme whose driver is
     not installed is a `SampleError`, and so is what a driver raises, but for `FileNotFoundError`.
     """
 

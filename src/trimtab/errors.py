@@ -93,9 +93,9 @@ def refuse_type(name: str, value: object, kind: type | UnionType, made_by: str) 
         raise TrimtabError(f"{name} was given as {type(value).__name__}, and a {wanted} is wanted: give {made_by}")
 
 
-def join_problems(problems: Sequence[str], *, limit: int = 20) -> str:
-    """All problems of one input as one message, a line each; past `limit` only their number."""
-    lines = list(problems[:limit])
-    if len(problems) > limit:
-        lines.append(f"... and {len(problems) - limit} more of the same input")
+def join_problems(problems: Sequence[str]) -> str:
+    """All problems of one input as one message, a line each; past the first twenty only their number."""
+    lines = list(problems[:20])
+    if len(problems) > 20:
+        lines.append(f"... and {len(problems) - 20} more of the same input")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 Tower = Literal["vision", "projector", "language", "audio"]
 RecomputedTier = Literal["selective", "attention", "full"]
-"""What a layer holds beside its input: results of matrix products and attention; of attention alone; nothing."""
+"""What a layer holds beside its input: results of matrix products and attention; only of attention; nothing."""
 DType = Literal["bf16", "fp16", "fp32"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8"]
 """Of a training run. fp8, mxfp8: blocks multiply 8-bit copies; weights and what is kept stay bf16."""
@@ -146,7 +146,8 @@ def same_fields(source: Any, kind: type) -> dict[str, Any]:
 class VideoOptions:
     """How frames of a video are sampled and cut, where the files of the processor do not say it as wanted.
 
-    The first three are the processor's own settings, by its own names; its limits of pixels it keeps in `size`.
+    Use it with `clip_rule_of`, as examples/video_samples.py does. The first three are the processor's own settings, by
+    its own names; its limits of pixels it keeps in `size`.
     """
 
     fps: Annotated[float | None, Option("Frames taken of each second of a video.", least=0.001)] = None

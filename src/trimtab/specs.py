@@ -37,6 +37,8 @@ WORK_TERMS = (
 )
 """What a micro-batch asks of a layer; every cost is linear in these, so costs of packs are one matrix product."""
 NUM_WORK_TERMS = len(WORK_TERMS)
+Terms = tuple[float, ...]
+"""Coefficients of WORK_TERMS."""
 
 
 # -- models ---------------------------------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ class LayerSpec:
     unread: bool = False  # computed, but nothing reads the result: forward work, no gradient, nothing kept
     # in place of the formulas; left out of the repr, and so of plans' fingerprints
     measured: MeasuredWork | None = field(default=None, repr=False)
-    # for serving alone, and left out for the same reason
+    # only for serving, and left out for the same reason
     cache: CacheSpec | None = field(default=None, repr=False)  # None: keys and values of `attention`
     extra_bytes: int = field(default=0, repr=False)  # buffers, and what parameters that stay in fp32 take past 16 bits
     beside: tuple[str, ...] = field(default=(), repr=False)  # modules and buffers outside of it that go where it goes
@@ -154,7 +156,7 @@ class ImageMarkup:
     A processor replaces every `placeholder` of the rendered chat by `before` + n x `soft` + `after`, n being the
     image rule's tokens, or by a text of the image's own (`ImageCounts.text`), and encodes the result. `soft` is an
     added token: the tokenizer cuts the text at it, so n copies are n tokens and change nothing to either side. So the
-    count is exact with one copy encoded and n - 1 added.
+    count is exact with one copy encoded and n - 1 added. Use it in a `Family` of your own; docs/models.md shows it.
     """
 
     placeholder: str
@@ -178,7 +180,10 @@ class ImageRule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """What decides how a video is sampled and cut: frames of `width` x `height` pixels."""
+    """What decides how a video is sampled and cut: frames of `width` x `height` pixels.
+
+    Give it to a model's `clip_rule.count_clip`, as examples/video_samples.py does, to know what a video costs.
+    """
 
     width: int
     height: int
@@ -398,7 +403,7 @@ class SampleTable:
     def of(cls, num_patches: npt.ArrayLike, num_tokens: npt.ArrayLike, **columns: Any) -> SampleTable:
         """Use it where sizes are at hand already. Not given, a sample with patches holds one image, whole in attention.
 
-        `columns` are the other fields. Text alone: `SampleTable.of(0 * tokens, tokens)`.
+        `columns` are the other fields. Samples without images: `SampleTable.of(0 * tokens, tokens)`.
         """
         patches = np.asarray(num_patches, np.int64)
         follow = {"num_images": np.minimum(patches, 1), "patches_sq": np.minimum(patches, _LARGEST_ROOT) ** 2}

@@ -117,6 +117,9 @@ def test_every_snippet_runs(page: Path, with_torch: bool, demo: Path, tmp_path: 
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     run_blocks(page, tmp_path, with_torch=with_torch)
+    if page.name == "README.md":  # its reader is in a clone
+        left = {f"/{x.name}/" if x.is_dir() else f"/{x.name}" for x in tmp_path.iterdir() if not x.is_symlink()}
+        assert left - set((ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()) == set()
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
@@ -131,6 +134,18 @@ def test_code_that_does_not_run_says_why(page: Path) -> None:
 def test_every_link_to_a_file_of_the_project_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+NAMED_BY_HOSTS = {"trimtab.runtime.vision.recipe"}  # the published recipe's calls: docs/versions.md
+
+
+def test_pages_and_examples_import_only_public_names() -> None:
+    code = {f"{page.name}:{x.line}": x.code for page in PAGES for x in blocks(page) if x.language == "python"}
+    code |= {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")}
+    assert len(code) > 40
+    for place, text in code.items():
+        found = set(re.findall(r"^\s*(?:from|import) (trimtab\.[\w.]+)", text, re.M)) - NAMED_BY_HOSTS
+        assert not found, f"{place} imports {', '.join(found)}: take public names, from trimtab itself"
 
 
 def test_the_file_tree_of_the_readme_is_the_projects() -> None:

@@ -34,6 +34,8 @@ SHOWN_BY = {  # what a function takes or returns is shown where that function is
     "load_plan": "write_plan",
     "check_plan": "write_plan",
     "load_profile": "save_profile",
+    "SizingResult": "load_sizing",
+    "save_sizing": "load_sizing",
     "SplitProblem": "split_stages",
     "Timeline": "simulate",
     "Placement": "place",

@@ -57,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     processor = example.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
     config = example.tiny_config(tokenizer)
     tokenizer.save_pretrained(folder / "model")
-    example.plan_data(config, processor, data, folder)
+    example.plan_data(config, processor, data.data, folder)
     torch.manual_seed(0)
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "model")
     config.save_pretrained(folder / "model")

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 from trimtab.adapters.data_files import order_packs
-from trimtab.balance.dispatch import dispatch_packs
+from trimtab.balance.schedule import schedule_packs
 from trimtab.specs import Schedule
 
 DP, NUM_MICROBATCHES, NUM_PACKS = 4, 3, 44  # 11 rows: the last step has two rows instead of three
@@ -19,7 +19,7 @@ DP, NUM_MICROBATCHES, NUM_PACKS = 4, 3, 44  # 11 rows: the last step has two row
 @pytest.fixture(scope="module")
 def schedule() -> Schedule:
     columns = np.random.default_rng(0).random((NUM_PACKS, 3))
-    return dispatch_packs(columns, dp=DP, num_microbatches=NUM_MICROBATCHES, order="sorted", seed=1)
+    return schedule_packs(columns, dp=DP, num_microbatches=NUM_MICROBATCHES, order="sorted", seed=1)
 
 
 def planned(schedule: Schedule, rank: int) -> list[int]:

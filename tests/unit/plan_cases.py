@@ -26,7 +26,7 @@ def tile_samples(num_samples: int = 600, seed: int = 0) -> SampleTable:
 
 
 def packs_of(num_packs: int, *, dp: int, num_microbatches: int, even: bool = False) -> tuple[Packing, Schedule]:
-    """Pack p holds 1 + p % 3 rows; packs are dealt in a shuffled order, as dispatch deals them."""
+    """Pack p holds 1 + p % 3 rows; packs are dealt in a shuffled order, as schedule_packs deals them."""
     sizes = 1 + np.arange(num_packs) % 3
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     indices = np.random.default_rng(num_packs).permutation(int(offsets[-1])).astype(np.int64)

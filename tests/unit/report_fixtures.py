@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 from plan_cases import tile_samples
+from rich.console import Console
 
 from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
@@ -18,6 +20,7 @@ from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.measured.run_log import RunHeader, RunLog, StepRecord
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
+from trimtab.report.text import print_plan
 from trimtab.specs import SampleTable, stages_between
 
 GIB = 2**30
@@ -25,6 +28,13 @@ ORIGIN = PlanOrigin(
     command="trimtab plan config.json llava_mix.jsonl",
     data_files=(DataFile(path="llava_mix.jsonl", num_bytes=48_210_331, blake2b="01"),),
 )
+
+
+def plan_text(details: PlanDetails, *, width: int = 100) -> str:
+    """What `print_plan` shows, without colours."""
+    stream = io.StringIO()
+    print_plan(details, Console(file=stream, width=width, color_system=None))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
 def _plan(model: str, cluster: str, samples: SampleTable, **options: Any) -> PlanDetails:

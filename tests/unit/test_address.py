@@ -17,7 +17,7 @@ fsspec = pytest.importorskip("fsspec", reason="the [remote] extra is not install
 from trimtab.address import Address, place_of  # noqa: E402
 from trimtab.errors import SampleError  # noqa: E402
 from trimtab.runtime.data.records import PlannedRecords  # noqa: E402
-from trimtab.samples.media import MediaFolders  # noqa: E402
+from trimtab.samples.media_folders import MediaFolders  # noqa: E402
 from trimtab.samples.problems import BadRecordError  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 from trimtab.samples.table import SizingResult, table_bytes  # noqa: E402

@@ -134,7 +134,7 @@ def test_all_problems_come_at_once():
     assert lines[1].startswith("the plan cuts stages before visual.blocks.2")
     assert lines[2].startswith("tp 3 does not divide the language model's 8 attention heads")
     assert lines[3].startswith(
-        "ZeRO stage 3 was planned, and Megatron-Core's distributed optimizer shards optimizer state"
+        "ZeRO stage 3 was planned, and Megatron-Core's distributed optimizer shards only optimizer state"
     )
     assert len(lines) == 4
 
@@ -194,7 +194,7 @@ def test_attention_alone_is_kept_by_no_mode_of_megatron():
     assert value(result.flags, "--recompute-granularity") == "full"
     assert value(result.flags, "--recompute-num-layers") == "2"
     assert any(
-        "4 language blocks are planned to keep the result of attention alone, and Megatron-Core has no such mode (its "
+        "4 language blocks are planned to keep only the result of attention, and Megatron-Core has no such mode (its "
         "core_attn runs attention again and keeps the rest)" in w
         for w in result.warnings
     )

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.balance import balanced, rng, stream, window
-from trimtab.balance.aim import Pull
 from trimtab.balance.cost import PATCH_COST, TILE_COST, LinearCost, default_cost
 from trimtab.balance.groups import Groups, insert_singles, split_packs
 from trimtab.balance.packing import METHODS, PADDED_METHODS, pack_samples, report_packing
@@ -166,7 +165,7 @@ def test_samples_are_not_carried_on_for_ever():
         columns,
         columns[:, :2] / [5.0, 1e9],
         np.array([5.0, 1e9, np.inf]),
-        Pull(np.ones(3), np.zeros(3)),
+        window.Pull(np.ones(3), np.zeros(3)),
         dp=4,
         num_others=0,
         window_packs=64,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from plan_cases import tile_samples
+from report_fixtures import plan_text
 
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
@@ -18,7 +19,6 @@ from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.report.html import html_report
-from trimtab.report.text import plan_text
 
 MODEL, CLUSTER = describe("InternVL-Chat-V1-5"), parse_cluster("32xA100-80GB")
 OPTIONS = PlanOptions(pp=4, tp=2, num_microbatches=8, search="omnibal", radius=2, top=6)

@@ -61,7 +61,7 @@ def test_mindspeeds_chunks_are_rows_of_ranks() -> None:
 
 
 def test_mindspeed_refuses_what_its_model_file_cannot_say() -> None:
-    with pytest.raises(UnsupportedPlanError, match=r"before visual.merger, and MindSpeed-MM cuts between blocks"):
+    with pytest.raises(UnsupportedPlanError, match=r"before visual.merger, and MindSpeed-MM cuts only between blocks"):
         export("mindspeed-mm", MODEL, cut(MODEL, 5))
     with pytest.raises(UnsupportedPlanError, match=r"ZeRO stage 2 was planned[^!]*a frozen language model"):
         export("mindspeed-mm", MODEL, cut(MODEL, 3), zero_stage=2, frozen_towers=("language",))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import export_cases
 from trimtab.report.html import html_report
-from trimtab.report.text import plan_text, print_plan
+from trimtab.report.text import print_plan
 from trimtab.report.words import (
     clean,
     describe_layers,
@@ -27,14 +27,14 @@ from trimtab.specs import RecomputeChoice, Stage
 @pytest.mark.parametrize("width", [80, 100, 140])
 @pytest.mark.parametrize("make", fixtures.MAKERS.values())
 def test_every_line_fits_the_terminal(make, width):
-    text = plan_text(make(), width=width)
+    text = fixtures.plan_text(make(), width=width)
     assert max(cell_len(line) for line in text.splitlines()) <= width
     assert text.isprintable() or set(text) - {"\n"} == {c for c in text if c.isprintable()}
 
 
 @pytest.mark.parametrize("make", list(fixtures.MAKERS.values())[:-1])
 def test_a_narrow_terminal_shows_rows_as_lists_and_breaks_no_word(make):
-    wide, narrow = (plan_text(make(), width=width) for width in (160, 60))
+    wide, narrow = (fixtures.plan_text(make(), width=width) for width in (160, 60))
     assert max(map(len, narrow.splitlines())) <= 60
     assert "Variant     " in narrow
     assert set(narrow.split()) >= {word for word in wide.split() if word.isalnum() and not word.istitle()}
@@ -43,7 +43,7 @@ def test_a_narrow_terminal_shows_rows_as_lists_and_breaks_no_word(make):
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_no_figure_is_cut_off(width):
     details = fixtures.internvl_details()
-    text = plan_text(details, width=width)
+    text = fixtures.plan_text(details, width=width)
     rows, plan = details.plan.estimates.variants, details.variants[-1]
     step, stage = time_scale(row.step_ms / 1e3 for row in rows), time_scale(plan.stage_backward_s)
     for row in rows:
@@ -65,7 +65,7 @@ def test_the_summary_is_shown_whole_and_idle_time_as_in_the_table():
     plan = replace(made.plan, summary="word " * 200 + "end.")
     plan = replace(plan, estimates=replace(plan.estimates, variants=(*rows[:-1], told)))
     details = replace(made, plan=plan, variants=(*made.variants[:-1], last))
-    text = " ".join(plan_text(details, width=100).split())
+    text = " ".join(fixtures.plan_text(details, width=100).split())
     assert plan.summary in text
     assert plan.summary in html_report(details)
     assert text.count("19.8 %") == 2
@@ -74,7 +74,7 @@ def test_the_summary_is_shown_whole_and_idle_time_as_in_the_table():
 
 def test_colours_are_for_terminals_only():
     details = fixtures.internvl_details()
-    assert "\x1b" not in plan_text(details)
+    assert "\x1b" not in fixtures.plan_text(details)
     stream = io.StringIO()
     print_plan(details, Console(file=stream, width=100, force_terminal=True, color_system="standard"))
     assert "\x1b[" in stream.getvalue()
@@ -86,11 +86,11 @@ def test_names_are_neither_markup_nor_escapes():
     print_plan(details, Console(file=stream, width=100, force_terminal=True, color_system="standard"))
     assert "\x1b[31mred" not in stream.getvalue()
     assert "\u202e" not in stream.getvalue()
-    assert "[bold]" in plan_text(details)
+    assert "[bold]" in fixtures.plan_text(details)
 
 
 def test_of_many_stages_the_first_and_the_last_are_shown():
-    text = plan_text(fixtures.crowded_details(num_microbatches=2, num_packs=64))
+    text = fixtures.plan_text(fixtures.crowded_details(num_microbatches=2, num_packs=64))
     assert "49 more stages" in text
     assert "language norm, head" in text
 
@@ -128,9 +128,9 @@ def test_data_of_one_source_has_no_shuffle_figure():
     details = fixtures.internvl_details()
     balance = replace(details.plan.estimates.balance, shuffle_chi2=None)
     plan = replace(details.plan, estimates=replace(details.plan.estimates, balance=balance))
-    assert "one source" in plan_text(replace(details, plan=plan))
+    assert "one source" in fixtures.plan_text(replace(details, plan=plan))
     assert "one source" in html_report(replace(details, plan=plan))
-    assert f"{details.plan.estimates.balance.shuffle_chi2:.3f}" in plan_text(details)
+    assert f"{details.plan.estimates.balance.shuffle_chi2:.3f}" in fixtures.plan_text(details)
 
 
 def test_cleaning_keeps_one_printable_line():

@@ -136,7 +136,7 @@ def test_all_problems_come_at_once_with_the_price():
 
 def test_a_vision_model_that_torchtitan_lacks_is_refused():
     with pytest.raises(
-        UnsupportedPlanError, match=r"family internvl, and torchtitan 0.3 .* qwen3_5, qwen3_5_moe alone"
+        UnsupportedPlanError, match=r"family internvl, and torchtitan 0.3 .* qwen3_5, qwen3_5_moe: train by"
     ):
         export(make_model(family="internvl"), by_counts(MODEL, 6, 6))
 

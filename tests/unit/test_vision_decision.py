@@ -12,6 +12,7 @@ from described_configs import qwen3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import tile_samples
+from report_fixtures import plan_text
 from vision_cases import CLUSTER, OPTIONS, QWEN, TILES, image_samples, table_of, with_vision
 
 from trimtab.adapters.frameworks import find_target
@@ -33,7 +34,6 @@ from trimtab.plan.sharing.choice import VisionChoice
 from trimtab.plan.sharing.decision import share_vision
 from trimtab.plan.sharing.exchange import feature_values
 from trimtab.report.html import html_report
-from trimtab.report.text import plan_text
 from trimtab.report.words import time_scale
 
 

@@ -57,7 +57,7 @@ def auto_map(model: Any, machine: Machine, *, library: Library) -> dict[str, Dev
     """What `device_map="auto"` gives for a model without weights, under the machine's memory.
 
     accelerate: `get_balanced_memory` and `infer_auto_device_map`, as Transformers called them up to 4; transformers:
-    the copy of version 5. Both know weights alone.
+    the copy of version 5. Both know only weights.
     """
     model.tie_weights()
     limits = max_memory(machine)

@@ -12,8 +12,8 @@ TIERS: tuple[RecomputedTier, ...] = ("full", "attention", "selective")
 """From what holds least to what holds most."""
 
 MEANINGS: Mapping[RecomputedTier, str] = {
-    "full": "its input alone",
-    "attention": "the result of attention alone",
+    "full": "only its input",
+    "attention": "only the result of attention",
     "selective": "the results of matrix products and attention",
 }
 """What a layer holds by each tier, in words."""

@@ -96,7 +96,7 @@ def sources_of(planned: PlannedPacks, data: Sequence[Path] | None, media_root: M
         return find_data_files(planned.plan, planned.folder, media_root=media_root)
     given = find_sources(data, media_root)
     refuse_no_records([source.file for source in given])
-    # a file of another name, such as a copy with other answers, is told by its lines and ids alone
+    # a file of another name, such as a copy with other answers, is known only by its lines and ids
     changed = [
         str(source.file)
         for source, file in zip(given, planned.plan.inputs.data.files, strict=False)

@@ -22,7 +22,7 @@ from trimtab.adapters.record_files import open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import open_atomically, write_atomically, written_together
 from trimtab.options import ReadingOptions
-from trimtab.samples.media import MediaFolders
+from trimtab.samples.media_folders import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.record_lines import places_of
 from trimtab.samples.rows import IMAGE_MARK, Conversation, read_conversation
@@ -72,7 +72,7 @@ def write_energon_packs(
             record = json.loads(records.read(row))
             said = read_conversation(record)
             if said.videos:
-                raise BadRecordError("video", "it holds a video, and these packs carry images alone: leave it out")
+                raise BadRecordError("video", "it holds a video, and these packs carry only images: leave it out")
             source = sources[int(places_of(planned.samples).file[row])]
             folder = media.of(source.file, source.media_root)
             return record, said, [folder.read(image) for image in said.images]
@@ -192,7 +192,7 @@ def init(self, template, dataset, *args, **kwargs):
     if len(lengths) != ENDS[-1]:
         raise ValueError(
             f"{{ENDS[-1]}} samples were planned, and ms-swift holds {{len(lengths)}}: some were left out, or it is "
-            "other data; train with --strict true, without a validation set, and with records.jsonl alone"
+            "other data; train with --strict true, without a validation set, and only with records.jsonl"
         )
     packs = [list(range(start, stop)) for start, stop in zip([0, *ENDS], ENDS)]
     totals = [sum(lengths[number] for number in pack) for pack in packs]

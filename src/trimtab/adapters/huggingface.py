@@ -18,13 +18,13 @@ from trimtab.plan.decide.expressible import Expressible
 from trimtab.plan.file.modules import fold_modules
 from trimtab.specs import ModelSpec, tiers_of
 
-_APPLY = """from trimtab.runtime.recompute.apply import apply
+_APPLY = """from trimtab import apply_recompute
 
 RECOMPUTE = {{
 {tiers}
 }}
 for granularity, modules in RECOMPUTE.items():
-    apply(model, modules, granularity=granularity)  # leave the Trainer's own activation_checkpointing off"""
+    apply_recompute(model, modules, granularity=granularity)  # leave the Trainer's own activation_checkpointing off"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ def peft_config(model: ModelSpec, lora: Lora) -> dict[str, Any]:
 def quantisation_config(model: ModelSpec, lora: Lora, *, sharded: bool) -> dict[str, Any]:
     """Arguments of `transformers.BitsAndBytesConfig` that store what the plan prices in 4 bits; none for 16.
 
-    `sharded`: FSDP shards weights of one dtype alone, so packed ones are stored as bfloat16.
+    `sharded`: FSDP shards only weights of one dtype, so packed ones are stored as bfloat16.
     """
     if lora.bits == 16:
         return {}

@@ -101,8 +101,8 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
     ]
     if plan.zero_stage > 1:
         problems.append(
-            f"ZeRO stage {plan.zero_stage} was planned, and Megatron-Core's distributed optimizer shards optimizer "
-            "state alone: plan with ZeRO stage 1"
+            f"ZeRO stage {plan.zero_stage} was planned, and Megatron-Core's distributed optimizer shards only "
+            "optimizer state: plan with ZeRO stage 1"
         )
     refuse(problems)
 
@@ -152,7 +152,7 @@ def export(plan: Decided, price: float | None) -> Exported:
         if "num_attention_heads" in flags.vision_fields:
             beside += "  # padded with zero weights, as Megatron-LM's InternViT does"
         if plan.num_chunks > 1:
-            beside += "\nbuild the tower in the first chunk of the first rank alone (NVIDIA/Megatron-LM#2866)"
+            beside += "\nbuild the tower only in the first chunk of the first rank (NVIDIA/Megatron-LM#2866)"
     fields = {"flags": flags.flags, "layout": flags.layout, "vision_config": flags.vision_fields}
     return Exported(text=flags.shell(), fields=fields, runs=flags.runs, warnings=flags.warnings, beside=beside)
 

@@ -77,7 +77,7 @@ def export(plan: Decided, price: float | None) -> Exported:
 
 
 def _lora(model: ModelSpec, lora: Lora) -> str:
-    """Its own class of adapters, on the language model alone; they are made in the model's format."""
+    """Its own class of adapters, only on the language model; they are made in the model's format."""
     if lora.weights != "same" or lora.towers != ("language",):
         raise UnsupportedPlanError(
             f"LoRA ({lora}) was planned, and Megatron-Bridge's adapters have the model's own number format, in its "
@@ -95,7 +95,7 @@ def _about_tower(plan: Decided, first: Stage) -> Iterator[str]:
     planned = len(recomputed_blocks(plan.model, plan.stages[0], "vision"))
     runs = len(recomputed_blocks(plan.model, first, "vision"))
     if planned != runs:
-        why = "copies the language model's recompute to the tower" if runs else "has no field for the tower alone"
+        why = "copies the language model's recompute to the tower" if runs else "has no field for only the tower"
         yield (
             f"recompute of {planned} vision layers is planned, and a provider of {plan.model.family} {why}: {runs} are "
             "recomputed"

@@ -340,5 +340,5 @@ def _truncation_findings(model: ModelSpec, flags: MegatronFlags, launcher: Launc
         yield Finding(
             fails=True,
             message=f"{what}: Pai-Megatron-Patch's examples/qwen2_vl clears nothing that today's Megatron-Core reads, "
-            f"its other examples the first stage's count alone, so {remedy}",
+            f"its other examples only the first stage's count, so {remedy}",
         )

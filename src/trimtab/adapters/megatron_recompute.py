@@ -48,7 +48,7 @@ def language_recompute(
     """One setting for all stages that holds no more than the plan anywhere; what that costs is a warning.
 
     Megatron-Core's full recompute by the "block" method covers the first n blocks of every stage, its selective
-    recompute all blocks; it cannot mix them. No set of its modules keeps attention alone ("core_attn" is the reverse:
+    recompute all blocks; it cannot mix them. No set of its modules keeps only attention ("core_attn" is the reverse:
     attention is what runs again), so that such blocks run again in full.
     """
     chosen = [recomputed_blocks(model, stage) for stage in stages]
@@ -167,7 +167,7 @@ def warn_of_neglected(model: ModelSpec, stages: Sequence[Stage], warnings: list[
     ]
     if names:
         warnings.append(
-            f"recompute of {', '.join(names)} is planned, and Megatron-Core recomputes blocks alone: these layers keep "
+            f"recompute of {', '.join(names)} is planned, and Megatron-Core recomputes only blocks: these layers keep "
             "their activations, so check the memory of their stages"
         )
     for cut in sorted({stage.start for stage in stages}.intersection(norm_cuts(model))):

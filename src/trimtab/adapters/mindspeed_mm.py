@@ -42,7 +42,7 @@ def export(plan: Decided, price: float | None) -> Exported:
         *cut_problems(
             plan,
             _unsupported_cuts(model),
-            "and MindSpeed-MM cuts between blocks, or between projector and embedding, alone: export with --fit "
+            "and MindSpeed-MM cuts only between blocks, or between projector and embedding: export with --fit "
             f"FOLDER, or plan with --for mindspeed-mm{price_without_cuts(price)}",
         ),
         *head_problems(model, dims.tp),

@@ -116,7 +116,7 @@ def _unscripted(model: ModelSpec, num_chunks: int) -> list[str]:
     if num_chunks > 1:
         problems.append(
             f"{num_chunks} chunks a rank were planned, and the scripts take interleaving only with an even split of "
-            "the language model alone: plan with 1F1B"
+            "the language model: plan with 1F1B"
         )
     return problems
 

@@ -44,7 +44,7 @@ class Decided:
     zero_stage: int = 1
     frozen_towers: tuple[Tower, ...] = ()
     dispatcher: Dispatcher = "alltoall"
-    lora: Lora | None = None  # adapters alone are trained
+    lora: Lora | None = None  # only adapters are trained
     max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
     samples_per_pack: float = 1.0  # the mean
 
@@ -135,7 +135,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def schedule_problems(plan: Decided, framework: str, known: Sequence[str]) -> list[str]:
-    """A sentence where the framework runs other schedules alone."""
+    """A sentence where the framework runs only other schedules."""
     if plan.schedule in known:
         return []
     return [f"schedule {plan.schedule} was planned, and {framework} does not run it: plan with {' or '.join(known)}"]
@@ -227,7 +227,7 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     if case.vision is not None:
         said.append(
             f"the plan's {case.vision.decision.group} ranks share images, which {target.title} is not told here: share "
-            "them with trimtab.runtime.vision.vision_dp_from_plan, or plan with --vision-dp none, or its times and "
+            "them with trimtab.vision_dp_from_plan, or plan with --vision-dp none, or its times and "
             "memory do not hold"
         )
     text = exported.text

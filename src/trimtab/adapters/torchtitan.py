@@ -151,8 +151,8 @@ def _family_problems(model: ModelSpec) -> list[str]:
     if not model.indices("vision") or model.family in FAMILIES:
         return []
     return [
-        f"{model.name} is of the family {model.family}, and torchtitan 0.3 and its main branch have vision-language "
-        f"models of {', '.join(FAMILIES)} alone: train by `trimtab train`"
+        f"{model.name} is of the family {model.family}, and torchtitan 0.3 and its main branch have "
+        f"vision-language models only of {', '.join(FAMILIES)}: train by `trimtab train`"
     ]
 
 
@@ -181,8 +181,8 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
     outside = len(chosen) - len(inside)
     if outside:
         warnings.append(
-            f"recompute of {outside} layers outside the decoder is planned, and torchtitan's policies wrap its decoder "
-            "blocks alone: check the memory of the first rank"
+            f"recompute of {outside} layers outside the decoder is planned, and torchtitan's policies wrap only its "
+            "decoder blocks: check the memory of the first rank"
         )
     if not inside:
         return None, recompute_first(model, stages, {})

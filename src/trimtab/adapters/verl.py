@@ -70,12 +70,14 @@ class VlmWorkload:
         return torch.round(seconds * (TOKEN_UNITS / factor["tokens"])).to(torch.int64)
 
     def with_vision(self, vision: PatchCounts) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The workload of one batch as a function of its token counts alone, for a caller that passes nothing else."""
+        """The workload of one batch as a function of its token counts, for a caller that passes nothing else."""
         return lambda seqlen_list: self(seqlen_list, vision)
 
 
 def vlm_workload(profile: Profile, *, token_window: int | None = None) -> VlmWorkload:
     """The workload that a cost table gives: `vlm_workload(profile_model(model, device), token_window=...)`.
+
+    Use it where verl or ROLL balance sequences of images and text; docs/plan-as-data.md shows it.
 
     `token_window` is `model.token_window`. A profile of any device and degree will do: the scale falls out, and vision
     against language is the model's own ratio.
@@ -93,7 +95,8 @@ def vlm_workload(profile: Profile, *, token_window: int | None = None) -> VlmWor
 def stand_in_for(original: FunctionType, workload: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let `original` compute `workload` of its one argument, wherever it was or will be imported by name.
 
-    Once in every process, before or after the trainer's imports; again with another workload at any time, such as
+    Use it where a trainer imports its own function by name: once in every process, before or after the trainer's
+    imports, and again with another workload at any time, such as
     `workload.with_vision(...)` before each batch. Raises `ConfigError` for a function of another signature.
 
     >>> def calculate_workload(seqlen_list):
@@ -120,6 +123,7 @@ def stand_in_for(original: FunctionType, workload: Callable[[torch.Tensor], torc
 def count_grids(image_rule: ImageRule, grids: Sequence[torch.Tensor | None]) -> PatchCounts:
     """Vision work of sequences from their `image_grid_thw`, (images, 3) each, or None without images.
 
+    Use it for `VlmWorkload.with_vision`; docs/plan-as-data.md shows it.
     For the Qwen-VL families, whose processors return frames, rows and columns of patches; t frames count as t images.
     """
     side = getattr(image_rule, "patch_size", None)

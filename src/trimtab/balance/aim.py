@@ -6,14 +6,14 @@ Symbols: k limited columns, D = k + 1 columns with the cost; the *fullest* colum
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from trimtab.specs import FloatArray
 
 if TYPE_CHECKING:
-    from trimtab.balance.window import Effort
+    from trimtab.balance.window import Effort, Pull
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class AimNumbers:
     worth: float = 0.012  # a looser fill is taken where it shortens the modelled time of a trial by more than this
     worth_of_many: float = 0.004  # the same in rows of more than `even_ranks` packs, where the largest decides
     even_price: float = 0.006  # all columns are evened out where that lengthens the time by no more than this
-    even_ranks: int = 32  # rows of more packs even out the cost alone, or are level: their largest takes all the room
+    even_ranks: int = 32  # rows of more packs even out only the cost, or are level: their largest takes all the room
     trial_packs: int = 2048  # of the trial that times are modelled on
     tight_fullest: float = 0.1  # weight of the fullest column of tight packs, which its limit holds; the others 1
     cost_weight: float = 8.0  # of the cost in loose packs
@@ -57,17 +57,6 @@ Style = Literal["tight", "cost", "both", "even", "level", "flat"]
 LOOSE_STYLES: tuple[Style, ...] = ("cost", "both", "even")  # from the shortest time to the most alike
 
 
-class Pull(NamedTuple):
-    """What two packs' differences count, relative to the mean pack: weights of squares, and slopes above the mean.
-
-    A square pulls packs together from both sides. A slope counts only what is above the mean: rows wait for their
-    largest pack, and a pack that is small in one column, as one long sample makes it, holds up nobody.
-    """
-
-    weights: FloatArray  # (D,)
-    slopes: FloatArray  # (D,); 0: this column's limit counts instead
-
-
 @dataclass(frozen=True, slots=True)
 class Aim:
     """How full packs are to be, and what they are to have alike."""
@@ -82,6 +71,7 @@ class Aim:
         ranks may keep every column from rising above its mean first (`level`, `flat`): a row waits for its largest.
         """
         from trimtab.balance.bound import sum_columns
+        from trimtab.balance.window import Pull
 
         D, n = columns.shape[1], NUMBERS
         fullest = int(np.argmax(sum_columns(columns)[:-1] / bounds[:-1]))

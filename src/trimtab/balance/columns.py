@@ -13,16 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.balance.cost import Column, ColumnCost, find_cost_problem
-from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.balance.packing import find_problems
+from trimtab.balance.schedule import TOLERANCE, schedule_packs
 from trimtab.errors import PackingError, join_problems
 from trimtab.options import Order
 from trimtab.specs import IntArray, Packing, Schedule
 
 SHARD_SAMPLES = 1 << 21
 """Samples packed together, about. Part of the result: the same for any number of threads."""
-
-CHUNK = 1 << 20  # rows looked at in one go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,7 +48,7 @@ class PackedColumns:
 
     def schedule(self, num_microbatches: int = 1) -> Schedule:
         """The packs as a table of steps, 8 bytes a pack."""
-        slots = dispatch_packs(np.empty((self.num_packs, 0)), dp=self.dp, num_microbatches=num_microbatches)
+        slots = schedule_packs(np.empty((self.num_packs, 0)), dp=self.dp, num_microbatches=num_microbatches)
         return Schedule(table=slots.table, order=self.order)
 
     def packing(self) -> Packing:
@@ -99,7 +97,7 @@ def pack_columns(
     >>> sorted(sorted(packed.pack(p).tolist()) for p in range(packed.num_packs))
     [[0, 2], [1], [3]]
     """
-    from trimtab.balance.shards import Job, find_oversize, pack_shard, scatter
+    from trimtab.balance.shards import Job, find_oversize, pack_shard, scatter  # loads numba
 
     sizes = [np.asarray(column) for column in sizes]  # a memory map stays one: no copy
     settings = {"dp": dp, "shard_samples": shard_samples, "num_threads": num_threads}

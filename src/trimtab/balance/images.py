@@ -27,6 +27,7 @@ WHOLE = 2.0**50
 def tower_seconds(profile: Profile) -> LinearCost:
     """Forward and backward seconds of the vision tower and the projector, from a profile.
 
+    Give it to `vision_dp` or `share_images` as the cost of an image; docs/vision-data-parallel.md says when.
     Not counted: what a call costs whatever is in it, which no assignment changes; recomputed forwards.
     """
     total = np.zeros(len(WORK_TERMS))
@@ -37,7 +38,10 @@ def tower_seconds(profile: Profile) -> LinearCost:
 
 
 def tower_bytes(profile: Profile) -> LinearCost:
-    """Bytes the tower holds for its backward, nothing recomputed."""
+    """Bytes the tower holds for its backward, nothing recomputed.
+
+    Give it to `vision_dp` in place of `tower_seconds` to balance memory; docs/vision-data-parallel.md says when.
+    """
     total = np.zeros(len(WORK_TERMS))
     for layer in profile.layers:
         if layer.tower != "language":

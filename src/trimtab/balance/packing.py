@@ -10,9 +10,9 @@ import numpy as np
 from trimtab.balance.balanced import pack_balanced
 from trimtab.balance.bound import above_limits
 from trimtab.balance.cost import LinearCost, default_cost
-from trimtab.balance.dispatch import TOLERANCE, dispatch_packs
 from trimtab.balance.groups import Groups, complete_rows
 from trimtab.balance.metrics import BalanceReport, report_balance
+from trimtab.balance.schedule import TOLERANCE, schedule_packs
 from trimtab.errors import PackingError, join_problems, refuse_type
 from trimtab.options import Order, Oversize, PackMethod
 from trimtab.shown import html_table, three_lines
@@ -124,7 +124,7 @@ def pack_samples(
     )
     assert len(packing.indices) + len(packing.oversize) == n, "a sample was lost"
     pack_sums = np.column_stack([packing.sums(sizes), packing.sums(per_sample)]).astype(np.float64)
-    schedule = dispatch_packs(
+    schedule = schedule_packs(
         pack_sums, dp=dp, num_microbatches=num_microbatches, order=order, tolerance=tolerance, **keys
     )
     return PackResult(packing=packing, schedule=schedule)

@@ -84,7 +84,7 @@ def permute(items: npt.NDArray[np.int64], state: UIntArray) -> npt.NDArray[np.in
 
 
 def permutation(n: int, *keys: int) -> npt.NDArray[np.int64]:
-    """A shuffle of range(n) that the keys alone decide."""
+    """A shuffle of range(n) that only the keys decide."""
     order = np.arange(n, dtype=np.int64)
     shuffle(order, make_stream(*keys))
     return order

@@ -12,15 +12,15 @@ import numpy.typing as npt
 from trimtab.balance.aim import Aim
 from trimtab.balance.balanced import aim_for, pack_balanced
 from trimtab.balance.bound import above_limits
-from trimtab.balance.columns import CHUNK
 from trimtab.balance.cost import Column, ColumnCost, price_columns
-from trimtab.balance.dispatch import order_packs
 from trimtab.balance.groups import complete_rows, reorder
 from trimtab.balance.rng import UIntArray, make_stream
+from trimtab.balance.schedule import order_packs
 from trimtab.compiled import compiled, inlined
 from trimtab.options import Order
 from trimtab.specs import FloatArray, IntArray
 
+CHUNK = 1 << 20  # rows looked at in one go
 _U = np.uint64
 
 

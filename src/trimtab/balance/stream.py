@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.balance.aim import Pull
 from trimtab.balance.bound import sum_columns
 from trimtab.balance.pair import make_goal, make_packs, make_scratch
 from trimtab.balance.rng import UIntArray
-from trimtab.balance.window import Effort, arrange, deal, evict, unload
+from trimtab.balance.window import Effort, Pull, arrange, deal, evict, unload
 from trimtab.specs import FloatArray, IntArray
 
 PENALTY = 1e3

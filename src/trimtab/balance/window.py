@@ -25,6 +25,17 @@ SHAKEN_PAIRS = 4  # pairs with room that are shaken for each pack that stays abo
 SHAKE_FREE = 8
 
 
+class Pull(NamedTuple):
+    """What two packs' differences count, relative to the mean pack: weights of squares, and slopes above the mean.
+
+    A square pulls packs together from both sides. A slope counts only what is above the mean: rows wait for their
+    largest pack, and a pack that is small in one column, as one long sample makes it, holds up nobody.
+    """
+
+    weights: FloatArray  # (D,)
+    slopes: FloatArray  # (D,); 0: this column's limit counts instead
+
+
 class Effort(NamedTuple):
     """How long a window is improved; see docs/packing.md for what each buys."""
 

@@ -123,7 +123,7 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
 
     if options.schedule == "auto":
         raise PlanError(
-            f"--schedule auto was asked for with --for {target}, which runs some schedules alone (Megatron's: 1F1B and "
+            f"--schedule auto was asked for with --for {target}, which runs only some schedules (Megatron's: 1F1B and "
             "Interleaved1F1B): give --schedule one that it has"
         )
     if target == OWN_LOOP:

@@ -22,8 +22,8 @@ class Kept:
 
     name: str
     row_bytes: float = 0.0
-    pair_bytes: float = 0.0  # for each (query row, key row) pair: unfused attention alone
-    for_weights: bool = False  # needed for the gradient of a weight alone, so not kept where the weight is frozen
+    pair_bytes: float = 0.0  # for each (query row, key row) pair: only unfused attention
+    for_weights: bool = False  # needed only for the gradient of a weight, so not kept where the weight is frozen
     entered: tuple[str, ...] = ()  # products that it is the input of: adapters beside these need it too
 
 

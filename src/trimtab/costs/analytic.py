@@ -100,7 +100,7 @@ def cost_layer(
     With LoRA (`CostSettings.lora`) the weights are those of the adapters, two narrow products beside each matrix.
     4-bit weights are unpacked before each product, forward and backward: bytes read and written, assumed to take the
     memory's bandwidth.
-    A layer of measured work has no tiers between "none" and "full". An audio tower takes its state alone: no sample
+    A layer of measured work has no tiers between "none" and "full". An audio tower takes only its state: no sample
     holds sound.
     A layer that nothing reads has no backward and keeps nothing, yet takes the state of a trainable one (DeepSpeed
     and Megatron-Core allocate it for every parameter that may train; a plain AdamW makes none: an upper bound).
@@ -350,7 +350,7 @@ def _output_bytes(layer: LayerSpec, columns: WorkColumns, settings: CostSettings
 def _recompute_tiers(
     layer: LayerSpec, settings: CostSettings, seconds: _LayerSeconds, columns: WorkColumns, again: tuple[float, ...]
 ) -> list[RecomputeTier]:
-    """The tiers "selective" (`selective_bytes`), "attention" and "full"; of measured work the last alone.
+    """The tiers "selective" (`selective_bytes`), "attention" and "full"; of measured work only the last.
 
     attention keeps the layer's input and the result of fused attention, and runs the rest of the forward again; there
     is no such tier for unfused attention, whose scores would be quadratic.

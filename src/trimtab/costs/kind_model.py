@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trimtab.costs.settings import Attention, CostSettings
-from trimtab.costs.traced_fit import PATCHES, PATCHES_SQ, PATCHES_WINDOWED, TOKENS, TOKENS_SQ, Terms
+from trimtab.costs.traced_fit import PATCHES, PATCHES_SQ, PATCHES_WINDOWED, TOKENS, TOKENS_SQ
 from trimtab.costs.traced_kernels import FLASH, fuse_kernels, register_flash
 from trimtab.costs.traced_lora import adapt_module
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
@@ -25,7 +25,7 @@ from trimtab.models.asking.build import build, complete
 from trimtab.models.asking.inputs import quietly
 from trimtab.models.asking.units import split_units
 from trimtab.models.asking.weightless import make_real, make_weightless
-from trimtab.specs import NUM_WORK_TERMS, ModelSpec
+from trimtab.specs import NUM_WORK_TERMS, ModelSpec, Terms
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IMPLEMENTATIONS: dict[Attention, str] = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}

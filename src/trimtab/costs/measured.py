@@ -16,7 +16,7 @@ from trimtab.specs import FloatArray, LayerCost, Profile, evaluate
 class Timing:
     """Medians over the repeats of one layer at one size; spreads are half the middle 68 %, relative to the median."""
 
-    work: tuple[float, ...]  # per WORK_TERMS, those of the layer's own tower alone
+    work: tuple[float, ...]  # per WORK_TERMS, only those of the layer's own tower
     forward_s: float
     backward_s: float  # 0 where there is no backward
     forward_spread: float

@@ -9,10 +9,7 @@ from typing import Any
 
 from trimtab.costs.profile import layers_fingerprint
 from trimtab.errors import TrimtabError, join_problems
-from trimtab.specs import LayerCost, ModelSpec, Profile, RecomputeTier
-
-Terms = tuple[float, ...]
-"""Coefficients of WORK_TERMS."""
+from trimtab.specs import LayerCost, ModelSpec, Profile, RecomputeTier, Terms
 
 
 def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:

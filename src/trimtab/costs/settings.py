@@ -36,7 +36,7 @@ class CostSettings:
     tp_overlap: bool = False  # its messages go in tp parts beside the products: one part in tp is waited for
     ep_overlap: bool = False  # experts' rows of one micro-batch are sent beside the products of another
     frozen_towers: frozenset[Tower] = frozenset()
-    lora: Lora | None = None  # adapters alone are trained
+    lora: Lora | None = None  # only adapters are trained
     dp_bytes_per_s: float | None = None  # to data-parallel neighbours, read by ZeRO-3; None: those of its own node
     expert_dp_bytes_per_s: float | None = None  # the same between copies of experts
     cp_bytes_per_s: float | None = None  # to neighbours that share a pack's tokens
@@ -110,6 +110,6 @@ class CostSettings:
     def row_share(self, tower: Tower) -> int:
         """Devices that share the rows between tensor-parallel regions: tp where sequence parallel, else 1.
 
-        Megatron-Core runs its sequence parallelism in the language model alone, never in vision tower or projector.
+        Megatron-Core runs its sequence parallelism only in the language model, never in vision tower or projector.
         """
         return self.dims.tp if self.sequence_parallel and tower == "language" else 1

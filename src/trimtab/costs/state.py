@@ -114,7 +114,7 @@ def bytes_per_param(settings: CostSettings, *, trainable: bool, replicas: int | 
 
     Mixed precision (bf16, fp16): weight 2 + gradient (fp32 4, as Megatron-Core accumulates; or 2) + fp32 master 4
     + optimizer state (AdamW 8): 18 unsharded, 6 + 12/dp under ZeRO-1, 2 + 16/dp under ZeRO-2, 18/dp under ZeRO-3.
-    fp32 needs no master copy. Frozen: the weight alone. Runs of Qwen2-VL-7B logged at ZeRO-0 show 18.03-18.14.
+    fp32 needs no master copy. Frozen: only the weight. Runs of Qwen2-VL-7B logged at ZeRO-0 show 18.03-18.14.
     Not counted: communication buckets, allocator rounding.
     """
     weight, replicas = float(settings.item_bytes), replicas or settings.dims.replicas

@@ -40,7 +40,10 @@ _LEAST_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingOptions:
-    """What is timed, and how often; None leaves the choice to the device."""
+    """What is timed, and how often; None leaves the choice to the device.
+
+    Give it to `profile_timed`, as examples/time_layers.py does.
+    """
 
     dtype: str = "bf16"
     attention: Attention | None = None  # flash where it is installed, else sdpa
@@ -48,7 +51,7 @@ class TimingOptions:
     repeats: int = 9
     frozen_towers: tuple[Tower, ...] = ()
     seed: int = 0
-    clock: Clock = "wall"  # read on the CPU alone
+    clock: Clock = "wall"  # read only on the CPU
 
     def __post_init__(self) -> None:
         if self.sizes is not None and (not self.sizes or min(self.sizes) < _LEAST_ROWS):
@@ -77,6 +80,8 @@ def profile_timed(
     progress: Progress | None = None,
 ) -> TimedProfile:
     """The profile of `model` (described from `config`) with seconds measured on `device`, and the fits behind them.
+
+    Use it on the device that you will train on; examples/time_layers.py shows it.
 
     At tp 1; see `time_layers` for how, `timed_profile` for what becomes of it.
     """
@@ -136,7 +141,13 @@ def time_layers(
 
 
 def open_device(name: str | None = None) -> torch.device:
-    """The torch device of this name, if it is there; without a name CUDA's, or else the CPU."""
+    """The torch device of this name, if it is there; without a name CUDA's, or else the CPU.
+
+    Use it for `profile_timed`: a device that is not there is named in a sentence. Raises `TrimtabError`.
+
+    >>> open_device("cpu").type
+    'cpu'
+    """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or not (index or "0").isdecimal() or (kind == "cpu" and index):

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from trimtab.costs.kind_model import KindModel, count_pairs, refusing
 from trimtab.costs.settings import CostSettings
-from trimtab.costs.traced_fit import PATCHES, TOKENS, Terms
+from trimtab.costs.traced_fit import PATCHES, TOKENS
 from trimtab.errors import TrimtabError
 from trimtab.models.asking.batches import Batch
-from trimtab.specs import ModelSpec, SampleTable
+from trimtab.specs import ModelSpec, SampleTable, Terms
 
 _FEW = 16  # words beside images whose towers are timed
 _COPIES = 4  # a second run of each size is divided among this many images, where images may be of any size

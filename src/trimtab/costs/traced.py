@@ -38,6 +38,8 @@ def profile_traced(
 ) -> TracedProfile:
     """The profile of `model` (described from `config`) with bytes counted on its layers as Transformers builds them.
 
+    Use it where a model's layers are not those that the formulas know; docs/memory.md shows it.
+
     At tp 1; one layer of each kind is real, the others hand their rows on; nothing takes the memory of weights.
     `choices` are fields of `CostSettings` other than dims; attention is "sdpa" unless they say so. With `packed`, SDPA
     and eager attention are handed masks. `rows`: of the steps that give transients; few are enough for narrow layers.

@@ -13,7 +13,7 @@ from trimtab.costs.memory_band import COUNTED_ERROR
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_saved import SavedStorage, Trace
 from trimtab.errors import TrimtabError
-from trimtab.specs import NUM_WORK_TERMS, WORK_TERMS, FloatArray, LayerCost, LayerSpec, ModelSpec, Profile
+from trimtab.specs import NUM_WORK_TERMS, WORK_TERMS, FloatArray, LayerCost, LayerSpec, ModelSpec, Profile, Terms
 
 PATCHES, TOKENS = WORK_TERMS.index("patches"), WORK_TERMS.index("tokens")
 PATCHES_SQ, PATCHES_WINDOWED = WORK_TERMS.index("patches_sq"), WORK_TERMS.index("patches_windowed")
@@ -21,9 +21,6 @@ TOKENS_SQ = WORK_TERMS.index("tokens_sq")
 
 MISFIT, MAX_MISFIT = 1e-3, 0.3
 """Shares that a fit may leave without a word, and with one."""
-
-Terms = tuple[float, ...]
-"""Coefficients of WORK_TERMS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +166,7 @@ def _fit(
     terms = [0.0] * NUM_WORK_TERMS
     if not y.any():
         return tuple(terms)
-    # rows alone first: where all images are equal tiles, pairs are a multiple of rows, and a sum of both says nothing
+    # first only rows: where all images are equal tiles, pairs are a multiple of rows, and a sum of both says nothing
     for chosen in (columns[:-1], columns):
         X = work[:, chosen]
         scale = np.maximum(X.max(axis=0), 1.0)

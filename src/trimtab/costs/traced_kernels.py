@@ -1,6 +1,6 @@
 """Stand-ins for kernels that need a GPU: they allocate and keep what the real ones do, and compute nothing.
 
-For weightless models alone. Needs torch and Transformers, loaded when this module is.
+Only for weightless models. Needs torch and Transformers, loaded when this module is.
 """
 
 from __future__ import annotations

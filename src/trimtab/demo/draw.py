@@ -34,7 +34,9 @@ class DemoData:
 def draw_dataset(folder: Path, *, num_samples: int = 2000, seed: int = 0, progress: Progress | None = None) -> DemoData:
     """Draws about one image per six samples, at most 320, and writes the conversations last.
 
-    data.jsonl depends on `num_samples` and `seed` alone; image bytes also on the versions of Pillow and numpy, the
+    Use it to try something on data that is small and always the same, as examples/plan_a_run.py does.
+
+    data.jsonl depends only on `num_samples` and `seed`; image bytes also on the versions of Pillow and numpy, the
     tokenizer also on that of `tokenizers`. A file of the same name is replaced, others in the folder stay.
     """
     if num_samples < 1:

@@ -1,6 +1,6 @@
 """Which pictures the demo data set holds, decided before anything is drawn.
 
-Integer choices of one seeded `random.Random` alone: the same seed gives the same pictures on every machine.
+Integer choices of nothing but one seeded `random.Random`: the same seed gives the same pictures on every machine.
 """
 
 from __future__ import annotations

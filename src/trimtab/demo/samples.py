@@ -1,6 +1,6 @@
 """The demo's samples: conversations about drawn pictures, in LLaVA's JSON form.
 
-Choices of one seeded `random.Random` alone: the same seed gives the same bytes on every machine.
+Choices of nothing but one seeded `random.Random`: the same seed gives the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _read_chart(rng: Random, picture: Picture) -> list[tuple[str, str]]:
 
 
 def _talk(rng: Random, source: str) -> list[tuple[str, str]]:
-    """One to six turns; of text alone now and then about a long text that the user brings."""
+    """One to six turns; now and then only of text, about a long text that the user brings."""
     pairs = []
     for _ in range(rng.choices((1, 2, 3, 6), (62, 24, 12, 2))[0]):
         question = rng.choice(_QUESTIONS[source]).format(words.title(rng))

@@ -86,7 +86,7 @@ def _remembered(path: Path) -> Mapping[str, Any] | None:
 
 
 def _run_child(request: str) -> bytes:
-    """What the child printed; its folder is empty, and what it imports comes from the installation alone."""
+    """What the child printed; its folder is empty, and what it imports comes only from the installation."""
     with tempfile.TemporaryDirectory(prefix="trimtab-asked-") as folder:
         environment = {
             **os.environ,

@@ -51,7 +51,7 @@ def describe(
     (`models.ask`), unless `ask` is false.
 
     `preprocessor` is the model's preprocessor_config.json (or its content); beside a config.json it is found by
-    itself. It is needed where the configuration alone does not settle how images are cut, and for nothing else:
+    itself. It is needed where the configuration does not settle how images are cut, and for nothing else:
     without it such a model is described, and the error comes when an image is to be counted.
     `max_pixels` and `max_tiles` are the user's own limits on an image (`images.with_limits`).
     Exact: the parameters of every layer are those of the Transformers model built from the same configuration; for
@@ -117,7 +117,7 @@ def _describe_config(config: Config, settings: Config | None, files: Files, *, m
     architecture = by_hand(fields)
     found = fields.problems
     if may_ask and not found.wrong and (found.foreign or found.missing):
-        with contextlib.suppress(UnknownModelError):  # it has remote code alone: what it lacks is said below
+        with contextlib.suppress(UnknownModelError):  # it has only remote code: what it lacks is said below
             return _asked(config, settings, files)
     return _assembled(model_type, architecture, fields)
 

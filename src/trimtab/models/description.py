@@ -62,7 +62,7 @@ class DescriptionFile:
 def description_bytes(model: ModelSpec) -> bytes:
     """`model` as a description file: same model, same bytes.
 
-    Layers in a row that differ in one number of their name alone are written once, with `num_alike`.
+    Layers in a row that differ only in one number of their name are written once, with `num_alike`.
     """
     rule = type(model.image_rule).__name__
     if RULES.get(rule) is not type(model.image_rule):

@@ -24,7 +24,7 @@ NO_FILES = (
 def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] | None = None) -> ImageRule:
     """The rule of a model, from its config.json and, where that does not settle it, its preprocessor_config.json.
 
-    Use its `count(width, height)` to know the patches and tokens of an image from its size in pixels alone.
+    Use its `count(width, height)` to know the patches and tokens of an image from nothing but its size in pixels.
 
     A `preprocess` mapping inside `config` stands in for the second file; where both speak, the file wins. Nothing
     is filled from a class default: a setting given nowhere, or two that contradict each other, raise a `ConfigError`

@@ -195,7 +195,7 @@ class StageBytes(NamedTuple):
 
 
 def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool) -> StageBytes:
-    """Of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again is counted in `whole` alone."""
+    """Of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again is counted only in `whole`."""
     saved, whole, transient = np.zeros((3, len(work)))
     alike = Counter(
         (tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes)

@@ -21,7 +21,7 @@ def even_stages(
 
     Embeddings come first and the head last; a norm, projector or embedding between the towers stays with the blocks
     before it. "spread" counts the blocks of both towers alike, as uniform partitioning of a layer list does; "first"
-    keeps the whole vision tower on stage 0 and counts the language model's blocks alone, as Megatron-style launchers
+    keeps the whole vision tower on stage 0 and counts only the language model's blocks, as Megatron-style launchers
     do. A forbidden cut gives way to the nearest allowed one.
     """
     blocks = [

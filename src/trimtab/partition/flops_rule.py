@@ -120,7 +120,7 @@ def flops_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
     """The notebook's answer.
 
     A stage's share is total / pp. Middle and last stages get ceil(share / layer) layers, the first what is left. When
-    vision tower and projector alone reach the share, the first stage gets none, the middle ones
+    vision tower and projector together reach the share, the first stage gets none, the middle ones
     ceil(total / (pp - 1) / layer) and the last what is left. Not optimal: it rounds one way only (`best_split` is).
     """
     _check_pp(model, pp)

@@ -35,7 +35,7 @@ class BlockOrder:
 
     stage: npt.NDArray[np.int32]
     microbatch: npt.NDArray[np.int32]
-    kind: npt.NDArray[np.int8]  # FORWARD, BACKWARD (with split backwards: of the inputs alone), WEIGHT
+    kind: npt.NDArray[np.int8]  # FORWARD, BACKWARD (with split backwards: only of the inputs), WEIGHT
     device: IntArray  # (S,) that runs each stage
 
 
@@ -214,7 +214,7 @@ def peak_saved_bytes(
 
     Stage s holds `saved_bytes[s]` for a micro-batch from its forward to its backward and, where W comes apart from B,
     `pending_bytes[s]` (None: the same) from B's start to W's end: what was computed again for B is there until W has
-    used it. Not counted: the gradients that B leaves for W, nor what B alone needed and could free.
+    used it. Not counted: the gradients that B leaves for W, nor what only B needed and could free.
     """
     P, V, M = num_devices, num_chunks, num_microbatches
     saved = np.asarray(saved_bytes, np.float64)

@@ -122,7 +122,7 @@ def pipeline_arrangement(parts: Parts) -> Arrangement:
 
 
 def modules_of(model: ModelSpec, layer: int) -> tuple[str, ...]:
-    """Keys of a device map for one layer: what holds buffers alone comes with the layer in front of which it runs."""
+    """Keys of a device map for one layer: what holds only buffers comes with the layer in front of which it runs."""
     return (*model.layers[layer].beside, model.layers[layer].name)
 
 

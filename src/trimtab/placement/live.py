@@ -94,7 +94,7 @@ def prefill_bytes(layer: LayerSpec, serving: Serving) -> float:
             return _block_peak(layer, serving, R) + serving.masks_bytes
         if layer.kind == "norm":  # meets the last block's input too, which the loop around the blocks still names
             return R * (2 * w * h + _norm_peak(layer, w)) + serving.masks_bytes
-        if layer.kind == "head":  # the last token of each sequence alone; then a copy in fp32 to choose from
+        if layer.kind == "head":  # only the last token of each sequence; then a copy in fp32 to choose from
             return rows.sequences * layer.output_size * (w + 4.0)
         if serving.crossed_rows:  # the mask of cross-attention: repeated as int64, inverted in fp32, cast, filled
             made = max(12 + (w if w < 4 else 0), 9 + 2 * w)

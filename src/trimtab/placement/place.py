@@ -285,7 +285,7 @@ _ANY = 2**62  # host memory without end
 
 
 def _largest_batch(model: ModelSpec, machine: Machine, workload: Workload) -> int | None:
-    """The largest smaller batch that fits the GPUs alone; None if not even one sequence does."""
+    """The largest smaller batch that fits on the GPUs without a spill; None if not even one sequence does."""
 
     def is_too_large(batch: int) -> bool:
         table = inference_table(model, replace(workload, batch=batch))

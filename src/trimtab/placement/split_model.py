@@ -161,6 +161,6 @@ def _count(items: list[str] | list[int], noun: str) -> str:
     return f"{len(items)} {noun}{'s' if len(items) != 1 else ''}"
 
 
-def _listed(items: list[str] | list[int], limit: int = 6) -> str:
-    shown = ", ".join(map(str, items[:limit]))
-    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
+def _listed(items: list[str] | list[int]) -> str:
+    shown = ", ".join(map(str, items[:6]))
+    return shown if len(items) <= 6 else f"{shown} and {len(items) - 6} more"

@@ -34,9 +34,9 @@ QUANTS = MappingProxyType(
         "bnb-nf4": Quant(weight_bytes=0.5 + 4 / 64, towers=_ALL, experts=False),
         # double quantisation: the maxima in 8 bit, an fp32 scale for 256 of them
         "bnb-nf4-double": Quant(weight_bytes=NF4_BYTES, towers=_ALL, experts=False),
-        # AWQ and GPTQ checkpoints: fp16 scale and 4-bit zero for each 128; ViT left alone
+        # AWQ and GPTQ checkpoints: fp16 scale and 4-bit zero for each 128; ViT left as it is
         "awq": Quant(weight_bytes=0.5 + (2 + 0.5) / 128, towers=("language",), experts=True),
-        # block-wise checkpoints: an fp32 scale for each 128 x 128 weights; ViT left alone
+        # block-wise checkpoints: an fp32 scale for each 128 x 128 weights; ViT left as it is
         "fp8": Quant(weight_bytes=1.0 + 4 / 128**2, towers=("language",), experts=True),
     }
 )

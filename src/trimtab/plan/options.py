@@ -95,9 +95,7 @@ FREEZE = Option(
 ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 where --ep is chosen.", least=1)
 IMBALANCE = Option("Rows of the busiest expert-parallel device over the mean.", least=1)
 DISPATCHER = Option("How rows reach experts of other devices: once for each expert, or for each device (deepep).")
-LORA = Option(
-    "Train LoRA adapters alone, as in r=16,targets=q_proj+v_proj; bits=4: QLoRA.", read=parse_lora, shown=None
-)
+LORA = Option("Train only LoRA adapters, as in r=16,targets=q_proj+v_proj; bits=4: QLoRA.", read=parse_lora, shown=None)
 SEED = Option("Same seed, same result.")
 
 

@@ -124,7 +124,7 @@ class TrainingInput:
     top: int = 10
     expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest expert-parallel device over the mean
     dispatcher: Dispatcher = "alltoall"
-    lora: Lora | None = None  # adapters alone are trained; null, and no such key: the weights are
+    lora: Lora | None = None  # only adapters are trained; null, and no such key: the weights are
     baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 
 

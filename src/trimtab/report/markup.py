@@ -1,4 +1,4 @@
-"""Building blocks of the page: sections, tiles, lists, legends; here and in `table` alone is escaped."""
+"""Building blocks of the page: sections, tiles, lists, legends; only here and in `table` text is escaped."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
     sentences = [where]
     if log.others:
         sentences.append(
-            f"{_count(len(log.others), 'other step')} of this run, on other devices or with other settings, count in "
-            "the loss alone."
+            f"{_count(len(log.others), 'other step')} of this run, on other devices or with other settings, count only "
+            "in the loss."
         )
     lost = sum(not math.isfinite(record.loss) for record in log.steps)
     if lost:

@@ -32,7 +32,7 @@ class Cell:
 
     text: str
     below: str = ""  # smaller, on lines of its own
-    code: str = ""  # as `below`, on the page alone
+    code: str = ""  # as `below`, only on the page
     share: float | None = None  # the page draws it as a bar
     bad: bool = False  # stands out
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 from rich.console import Console
 from rich.text import Text
 
@@ -44,11 +42,3 @@ def print_plan(details: PlanDetails, console: Console) -> None:
             console.print(Text(clean(note)))
     console.print()
     console.print(Text(error_sentence(details), style="dim"))
-
-
-def plan_text(details: PlanDetails, *, width: int = 100) -> str:
-    """What `print_plan` shows, without colours or control codes: for logs and pipes."""
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    print_plan(details, console)
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"

@@ -121,7 +121,7 @@ def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:
     """What the headline's error band covers, and what it does not."""
     estimates, costs = details.plan.estimates, f"{clean(details.plan.inputs.training.costs)} costs"
     if details.plan.inputs.training.costs == "probed":
-        costs = "the costs of before the probe, which measured bytes alone,"
+        costs = "the costs of before the probe, which measured only bytes,"
     return (
         f"{'Nothing here but the training run below' if beside_run else 'Nothing here'} was measured"
         f"{'' if beside_run else ' in a training run'}: times come from {costs} and a simulated pipeline. "

@@ -1,4 +1,4 @@
-"""Width and height of an image by Pillow, which reads headers alone; of WebP by ourselves.
+"""Width and height of an image by Pillow, which reads only headers; of WebP by ourselves.
 
 Pillow opens a 1.4-megapixel PNG in 14 us and a JPEG in 24 us, of the 220 us that a sample takes to size; a WebP takes
 it 2,800 us, because it reads and prepares the whole file (bench/sizing.py): hence own code for that one.
@@ -37,7 +37,7 @@ def image_size(image: bytes | int, *, exif: Exif = "ignore", max_pixels: int = M
     The size is the one Pillow's `Image.open` reports; `exif="apply"` gives it after `ImageOps.exif_transpose`, of a PNG
     as far as its orientation stands before the pixels. Checked as well: nothing is missing at the end (a PNG and a JPEG
     hold their end mark, a WebP its declared length; the first frame of a GIF and a BMP are decoded). Damage inside the
-    compressed data of others is not looked for. Raises `ImageError` alone, whatever the bytes hold.
+    compressed data of others is not looked for. Raises only `ImageError`, whatever the bytes hold.
 
     >>> import io
     >>> from PIL import Image

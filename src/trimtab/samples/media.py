@@ -11,13 +11,12 @@ import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.address import Address
 from trimtab.errors import ImageError
 from trimtab.options import Exif
 from trimtab.samples.containers import read_clip, read_frames
@@ -29,26 +28,6 @@ from trimtab.specs import Clip
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW: int | None = getattr(os, "O_NOFOLLOW", None)
-
-
-class MediaFolders:
-    """The media folder of each data file: the one stated for it, or else `root`, or else the file's own folder."""
-
-    def __init__(self, root: Path | None, *, allow_outside: bool, exif: Exif) -> None:
-        self._root = root
-        self._made: dict[Path, MediaFolder] = {}
-        self._how: dict[str, Any] = {"allow_outside": allow_outside, "exif": exif}
-
-    def of(self, file: Path, stated: Path | None = None) -> MediaFolder:
-        root = stated or self._root or file.parent
-        if root not in self._made:
-            if isinstance(root, Address):
-                from trimtab.samples.address_media import AddressFolder
-
-                self._made[root] = AddressFolder(root, **self._how)
-            else:
-                self._made[root] = MediaFolder(root, **self._how)
-        return self._made[root]
 
 
 class MediaFolder:

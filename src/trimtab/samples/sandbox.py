@@ -191,7 +191,7 @@ def _check_method(name: str, value: Any, others: tuple[Any, ...]) -> None:
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """{% generation %}: marks what the assistant wrote; here its text alone."""
+    """{% generation %}: marks what the assistant wrote; here only its text."""
 
     tags = {"generation"}  # noqa: RUF012 (read by jinja2)
 

@@ -112,15 +112,16 @@ def size_samples(
         if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):
             assumptions.append(f"videos are sampled with {asked}: train with the same")
     parts = [
-        repeat_samples(
-            leave_out_repeated(
-                source.file, [leave_out_long(source.file, p, max_tokens) for p in file_parts], unique_ids
-            ),
-            source.repeat,
-        )
+        _left_in(source, file_parts, max_tokens, unique_ids=unique_ids)
         for source, file_parts in zip(sources, parts, strict=True)
     ]
     return _result(sources, parts, on_bad, assumptions, None if ready else write_rule(image_rule))
+
+
+def _left_in(source: SourceFile, parts: list[Part], max_tokens: int | None, *, unique_ids: bool) -> list[Part]:
+    """The parts of one file without samples that are too long or stand there twice, as often as a list asks for it."""
+    short = [leave_out_long(source.file, part, max_tokens) for part in parts]
+    return repeat_samples(leave_out_repeated(source.file, short, unique_ids), source.repeat)
 
 
 def _result(
@@ -209,7 +210,7 @@ def _size_files(
     most_bad: int | None,
     progress: Progress | None = None,
 ) -> list[list[Part]]:
-    """Parts of every file, lines numbered within the file; of a shard its own parts alone.
+    """Parts of every file, lines numbered within the file; of a shard only its own parts.
 
     Where they hold more than `most_bad` bad samples nothing more is read, and all that there are so far are raised.
     """

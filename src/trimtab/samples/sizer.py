@@ -14,7 +14,8 @@ from trimtab.models.images.clips import NO_CLIPS
 from trimtab.options import Exif
 from trimtab.samples.chunks import Chunk, Record
 from trimtab.samples.lengths import SizesAlone, image_counter
-from trimtab.samples.media import MediaFolder, MediaFolders
+from trimtab.samples.media import MediaFolder
+from trimtab.samples.media_folders import MediaFolders
 from trimtab.samples.problems import BadRecordError, BadSample
 from trimtab.samples.records import read_chunk
 from trimtab.samples.rows import Conversation, read_conversation, record_id

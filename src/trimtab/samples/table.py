@@ -39,7 +39,10 @@ class SizedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SizingResult:
-    """Sizes of a data set, what was left out of it, and what the sizes assume."""
+    """Sizes of a data set, what was left out of it, and what the sizes assume.
+
+    Use its `table` to plan or to pack; `save_sizing` keeps all of it.
+    """
 
     table: SampleTable
     bad: tuple[BadSample, ...] = ()
@@ -199,6 +202,7 @@ def table_from_bytes(content: bytes, *, origin: str) -> SampleTable:
 def save_sizing(result: SizingResult, path: Path) -> None:
     """Write table, bad samples and assumptions as .npz; the file is complete, or is not there.
 
+    Use it to size once and plan often: `load_sizing`, `trimtab plan` and `trimtab pack` read the file.
     The same result gives the same bytes with the same version of numpy.
     """
     if path.suffix != ".npz":
@@ -229,7 +233,16 @@ def _sizing_bytes(result: SizingResult) -> bytes:
 
 
 def load_sizing(path: Path) -> SizingResult:
-    """What `save_sizing` wrote; a file that is damaged or of another kind is a `SampleError`."""
+    """What `save_sizing` wrote; a file that is damaged or of another kind is a `SampleError`.
+
+    Use it for a table that was sized before, also by `trimtab size --out`.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "sizes.npz"
+    >>> save_sizing(SizingResult(table=SampleTable.of([1024, 64], [300, 20])), path)
+    >>> load_sizing(path).table.num_tokens.tolist()
+    [300, 20]
+    """
     return _parse_sizing(path.read_bytes, str(path))
 
 

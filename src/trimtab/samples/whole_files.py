@@ -79,7 +79,7 @@ def _kept(part: Part, keep: npt.NDArray[np.bool_]) -> Part:
 
 
 def repeat_samples(parts: Sequence[Part], repeat: float) -> list[Part]:
-    """The parts of a file as often as its samples are in an epoch: a whole number of times, or its beginning alone.
+    """The parts of a file as often as its samples are in an epoch: a whole number of times, or only its beginning.
 
     Below 1 the samples of the first int(n x repeat) of n lines stay. A sample's id counts its repeats: a, a#2, a#3.
     """

@@ -60,7 +60,7 @@ class Batch:
 class _Arrangement:
     """How a batch is put together; the first that the model takes is kept."""
 
-    images: int | None  # which of the calls with images; None: text alone
+    images: int | None  # which of the calls with images; None: only text
     axes: int | None  # rows of positions; None: the model makes them
     types: bool
     samples: bool  # a sample for each image; else one with all of them
@@ -70,7 +70,7 @@ class Batches:
     """Batches of growing sizes for one model; its parameters may be fake.
 
     `packed`: a token more, a sample of its own, so that there are masks where attention needs them; where the model
-    takes no positions that restart, a batch is one sample. Where it takes no image of ours, a batch is text alone: see
+    takes no positions that restart, a batch is one sample. Where it takes no image of ours, a batch is only text: see
     `Batch.has_images`. Raises `UnknownModelError` where no batch is taken.
     """
 
@@ -129,7 +129,7 @@ class Batches:
         )
 
     def _arrangements(self) -> Iterator[_Arrangement]:
-        """Likeliest first: with images, packed, with types; at last text alone."""
+        """Likeliest first: with images, packed, with types; at last only text."""
         axes: list[int | None] = [None]
         if self.packed:
             asks = hasattr(getattr(self.model, "model", self.model), "get_rope_index")

@@ -79,7 +79,7 @@ class Looker:
         if tokens < copies * (1 if self._expands("images") else FEWEST):
             raise ConfigError(
                 "its processor writes no token in the place of an image: how many rows an image takes in the decoder "
-                "is for its model alone to say"
+                "only its model can say"
             )
         if tokens % copies:
             raise ConfigError("its processor does not treat equal images of one sample alike")

@@ -29,7 +29,7 @@ from trimtab.specs import LayerSpec, ModelSpec
 NUM_TOKENS = 512  # of the longer text; chunks of linear attention (64 to 256) divide it and its half
 UNSETTLED = (
     "images of this model cannot be counted yet: its layers were asked of Transformers, and no image rule of trimtab "
-    "is known for it; give sizes of text alone, or a model whose `model_type` docs/models.md lists"
+    "is known for it; give sizes of samples without images, or a model whose `model_type` docs/models.md lists"
 )
 
 
@@ -38,7 +38,7 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
 
     `model` follows Transformers' conventions (blocks in a `ModuleList`, `get_input_embeddings`, ...), built under
     `torch.device("meta")`; it has no weights, and cannot run afterwards. Write the result with
-    `trimtab.models.description.save_description`.
+    `trimtab.save_description`.
 
     >>> import torch, transformers
     >>> from trimtab.models.asking.model import describe_model
@@ -215,5 +215,5 @@ def _work_notes(layers: list[LayerSpec]) -> list[str]:
     if unknown:
         notes.append(f"Work of {len(unknown)} layers, {unknown[0].name} the first, is not known: they have no price.")
     if any(x.tower == "audio" for x in layers):
-        notes.append("Its audio tower is counted with its weights alone: samples hold images and text.")
+        notes.append("Its audio tower is counted only with its weights: samples hold images and text.")
     return notes

@@ -142,7 +142,7 @@ def processor_class(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> 
     if kind not in mapping:
         raise UnknownModelError(
             f"images of model_type {quote(model_type)} cannot be counted: Transformers {transformers.__version__} has "
-            "no processor of it, and its files name none: give a rule of your own, or sizes of text alone"
+            "no processor of it, and its files name none: give a rule of your own, or sizes of samples without images"
         )
     return mapping[kind]
 

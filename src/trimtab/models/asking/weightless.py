@@ -84,7 +84,7 @@ def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One operation below autograd, as it would run on real tensors.
 
     Real boolean indices of fake values become places, so that their number is known. Products of experts have a fake
-    kernel for bf16 alone. What a router chose is real: places in turn, so that all experts get as many rows.
+    kernel only for bf16. What a router chose is real: places in turn, so that all experts get as many rows.
     """
     packet = func.overloadpacket
     if packet in _INDEXING:

@@ -37,7 +37,7 @@ def vector(size: int) -> Weights:
 
 
 def norm(size: int, kind: NormKind) -> Weights:
-    """LayerNorm has scale and shift, RMSNorm a scale alone."""
+    """LayerNorm has scale and shift, RMSNorm only a scale."""
     return vector(2 * size if kind == "layer_norm" else size)
 
 

@@ -43,7 +43,10 @@ class PackFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """All that is declared of one `model_type`; what is left out is asked of Transformers, or not needed."""
+    """All that is declared of one `model_type`; what is left out is asked of Transformers, or not needed.
+
+    Use it to declare what is odd about a family of your own, as an entry of `trimtab.FAMILIES`: docs/models.md.
+    """
 
     describe: Callable[[Fields], Architecture] | None = None  # layers without torch; None: asked
     image_rule: Callable[[Fields], ImageRule] | None = None  # counts of images without torch; None: asked

@@ -37,7 +37,7 @@ TEXT = ("llama", "internlm2", "phi3", "qwen2", "qwen3", "qwen3_moe")
 
 
 def describe_internvl_chat(config: Fields) -> Architecture:
-    """The remote code. Its language model is a whole causal model: `llm_config` alone decides on tied weights."""
+    """The remote code. Its language model is a whole causal model: only `llm_config` decides on tied weights."""
     vision, language = config.section("vision_config"), config.section("llm_config", "text_config")
     grid = _read_grid(vision, vision.pair("image_size"))
     tower = _read_vit(vision, grid)

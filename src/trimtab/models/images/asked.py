@@ -41,7 +41,7 @@ Files = Mapping[str, Mapping[str, Any]]
 class AskedImages:
     """What the processor answered, by size; `prepare` asks for many sizes at once, `count` for one that is missing.
 
-    A machine without Transformers knows the sizes of `table` alone.
+    A machine without Transformers knows only the sizes of `table`.
     """
 
     question: str  # JSON: the files that the processor is made of

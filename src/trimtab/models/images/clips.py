@@ -85,7 +85,11 @@ def ask_clips(config: Mapping[str, object], files: Files) -> AskedClips | None:
 
 
 def clip_rule_of(model: ModelSpec, sampling: VideoOptions) -> ClipRule | None:
-    """The rule of a model under the user's own sampling; None where the files of its processor are not known."""
+    """The rule of a model under the user's own sampling; None where the files of its processor are not known.
+
+    Use it for `size_samples(clip_rule=...)` with other frames or pixels than the model's own files ask for, as
+    examples/video_samples.py does.
+    """
     clips, images = model.clip_rule, model.image_rule
     if not isinstance(clips, AskedClips):
         return clips

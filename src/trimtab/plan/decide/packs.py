@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.balance.dispatch import fill_table
 from trimtab.balance.packing import PackResult
+from trimtab.balance.schedule import fill_table
 from trimtab.errors import PlanError
 from trimtab.plan.decide.mixture import Epoch
 from trimtab.plan.file.yaml import array_bytes, load_array, read_table

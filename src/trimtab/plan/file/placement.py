@@ -240,7 +240,7 @@ def assumptions(machine: Machine, placement: Placement) -> tuple[str, ...]:
         "counted.",
         f"Each GPU in use keeps {format_bytes(machine.context_bytes)} for its context and "
         f"{100 // ALLOCATOR_DIVISOR} % of KV cache and activations for the allocator.",
-        "The prefill runs all prompts of a batch at once; the head sees their last tokens alone.",
+        "The prefill runs all prompts of a batch at once; the head sees only their last tokens.",
         *placement.notes,
     )
 

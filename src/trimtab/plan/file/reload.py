@@ -185,12 +185,10 @@ def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
     return tuple(recomputing(stage, tiers) for stage in stages)
 
 
-def load_details(
-    path: Path | str, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None
-) -> PlanDetails:
+def load_details(path: Path | str) -> PlanDetails:
     """A plan on disk with its figures simulated again, for a report."""
     path = Path(path)
-    found = reload_plan(path, model=model, cluster=cluster)
+    found = reload_plan(path)
     case, plan = found.case, found.plan
     folder = plan_folder(path)
     packing, profile = plan.decisions.packing, plan.inputs.training.profile

@@ -18,7 +18,8 @@ from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.specs import DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile
 
 TERMS_BY_NEED: tuple[Term, ...] = ("language", "vision", "first stage")
-"""What is fitted, in the order in which few logged times are spent on it. Language alone scales both towers."""
+"""What is fitted, in the order in which few logged times are spent on it. "language" by itself scales both
+towers."""
 
 
 def profile_from_logs(

@@ -20,7 +20,7 @@ from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.file.reload import ReloadedPlan, find_config, reload_plan
 from trimtab.plan.file.yaml import open_plan
 from trimtab.plan.sharing.decision import share_vision
-from trimtab.specs import ClusterSpec, ModelSpec, Stage
+from trimtab.specs import ModelSpec, Stage
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -51,17 +51,15 @@ class MemoryCheck:
         return [rank.problem for rank in self.ranks if rank.problem is not None]
 
 
-def check_memory(
-    path: Path | str, *, config: Path | str | None = None, cluster: ClusterSpec | None = None
-) -> MemoryCheck:
+def check_memory(path: Path | str, *, config: Path | str | None = None) -> MemoryCheck:
     """Peak bytes of every pipeline rank of the plan at `path`, counted again.
 
     `config` is the model's config.json (or its folder) where the plan does not say, or no longer finds, what its model
-    is; `cluster` as in `check_plan`. Nothing of the plan's estimates is used, and what was changed by hand counts.
+    is. Nothing of the plan's estimates is used, and what was changed by hand counts.
     Raises `PlanError` where the plan cannot be read back or `config` is of another model.
     """
     source, model = find_traced_model(path, config)
-    found = reload_plan(Path(path), model=model, cluster=cluster)
+    found = reload_plan(Path(path), model=model)
     return replay_plan(found, trace_plan(found, source))
 
 

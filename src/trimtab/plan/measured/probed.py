@@ -90,7 +90,7 @@ def probed_profile(
     State: one factor for all layers. What remains, at the pack of each device's highest peak, everything recomputed:
     where less was kept than predicted, the layers that cannot recompute are scaled down; where the peak is less, no
     layer's transient is larger than what was there (one chunk a device); where it is more, the difference (context,
-    workspaces, rounding, buffers) is added to the transients of the device's layers, of which the largest alone counts.
+    workspaces, rounding, buffers) is added to the transients of the device's layers, of which only the largest counts.
     So the prediction for full recompute is that peak, or more where kept bytes, gradients and transients peak at
     different moments.
     """

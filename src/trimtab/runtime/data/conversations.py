@@ -32,7 +32,7 @@ from trimtab.runtime.data.videos import VideoReader, alike_videos, pixel_keys
 from trimtab.runtime.training.target import refuse_remote_code
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
-from trimtab.samples.media import MediaFolders
+from trimtab.samples.media_folders import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import TokenizerFiles, read_tokenizer

@@ -36,8 +36,8 @@ class Deal:
     """Which packs each of dp ranks gets when; every rank gets equally many micro-batches in every step.
 
     Epoch 0 runs the plan's steps as they stand; with `reshuffle` later epochs run them in another order, decided by
-    (seed, epoch) alone; a short last step stays last. The last row may hold fewer packs than ranks: the ranks left over
-    get an empty pack, and a last step of fewer rows is filled with rows of empty packs.
+    (seed, epoch) and nothing else; a short last step stays last. The last row may hold fewer packs than ranks: the
+    ranks left over get an empty pack, and a last step of fewer rows is filled with rows of empty packs.
     """
 
     tables: PlanTables
@@ -106,7 +106,7 @@ class Deal:
 
 @lru_cache(maxsize=2)
 def _order_of_steps(num_steps: int, seed: int, epoch: int) -> IntArray:
-    """A permutation that (seed, epoch) alone decide; NumPy promises that `RandomState`'s never changes."""
+    """A permutation that only (seed, epoch) decide; NumPy promises that `RandomState`'s never changes."""
     words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch]
     order: IntArray = np.random.RandomState(words).permutation(num_steps)
     return order

@@ -172,6 +172,8 @@ class PlanDataLoader(DataLoader[Any]):
 def collate_packs(collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Mapping[str, Any]]], Any]:
     """The `data_collator` for the items of `PlanDataset.as_hf`, one a batch, from the collator of a pack's samples.
 
+    Use it where a trainer batches by itself, such as TRL's.
+
     >>> collate_packs(list)([{"samples": ["a", "b"]}])
     ['a', 'b']
     """

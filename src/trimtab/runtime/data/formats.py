@@ -39,7 +39,10 @@ def pack_format(config: Any) -> PackFormat:
 
 
 def ask_format(config: Any) -> PackFormat:
-    """What the classes of Transformers say of a family: no weights, no list of names."""
+    """What the classes of Transformers say of a family: no weights, no list of names.
+
+    Use it to see what `PackedCollator(config)` found, or to change a field of it: docs/packed-collator.md shows both.
+    """
     core, outer = model_classes(config)
     keys: dict[str, None] = {}
     for encode in ("get_image_features", "get_video_features"):
@@ -61,7 +64,7 @@ def ask_format(config: Any) -> PackFormat:
 
 
 def _names_tokens(core: Any, config: Any) -> bool:
-    """Whether the configuration has the tokens by which the model places an image: thinkers alone lack some."""
+    """Whether the configuration has the tokens by which the model places an image: thinkers by themselves lack some."""
     placing = getattr(core, "get_rope_index", None)
     read = re.findall(r"config\.(\w+_token_id)", inspect.getsource(placing)) if placing is not None else ()
     return all(getattr(config, name, None) is not None for name in read)

@@ -68,5 +68,5 @@ def packed_loss(logits: Tensor, batch: Mapping[str, Any], *, denominator: Tensor
     kept = targets != IGNORED
     costs = torch.nn.functional.cross_entropy(logits[:, :-1][kept].float(), targets[kept], reduction="none")
     W = torch.as_tensor(denominator, device=logits.device, dtype=torch.float32)
-    W = torch.where(W > 0, W, torch.ones_like(W))  # a step of fillers alone: 0 / 1
+    W = torch.where(W > 0, W, torch.ones_like(W))  # a step of nothing but fillers: 0 / 1
     return (costs * weights[kept]).sum() * num_ranks / W

@@ -34,10 +34,10 @@ class MissingSample:
         )
 
 
-def make_text_filler(filler: MissingSample, *, token: int = 0) -> dict[str, torch.Tensor]:
+def make_text_filler(filler: MissingSample) -> dict[str, torch.Tensor]:
     """As many tokens as the sample has, none of them with a label; no images.
 
     The language model computes what was planned, the vision tower less: it has `num_patches` rows fewer.
     """
     length = max(1, filler.num_tokens)
-    return {"input_ids": torch.full((length,), token), "labels": torch.full((length,), IGNORED)}
+    return {"input_ids": torch.zeros(length, dtype=torch.int64), "labels": torch.full((length,), IGNORED)}

@@ -67,7 +67,7 @@ def verify_packing(
     """Call this before you train on packs in your own loop: it raises, with the layer's name, if samples mix.
 
     `samples` are processed samples as `PackedCollator` takes them; the first six are used, each cut to `max_tokens` or
-    after its last image. None: samples are drawn, of text alone unless the family's smallest image is declared and
+    after its last image. None: samples are drawn, only of text unless the family's smallest image is declared and
     small. Checked: (1) other words and pixels in one sample change no row of another; (2) logits and (3) gradients are
     those of the samples alone, within rounding. Dropout is off; weights, gradients, modes and random numbers stay as
     they are. Call it before FSDP or DeepSpeed wrap the model; DDP is looked through. Not checked: lengths beyond those
@@ -138,7 +138,7 @@ def prepare_packing_on_ranks(model: nn.Module, device: torch.device) -> None:
         hold_samples_apart(model)
 
 
-def collator_of(model: Any, *, vision_in_every_pack: bool = False) -> PackedCollator:
+def collator_of(model: Any) -> PackedCollator:
     """The collator of a model of Transformers, with the attention it was loaded with."""
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise UnsupportedPlanError(
@@ -157,7 +157,7 @@ def collator_of(model: Any, *, vision_in_every_pack: bool = False) -> PackedColl
             f"packs were asked for a model with {attention} attention, but they are made for "
             f"{', '.join(get_args(Attention))}: load it with one of these (attn_implementation=)"
         )
-    return PackedCollator(model.config, attention=attention, vision_in_every_pack=vision_in_every_pack)
+    return PackedCollator(model.config, attention=attention, vision_in_every_pack=False)
 
 
 @dataclass(frozen=True, slots=True)

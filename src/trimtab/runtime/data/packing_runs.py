@@ -58,7 +58,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:
             model.eval()
-            if device.type == "cpu":  # flash kernels run on accelerators alone
+            if device.type == "cpu":  # flash kernels run only on accelerators
                 _set_attention([(config, "sdpa") for config, name in attention if "flash" in str(name)])
             torch.set_float32_matmul_precision("highest")
             with torch.backends.cudnn.flags(allow_tf32=False):

@@ -21,7 +21,7 @@ _NAMES = ("offsets.npy", "indices.npy", "schedule.npy")
 class PlanTables:
     """Which sample rows each pack holds, and the packs of each step.
 
-    Only the last step may have empty slots, as `dispatch_packs` leaves them; every pack is in one slot.
+    Only the last step may have empty slots, as `schedule_packs` leaves them; every pack is in one slot.
     """
 
     offsets: IntArray  # (num_packs + 1,)
@@ -77,7 +77,15 @@ def open_tables(folder: Path | str) -> PlanTables:
 
 
 def hold_tables(packing: Packing, schedule: Schedule) -> PlanTables:
-    """The tables of packs made in memory; their digest is that of the plan folder they would be written to."""
+    """The tables of packs made in memory; their digest is that of the plan folder they would be written to.
+
+    Use it to give packs to `PlanBatchSampler` or `PlanDataLoader` without a plan folder.
+
+    >>> from trimtab import pack_samples, SampleTable
+    >>> packed = pack_samples(SampleTable.of([100, 200], [30, 40]), limits=(400, 100))
+    >>> hold_tables(packed.packing, packed.schedule).num_packs
+    1
+    """
     contents = pack_contents(packing, schedule)
     digest = blake2b("".join(blake2b(contents[name]) for name in _NAMES).encode())
     return _tables(

@@ -43,7 +43,7 @@ def build_pipeline(
     Use it on every rank, in place of moving the model to its device. examples/train_pipeline.py is a whole run.
 
     Every rank gives the same model, with the same parameters frozen. It is taken apart: layers of other ranks lose
-    their weights (they move to the meta device) before anything moves to `device`, so a rank holds its own part alone.
+    their weights (they move to the meta device) before anything moves to `device`, so a rank holds only its own part.
 
     Stages are cut wherever the plan says. A weight that two layers share (tied embeddings) may lie on two ranks; its
     gradient is summed over both. `pp_group` None: all processes. `dp_group` None: one data-parallel rank. With a device

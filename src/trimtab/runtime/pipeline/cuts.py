@@ -179,7 +179,7 @@ class Cuts:
             if late:
                 found.append(
                     f"the plan's stages take {call.layer} out of forward order, but it reads {sorted(late)[0]}, and a "
-                    "stage sends to the next one alone: list the modules in the order in which the model runs them"
+                    "stage sends only to the next one: list the modules in the order in which the model runs them"
                 )
         for cut in self._ends:
             for name in way.alive(cut):

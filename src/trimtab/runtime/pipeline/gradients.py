@@ -26,7 +26,7 @@ def sum_over_ranks(parameters: Sequence[nn.Parameter], group: Any) -> None:
     """All-reduce (sum) of the gradients over the data-parallel group, in flat buckets.
 
     A parameter that some rank's micro-batches used and this rank's did not counts as zero here: a vision tower whose
-    rank saw text alone. One that no rank used keeps no gradient, as in one process.
+    rank saw only text. One that no rank used keeps no gradient, as in one process.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:

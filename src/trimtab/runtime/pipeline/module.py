@@ -129,7 +129,7 @@ class StageModule(nn.Module):
 
     def _elsewhere(self, path: str, *_: Any, **__: Any) -> Any:
         run = self._run
-        assert run is not None, "a layer of another stage is called in a forward of this one alone"
+        assert run is not None, "a layer of another stage is called in a forward of only this one"
         calls, number = run.way.calls.get(path, []), run.counts[path]
         run.counts[path] += 1
         if number >= len(calls):

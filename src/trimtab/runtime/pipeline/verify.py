@@ -39,7 +39,7 @@ class PipelineCheck:
 def layers_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
     """Module paths of all layers in forward order, as plans list them, for a micro-batch with an image.
 
-    Use it to make a `PipelineLayout` by hand.
+    Use it to make a `PipelineLayout` by hand; docs/pipeline.md shows it.
     """
     tracer = Tracer(model)
     return layer_order(tracer.units, try_trace(tracer, batch))

@@ -18,7 +18,7 @@ from trimtab.placement.placed import Placement
 from trimtab.runtime.placing.device_units import CPU, DeviceUnits, resolve_units
 from trimtab.runtime.placing.folder import StoredNames, model_class, read_config, read_generation
 from trimtab.runtime.placing.stored_weights import StoredTensor, open_file, open_weights
-from trimtab.runtime.placing.unit_hooks import PIXELS, dispatch
+from trimtab.runtime.placing.unit_hooks import PIXELS, hook_units
 
 
 def load_placed(
@@ -32,7 +32,7 @@ def load_placed(
 ) -> Any:
     """The Transformers model in the folder `path` on the devices of `placement`, in eval mode.
 
-    Use this in place of `from_pretrained(device_map=...)`. examples/serve_a_model.py is a whole run.
+    Use this in place of `from_pretrained(device_map=...)`. docs/loading.md shows it.
 
     A GPU's number, "cpu" or "disk" for each module; None puts all on the first accelerator, or on the CPU. Modules on
     "cpu" or "disk" run on the GPU that the placement says, or `runs_on` beside a bare map, their weights copied there
@@ -41,7 +41,7 @@ def load_placed(
     `attention`: Transformers' `attn_implementation`. Inputs may lie anywhere and results come back to there;
     `move_inputs` spares them detours.
 
-    Reads safetensors alone, tensor by tensor: beside what is to stay in it, host memory holds those on their way to a
+    Reads only safetensors, tensor by tensor: beside what is to stay in it, host memory holds those on their way to a
     device. Runs no code of the folder.
     """
     refuse_type("path", path, Path | str, "the folder of a model")
@@ -73,7 +73,7 @@ def load_placed(
     model = _load(kind, config, folder, stored, _load_map(placed, target), dtype, target)
     on_disk = _settle(model, placed, as_stored, target)
     remove_hook_from_submodules(model)
-    dispatch(model, placed, on_disk)
+    hook_units(model, placed, on_disk)
     forget_published_names(model)
     model.hf_device_map = {unit.name: unit.home for unit in placed.units}
     return model
@@ -119,7 +119,7 @@ def _load(
     if (folder / "generation_config.json").is_file():
         generation["generation_config"] = read_generation(folder)
     with warnings.catch_warnings():
-        # a tensor whose own module is cut up has no module to name; Accelerate expects modules alone
+        # a tensor whose own module is cut up has no module to name; Accelerate expects only modules
         warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")
         try:
             model, report = kind.from_pretrained(

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map  # nested arguments; torch
 from trimtab.runtime.placing.device_units import CPU, DeviceUnit, DeviceUnits
 from trimtab.runtime.placing.stored_weights import StoredTensor
 
-PIXELS = "pixel_values"  # and pixel_values_videos: what the vision tower alone reads, and the largest input by far
+PIXELS = "pixel_values"  # and pixel_values_videos: what only the vision tower reads, and the largest input by far
 
 
-def dispatch(model: Any, placed: DeviceUnits, stored: Mapping[str, StoredTensor]) -> None:
+def hook_units(model: Any, placed: DeviceUnits, stored: Mapping[str, StoredTensor]) -> None:
     """Hooks for `placed` on a model whose weights already lie where it says; weights to be streamed in host memory.
 
     `stored`: tensors of the model that stay on disk and are read each time they are needed.

@@ -1,7 +1,7 @@
 """Bytes of a device that a run holds now and held at most.
 
 On CUDA the allocator counts. On the CPU the same is counted operation by operation: live storages, as the allocator
-would have them, weights and optimizer state included. Hooks on saved tensors alone would not do: they do not see what a
+would have them, weights and optimizer state included. Hooks on saved tensors would not do: they do not see what a
 recomputed layer computes again, nor gradients.
 """
 

@@ -1,6 +1,6 @@
 """A plan's recompute switched on in a model: chosen layers run their forward again in the backward.
 
-Torch's non-reentrant checkpointing, set on the instances of the chosen layers alone and removed without trace. It works
+Torch's non-reentrant checkpointing, set only on the instances of the chosen layers, and removed without trace. It works
 inside `__call__`, so that hooks (FSDP2's, accelerate's, the user's) run once, outside, whichever Transformers is there.
 """
 

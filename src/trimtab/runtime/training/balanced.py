@@ -91,7 +91,7 @@ def balanced(
 
 
 def _plan_of(path: Path) -> Plan | None:
-    """None: tables alone (`trimtab pack`)."""
+    """None: only tables (`trimtab pack`)."""
     file = path if path.is_file() else path / "plan.yaml"
     return load_plan(file) if file.is_file() else None
 

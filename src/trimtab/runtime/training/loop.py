@@ -203,7 +203,7 @@ def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
     """Further name of a parameter -> its first one, for weights that several modules share (tied embeddings).
 
-    Checkpoints and exports know the first alone, so that they do not depend on which stage holds which half.
+    Checkpoints and exports know only the first, so that they do not depend on which stage holds which half.
     """
     first: dict[int, str] = {}
     found = {}

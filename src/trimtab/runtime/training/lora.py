@@ -23,7 +23,7 @@ def add_adapters(model: Any, folder: Path, lora: Lora) -> None:
     """Put an adapter beside each linear layer that `lora` names, and freeze everything else.
 
     `folder` holds the model's config.json. A is drawn by torch's generator, B is 0, as PEFT does it: the first step's
-    loss is that of the model alone.
+    loss is only that of the model.
     """
     refuse_quantised(lora)
     try:

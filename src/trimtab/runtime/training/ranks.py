@@ -96,7 +96,7 @@ def process_group(
 
 
 def _open_store(timeout_s: float) -> Any:
-    """Torchrun's own store, or one that rank 0 keeps; keys of this start, and of this call, alone."""
+    """Torchrun's own store, or one that rank 0 keeps; keys are of this start and this call."""
     host, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -250,7 +250,7 @@ def device_mesh(num_devices: int, ranks: Ranks) -> DeviceMesh:
 def on_first_rank(find: Callable[[], Result], device: torch.device) -> Result:
     """What `find` returns on rank 0, on every rank; what it raises of a user's input is raised on every rank.
 
-    Collective: a problem that rank 0 alone sees would leave the others waiting for it.
+    Collective: a problem that only rank 0 sees would leave the others waiting for it.
     """
     found: list[tuple[Result | None, Exception | None]] = [(None, None)]
     if dist.get_rank() == 0:

@@ -115,7 +115,7 @@ class RunRecorder:
         return packs.reshape(deal.num_microbatches, deal.dp).T
 
     def _write(self, line: str) -> None:
-        assert self._log is not None, "rank 0 alone writes"
+        assert self._log is not None, "only rank 0 writes"
         with self._log.open("a", encoding="utf-8") as file:
             file.write(line)
 

@@ -20,7 +20,7 @@ from trimtab.specs import IntArray
 def agree_on_inputs(
     control: Control, name: str, words: Sequence[object], inputs: VisionInputs | None, problem: Exception | None
 ) -> None:
-    """Raise where a rank refused what it was given, or was given other images; `inputs` None compares `words` alone."""
+    """Raise where a rank refused what it was given, or was given other images; `inputs` None compares only `words`."""
     parts = () if inputs is None else inputs.parts
     lengths = [(part.name, part.lengths.tolist()) for part in parts]
     fixed = [] if inputs is None else sorted(inputs.fixed)

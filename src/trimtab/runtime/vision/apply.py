@@ -84,7 +84,10 @@ def vision_dp(
 
 
 def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 600.0) -> VisionDataParallel:
-    """Only keep ranks without images in step with those that have some; every rank encodes all of its own."""
+    """Only keep ranks without images in step with those that have some; every rank encodes all of its own.
+
+    Use it where parameters are sharded over ranks and some see no images; docs/vision-data-parallel.md names it.
+    """
     seams = find_seams(model)
     cost = tower_flops(seams[0].module.config)
     settings = Settings(exchange="gather", rule="balanced", cost=cost, loss=None, reduction=None)
@@ -156,6 +159,8 @@ def _make_heartbeat(handle: VisionDataParallel, control: Control) -> Heartbeat:
 
 def rows_of_shards(is_image_token: Tensor, shards: Sequence[Tensor | slice]) -> list[IntArray]:
     """For `VisionDataParallel.wanting`: the rows of image features that each rank's part of the sequence reads.
+
+    Use it with `exchange="routed"`, where tokens are divided before they are embedded.
 
     `is_image_token` is the mask of the whole batch, flattened; `shards[r]` are the positions rank r holds, in order.
 

@@ -26,7 +26,7 @@ _LENGTH_BYTES = 8
 class Control:
     """The ranks of one group, able to exchange small Python values until `close`."""
 
-    gloo: Any  # of these ranks alone, for nothing else: a call of another kind cannot be taken for one of ours
+    gloo: Any  # only of these ranks, for nothing else: a call of another kind cannot be taken for one of ours
     rank: int  # within the group
     num_ranks: int
     watch: Watch

@@ -125,7 +125,7 @@ class BatchFamily:
         rows, entries = pixels.rows, None
         if self.padded:
             real = (rows.flatten(2) != 0).any(-1)
-            real.view(-1)[0] |= ~real.any()  # as the models have it: black images alone leave one
+            real.view(-1)[0] |= ~real.any()  # as the models have it: only black images leave one
             entries = real.sum(1).cpu().numpy().astype(np.int64)
             beside = [(name, tensor[real][:, None]) for name, tensor in beside]
             rows = rows[real][:, None]

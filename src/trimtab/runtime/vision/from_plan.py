@@ -29,6 +29,7 @@ def vision_dp_from_plan(
     """`vision_dp` as `plan` decides; None, and nothing replaced, where every rank encodes the images it holds.
 
     Use it where your own host (Megatron, a loop of yours) runs a plan; `trimtab train` calls it itself.
+    docs/vision-data-parallel.md shows it.
 
     `group`: this process's ranks along the plan's axis. Each rank of tp has the whole loss, and gradients are averaged
     over them (κ = N, see `gradients.py`). `host_reduces` is False for a host that does not reduce gradients of tp
@@ -49,7 +50,7 @@ def vision_dp_from_plan(
     if not host_reduces and decision.group != "tp":
         raise PlanError(
             f"the host was said to reduce no gradients over {decision.group}, where each rank has those of its own "
-            "samples alone: reduce them there, and leave out host_reduces"
+            "samples: reduce them there, and leave out host_reduces"
         )
     loss: Loss | None = "replicated" if decision.group == "tp" else None
     reduction: Reduction | None = decision.reduction if host_reduces else "none"

@@ -32,7 +32,7 @@ def check_convention(loss: Loss, reduction: Reduction, num_ranks: int) -> None:
     elif reduction == "mean":
         wrong, cure = f"{num_ranks} times too small", f"multiply each rank's loss by {num_ranks}, or sum gradients"
     else:
-        wrong, cure = "those of one rank's tokens alone", "sum gradients over the group"
+        wrong, cure = "those of only one rank's tokens", "sum gradients over the group"
     raise TrimtabError(
         f"a {loss} loss with gradients reduced by {reduction} over {num_ranks} ranks leaves every gradient, of text "
         f"and of vision, {wrong}: {cure}"

@@ -244,7 +244,7 @@ class VisionDataParallel:
             return None, problem
 
     def _words(self, seam: Seam, own: VisionInputs | None = None) -> list[object]:
-        """What has to be the same on every rank, beside the images; of the rank's own images, the form alone."""
+        """What has to be the same on every rank, beside the images; of the rank's own images, only the form."""
         parts = () if own is None else own.parts
         form = [(part.name, part.rows.dtype, part.rows.shape[1:]) for part in parts]
         return [self.settings, *form, *(rows.tolist() for rows in self._wanted.get(seam.kind, ()))]

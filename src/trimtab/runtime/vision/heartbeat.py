@@ -1,6 +1,6 @@
 """Ranks without images run the tower where another rank has some, so that sharded parameters meet on every rank.
 
-FSDP, ZeRO and DDP wait in the tower for every rank: a batch of text alone on one rank stops all others. Before each
+FSDP, ZeRO and DDP wait in the tower for every rank: a batch without images on one rank stops all others. Before each
 forward the ranks tell one another what they hold (a few integers over gloo). Where some have images and some none, the
 latter encode the smallest image of the former and add no row of it to their embeddings. Where none has any, nothing
 runs.

@@ -48,7 +48,7 @@ class VisionInputs:
         return replace(self, parts=parts)
 
     def take(self, atoms: IntArray) -> VisionInputs:
-        """These atoms alone, each as an image of its own."""
+        """Only these atoms, each as an image of its own."""
         return VisionInputs(
             parts=tuple(Part(name=x.name, rows=x.take(atoms), lengths=x.lengths[atoms]) for x in self.parts),
             patches=self.patches[atoms],

@@ -1,8 +1,8 @@
 """What a vision tower returns, as one matrix of rows, and back into the shape its caller reads.
 
-Understood: an output object with `pooler_output` and perhaps `deepstack_features` (Transformers 5), the features alone,
-or the features and a list of those of DeepStack layers (4.57). Each of these holds one piece for each image, in a tuple
-or stacked, or the rows of all.
+Understood: an output object with `pooler_output` and perhaps `deepstack_features` (Transformers 5), the features
+themselves, or the features and a list of those of DeepStack layers (4.57). Each of these holds one piece for each
+image, in a tuple or stacked, or the rows of all.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ class PooledFeatures:
 def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, Any]]) -> PooledFeatures:
     """Image features of several micro-batches' inputs, each of which a model of Transformers 5 takes for pixels.
 
+    Use it where a plan pools micro-batches and the loop is your own; docs/vision-data-parallel.md shows it.
+
     `microbatches[i]` holds `pixel_values`, `image_grid_thw` and the like, for grid families; others are ignored.
     """
     if not isinstance(handle.family, GridFamily):

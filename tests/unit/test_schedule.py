@@ -1,4 +1,4 @@
-"""dispatch_packs: every pack in one slot, the shuffle kept by random order, alike packs together when asked."""
+"""schedule_packs: every pack in one slot, the shuffle kept by random order, alike packs together when asked."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.balance.dispatch import BLOCK_STEPS, dispatch_packs
 from trimtab.balance.grouping import group_alike
 from trimtab.balance.metrics import dist_ratio
+from trimtab.balance.schedule import BLOCK_STEPS, schedule_packs
 from trimtab.errors import PackingError
 
 
@@ -34,7 +34,7 @@ def rows_of(schedule) -> np.ndarray:
     st.integers(1, 4),
 )
 def test_every_pack_has_one_slot_and_empty_ones_come_last(n, dp, num_microbatches, order, tolerance, block_steps):
-    schedule = dispatch_packs(
+    schedule = schedule_packs(
         make_columns(n),
         dp=dp,
         num_microbatches=num_microbatches,
@@ -50,8 +50,8 @@ def test_every_pack_has_one_slot_and_empty_ones_come_last(n, dp, num_microbatche
 
 
 def test_random_order_leaves_the_shuffle_as_it_is():
-    assert rows_of(dispatch_packs(make_columns(22), dp=4)).reshape(-1)[:22].tolist() == list(range(22))
-    schedule = dispatch_packs(np.empty((22, 0)), dp=4, num_microbatches=2)  # nothing to tell packs apart by
+    assert rows_of(schedule_packs(make_columns(22), dp=4)).reshape(-1)[:22].tolist() == list(range(22))
+    schedule = schedule_packs(np.empty((22, 0)), dp=4, num_microbatches=2)  # nothing to tell packs apart by
     assert schedule.table[0].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert rows_of(schedule).reshape(-1)[:22].tolist() == list(range(22))
     assert schedule.table[-1].tolist() == [[16, 20], [17, 21], [18, -1], [19, -1]]
@@ -61,7 +61,7 @@ def test_sorted_is_better_than_tolerance_is_better_than_random_in_every_column()
     columns = make_columns(4096)
     ratios = {}
     for order in ("random", "tolerance", "sorted"):
-        rows = rows_of(dispatch_packs(columns, dp=8, order=order, tolerance=0.05))
+        rows = rows_of(schedule_packs(columns, dp=8, order=order, tolerance=0.05))
         ratios[order] = [dist_ratio(columns[:, d][rows]) for d in range(3)]
     assert sum(ratios["sorted"]) < sum(ratios["tolerance"]) < sum(ratios["random"])
     for d in range(3):
@@ -73,7 +73,7 @@ def test_tolerance_moves_only_packs_that_stick_out():
     columns = np.ones((64, 2))
     far = [3, 10, 17, 40, 41, 50, 51, 63]
     columns[far] *= 1.5
-    rows = rows_of(dispatch_packs(columns, dp=8, order="tolerance", tolerance=0.01)).tolist()
+    rows = rows_of(schedule_packs(columns, dp=8, order="tolerance", tolerance=0.01)).tolist()
     assert sorted(far) in [sorted(row) for row in rows]
     others = [p for row in rows if sorted(row) != sorted(far) for p in row]
     assert others == [p for p in range(64) if p not in far]
@@ -82,20 +82,20 @@ def test_tolerance_moves_only_packs_that_stick_out():
 def test_rows_of_packs_that_stick_out_lie_anywhere_among_the_others():
     columns = np.ones((512, 2))
     columns[::4] *= 1.5
-    rows = rows_of(dispatch_packs(columns, dp=8, order="tolerance", tolerance=0.01))
+    rows = rows_of(schedule_packs(columns, dp=8, order="tolerance", tolerance=0.01))
     places = np.flatnonzero((rows % 4 == 0).all(axis=1))
     assert len(places) == 16
     assert 20 < places.mean() < 43  # of 64 rows; 31.5 +- 4
 
 
 def test_tolerance_without_outliers_is_the_shuffle():
-    schedule = dispatch_packs(np.ones((50, 3)), dp=8, order="tolerance")
+    schedule = schedule_packs(np.ones((50, 3)), dp=8, order="tolerance")
     assert rows_of(schedule).reshape(-1)[:50].tolist() == list(range(50))
 
 
 def test_packs_stay_within_their_block():
     dp, block_steps = 4, 8
-    rows = rows_of(dispatch_packs(make_columns(320), dp=dp, order="sorted", block_steps=block_steps))
+    rows = rows_of(schedule_packs(make_columns(320), dp=dp, order="sorted", block_steps=block_steps))
     for start in range(0, len(rows), block_steps):
         assert sorted(rows[start : start + block_steps].reshape(-1)) == list(
             range(start * dp, (start + block_steps) * dp)
@@ -105,26 +105,26 @@ def test_packs_stay_within_their_block():
 def test_ranks_and_rows_of_grouped_packs_are_shuffled():
     # without it rank 0 would always get the lightest pack, and training would go from light to heavy
     columns = make_columns(8 * BLOCK_STEPS)
-    rows = rows_of(dispatch_packs(columns, dp=8, order="sorted", seed=1))
+    rows = rows_of(schedule_packs(columns, dp=8, order="sorted", seed=1))
     cost = columns[:, 2][rows]
     assert abs(cost.mean(axis=0) / cost.mean() - 1).max() < 0.002
     means = cost.mean(axis=1)
     assert abs(np.corrcoef(means[1:], means[:-1])[0, 1]) < 0.12
-    other = rows_of(dispatch_packs(columns, dp=8, order="sorted", seed=2))
+    other = rows_of(schedule_packs(columns, dp=8, order="sorted", seed=2))
     assert (other != rows).any()
 
 
 def test_ranks_of_alike_packs_are_shuffled_within_steps_of_random_order():
     """Rows are made of neighbours by size: in that order rank 0 would get the lightest pack of nearly every row."""
     columns = make_columns(8 * BLOCK_STEPS)
-    schedule = dispatch_packs(columns, dp=8, num_microbatches=4, seed=1)
+    schedule = schedule_packs(columns, dp=8, num_microbatches=4, seed=1)
     # every step keeps its packs of the shuffle
     assert np.array_equal(np.sort(schedule.table.reshape(-1, 32)), np.arange(len(columns)).reshape(-1, 32))
     cost = columns[:, 2][rows_of(schedule)]
     # spread of the mean place, were every pack of a row as likely on any rank: 2.29 / sqrt(512) = 0.10
     place = cost.argsort(axis=1).argsort(axis=1).mean(axis=0)
     assert abs(place - 3.5).max() < 0.35
-    assert (rows_of(dispatch_packs(columns, dp=8, num_microbatches=4, seed=2)) != rows_of(schedule)).any()
+    assert (rows_of(schedule_packs(columns, dp=8, num_microbatches=4, seed=2)) != rows_of(schedule)).any()
 
 
 def test_group_alike_finds_rows_of_equal_packs():
@@ -138,12 +138,12 @@ def test_group_alike_finds_rows_of_equal_packs():
 
 def test_no_ranks_are_refused():
     with pytest.raises(PackingError, match="dp 0 x 1 micro-batches leaves no place for a pack: give 1 or more of both"):
-        dispatch_packs(make_columns(4), dp=0)
+        schedule_packs(make_columns(4), dp=0)
 
 
 def test_rows_of_a_random_step_are_alike_and_the_step_is_the_shuffles():
     columns = make_columns(512)
-    schedule = dispatch_packs(columns, dp=8, num_microbatches=8)
+    schedule = schedule_packs(columns, dp=8, num_microbatches=8)
     assert [sorted(step.reshape(-1).tolist()) for step in schedule.table] == np.arange(512).reshape(8, 64).tolist()
     plain = np.arange(512).reshape(-1, 8)
     for d in range(3):
@@ -153,7 +153,7 @@ def test_rows_of_a_random_step_are_alike_and_the_step_is_the_shuffles():
 @pytest.mark.parametrize("order", ["sorted", "tolerance"])
 def test_equal_blocks_are_not_shuffled_alike(order):
     packs = np.tile(np.random.default_rng(0).random((64, 3)), (4, 1))
-    table = dispatch_packs(packs, dp=4, order=order, block_steps=16).table
+    table = schedule_packs(packs, dp=4, order=order, block_steps=16).table
     blocks = table.reshape(4, 64) - 64 * np.arange(4)[:, None]
     assert [sorted(block) for block in blocks.tolist()] == [list(range(64))] * 4
     assert len({tuple(block) for block in blocks.tolist()}) == 4

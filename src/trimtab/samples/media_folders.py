@@ -1,11 +1,12 @@
-"""Images below an address such as s3://bucket/images, fetched one by one."""
+"""Which folder a data file's media lie in; those below an address such as s3://bucket/images are fetched one by one."""
 
 from __future__ import annotations
 
 import os
 import posixpath
 import tempfile
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import unquote
 
 from trimtab.address import Address
@@ -45,3 +46,21 @@ class AddressFolder(MediaFolder):
             if not self._allow_outside and (not lies_in or (mark and own != scheme)):
                 raise outside_media(f"{kind} {shorten(name)}", self._root)
         return Address(f"{own if mark else scheme}:/{posixpath.normpath(path)}")
+
+
+class MediaFolders:
+    """The media folder of each data file: the one stated for it, or else `root`, or else the file's own folder."""
+
+    def __init__(self, root: Path | None, *, allow_outside: bool, exif: Exif) -> None:
+        self._root = root
+        self._made: dict[Path, MediaFolder] = {}
+        self._how: dict[str, Any] = {"allow_outside": allow_outside, "exif": exif}
+
+    def of(self, file: Path, stated: Path | None = None) -> MediaFolder:
+        root = stated or self._root or file.parent
+        if root not in self._made:
+            if isinstance(root, Address):
+                self._made[root] = AddressFolder(root, **self._how)
+            else:
+                self._made[root] = MediaFolder(root, **self._how)
+        return self._made[root]

@@ -25,7 +25,7 @@ TOLERANCE = 0.004
 """`tolerance` groups only packs that are further than this from the median of their block, in any column."""
 
 
-def dispatch_packs(
+def schedule_packs(
     columns: FloatArray,
     *,
     dp: int,
@@ -39,7 +39,7 @@ def dispatch_packs(
     """A schedule of packs with the given columns (num_packs, k): patches, tokens, cost, ...
 
     A *row* is what the ranks run at the same time: one pack each; a step is `num_microbatches` rows. `random` takes the
-    packs as they come: the shuffle alone decides in which step a pack is; within a step alike packs make the rows.
+    packs as they come: only the shuffle decides in which step a pack is; within a step alike packs make the rows.
     `sorted` puts alike packs into one row within blocks of `block_steps` rows and shuffles the rows and the ranks of
     each row. `tolerance` does so only with the packs that stick out; the others keep their order.
 
