@@ -72,7 +72,8 @@ class RecordingStage:
     def _nothing(self, *_, **__):
         return []
 
-    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = perform_reduce_grad = _nothing
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing
+    perform_reduce_grad = release_fwd_send_outputs = _nothing  # the second since torch 2.15
 
 
 # torch's 1F1B refuses fewer micro-batches than stages; the order it lists for display numbers the last rank's

@@ -21,7 +21,7 @@ class PackedStage(PipelineStage):
     The stock class (torch 2.13) takes one shape for all micro-batches and receives a smaller tensor into a larger
     buffer silently. It cannot run without a tensor across the cut, nor without a gradient, and when backwards are
     split it drops the weights' gradients of a stage whose inputs need none (frozen or image-free in front of it).
-    Overridden are the methods that schedules call; those with an underscore are private, tested with 2.13.
+    Overridden are the methods that schedules call; those with an underscore are private, tested with 2.13 and 2.15.
     """
 
     def __init__(self, module: StageModule, index: int, num_stages: int, device: torch.device, group: Any) -> None:
@@ -29,6 +29,7 @@ class PackedStage(PipelineStage):
         self.images: ImageDispatch | None = None  # None: this stage encodes what it holds
         self.microbatches: Sequence[Batch] = ()
         self.received: dict[int, tuple[Tensor, ...]] = {}
+        self.sent: dict[int, tuple[Tensor, ...]] = {}  # made, and not yet handed to a send
         self.gradients: dict[int, tuple[Tensor | None, ...]] = {}  # of what was sent
         self.later: dict[int, Callable[[], None]] = {}  # backwards that wait for their weight block
 
@@ -50,7 +51,7 @@ class PackedStage(PipelineStage):
     def expect(self, microbatches: Sequence[Batch], *, backward: bool) -> None:
         """Before each step: its micro-batches."""
         self.clear_runtime_states()
-        for left in (self.received, self.gradients, self.later, self.bwd_cache):
+        for left in (self.received, self.sent, self.gradients, self.later, self.bwd_cache):
             left.clear()  # of a step that failed, or of stage 0, which hands no gradients on
         self.has_backward = backward
         self.chunks = len(microbatches)
@@ -67,6 +68,9 @@ class PackedStage(PipelineStage):
     def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
         """Shapes come with `expect`."""
 
+    def _pre_metadata_inference_backup(self) -> None:
+        """Since nothing is inferred, no buffer changes: torch 2.15 keeps a copy of each, and fails on expanded ones."""
+
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward_one_chunk(
@@ -81,7 +85,10 @@ class PackedStage(PipelineStage):
             encoded = self.images.features(fwd_chunk_id)
             if encoded is not None:
                 kwargs = {"sealed": Sealed({**self.microbatches[fwd_chunk_id], ENCODED: encoded})}
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        if not self.is_last:
+            self.sent[fwd_chunk_id] = tuple(tensor.detach() for tensor in output)
+        return output
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         buffers = [self._buffer(wire) for wire in self.wires_in(self.microbatches[fwd_chunk_id])]
@@ -101,8 +108,7 @@ class PackedStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
-        sent, _ = self.fwd_cache[fwd_chunk_id]
-        return [self._operation(dist.isend, tensor.detach(), self.stage_index + 1) for tensor in sent]
+        return [self._operation(dist.isend, x, self.stage_index + 1) for x in self.sent.pop(fwd_chunk_id)]
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +132,7 @@ class PackedStage(PipelineStage):
     ) -> None:
         """Leaves out micro-batches that no gradient reaches, and splits no backward whose inputs need none."""
         if not self.has_backward:
-            self.fwd_cache.pop(bwd_chunk_id)
+            self._forget_forward(bwd_chunk_id)
             return
         received = self.wires_in(self.microbatches[bwd_chunk_id])
         sent = self.wires_out(self.microbatches[bwd_chunk_id])
@@ -179,9 +185,14 @@ class PackedStage(PipelineStage):
         )
 
     def _drop(self, microbatch: int, *, num_inputs: int) -> None:
-        self.fwd_cache.pop(microbatch)
+        self._forget_forward(microbatch)
         self.gradients.pop(microbatch, None)
         self.bwd_cache[microbatch] = (None,) * num_inputs
+
+    def _forget_forward(self, microbatch: int) -> None:
+        """Drops what torch keeps of a forward for its backward; the keeper's name is private, and torch's own."""
+        kept = "fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"  # torch 2.13 | 2.15
+        getattr(self, kept).pop(microbatch)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 

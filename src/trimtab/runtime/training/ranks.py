@@ -242,8 +242,9 @@ def device_mesh(num_devices: int, ranks: Ranks) -> DeviceMesh:
             f"start {num_devices}, or a multiple of it (torchrun --nproc-per-node {num_devices})"
         )
     mesh = init_device_mesh(ranks.device.type, (num_devices, number // num_devices), mesh_dim_names=("pp", "dp"))
-    for name in ("pp", "dp"):  # private, torch 2.6 to 2.13: a mesh's groups have torch's own limit, not the world's
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=ranks.timeout_s + MARGIN_S), mesh.get_group(name))
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public | torch 2.13, private
+    for name in ("pp", "dp"):  # a mesh's groups have torch's own limit, not the world's
+        set_timeout(timedelta(seconds=ranks.timeout_s + MARGIN_S), mesh.get_group(name))
     return mesh
 
 
