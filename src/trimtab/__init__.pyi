@@ -27,7 +27,7 @@ from trimtab.models.images.clips import clip_rule_of as clip_rule_of
 from trimtab.options import VideoOptions as VideoOptions
 from trimtab.specs import Clip as Clip
 from trimtab.demo.draw import draw_dataset as draw_dataset
-from trimtab.demo.write_model import write_model as write_demo_model
+from trimtab.demo.draw import write_model as write_demo_model
 
 # Packing
 from trimtab.balance.packing import (

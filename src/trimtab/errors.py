@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import UnionType
 from typing import get_args
 
+MAX_SHOWN = 60  # characters of a value that a user's file holds
+
 
 class TrimtabError(ValueError):
     """What all errors for wrong input have in common.
@@ -99,3 +101,10 @@ def join_problems(problems: Sequence[str]) -> str:
     if len(problems) > 20:
         lines.append(f"... and {len(problems) - 20} more of the same input")
     return "\n".join(lines)
+
+
+def quote(value: object) -> str:
+    """`value` as Python writes it, cut to 60 characters; of a long list only the head is written at all."""
+    head = value[: MAX_SHOWN + 1] if isinstance(value, (str, list, tuple)) else value
+    shown = repr(head)
+    return shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 3] + "..."

@@ -74,6 +74,6 @@ def planned(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's Qwen2.5-VL of one million parameters, with the drawn data's tokenizer."""
-    from trimtab.demo.write_model import write_model
+    from trimtab.demo.draw import write_model
 
     return write_model(tmp_path_factory.mktemp("tiny"), drawn)

@@ -25,7 +25,7 @@ openai = pytest.importorskip("openai", reason="asks the endpoint: pip install 't
 from running_server import CHAT, Running, running_server
 from tiny_chat import chat_inputs, data_url, picture, question, save_chat_model
 
-from trimtab.serve import connection
+from trimtab.serve import server
 from trimtab.serve.chat import ChatProcessor
 from trimtab.serve.limits import ServeLimits
 
@@ -340,7 +340,7 @@ def test_silent_connections_and_slow_bodies_are_closed(
 
 
 def test_the_longest_silent_connection_gives_way(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_MAX_IDLE", 4)
+    monkeypatch.setattr(server, "_MAX_IDLE", 4)
     with ExitStack() as opened:
         clients = [opened.enter_context(socket.create_connection(address(running), timeout=HANGS_S)) for _ in range(9)]
         wait_for(lambda: running.get("/health").status == 200)

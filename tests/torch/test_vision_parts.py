@@ -1,6 +1,6 @@
 """Tests of runtime/vision/ that need no second process. Needs torch and Transformers.
 
-Of runtime/vision/ (apply, callback, control, exchange, gradients, heartbeat, inputs, outputs, pooled, replicas)."""
+Of runtime/vision/ (apply, callback, control, exchange, gradients, heartbeat, inputs, outputs, pooled)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ pytest.importorskip("transformers", minversion="5", reason="holds the models tha
 
 from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision import callback, replicas, vision_dp
+from trimtab.runtime.vision import callback, vision_dp
+from trimtab.runtime.vision import gradients as summing
 from trimtab.runtime.vision.control import differing_ranks, fingerprint
 from trimtab.runtime.vision.exchange import lay_out_rows
 from trimtab.runtime.vision.families import BatchFamily, GridFamily
@@ -197,11 +198,11 @@ def test_gradients_are_summed_in_buckets_of_one_type(monkeypatch):
         summed.append((flat.dtype, len(flat)))
         flat *= 3
 
-    monkeypatch.setattr(replicas, "BUCKET_BYTES", 40)
-    monkeypatch.setattr(replicas.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(summing, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(summing.dist, "all_reduce", all_reduce)
     shapes = [((4,), torch.float32), ((2, 2), torch.float32), ((4,), torch.float32), ((3,), torch.float64)]
     gradients = [torch.randn(shape, dtype=dtype) for shape, dtype in [*shapes, ((20,), torch.float32)]]
     before = [x.clone() for x in gradients]
-    replicas.sum_in_place(gradients, None)
+    summing.sum_in_place(gradients, None)
     assert summed == [(torch.float32, 8), (torch.float32, 4), (torch.float64, 3), (torch.float32, 20)]
     assert all(torch.equal(x, 3 * own) for x, own in zip(gradients, before, strict=True))

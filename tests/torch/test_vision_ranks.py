@@ -1,7 +1,7 @@
 """Ranks that share images against one process: the hard cases. Needs torch, gloo, Transformers 5.
 
 Tests of runtime/vision/ (agree, apply, control, dispatch, exchange, gradients, handle, heartbeat, inputs, outputs,
-pooled, replicas, seams, verify). Each test starts its processes once and runs all cases of that many ranks in them.
+pooled, seams, verify). Each test starts its processes once and runs all cases of that many ranks in them.
 """
 
 from __future__ import annotations

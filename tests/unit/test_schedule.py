@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.balance.grouping import group_alike
 from trimtab.balance.metrics import dist_ratio
-from trimtab.balance.schedule import BLOCK_STEPS, schedule_packs
+from trimtab.balance.schedule import BLOCK_STEPS, group_alike, schedule_packs
 from trimtab.errors import PackingError
 
 

@@ -20,9 +20,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from trimtab.errors import TrimtabError
+from trimtab.serve.chat import open_picture
 from trimtab.serve.gate import Gate
 from trimtab.serve.limits import ServeLimits
-from trimtab.serve.pictures import open_picture
 
 LIMITS = ServeLimits(max_body_bytes=100, max_waiting=1, max_batch=1)
 

@@ -32,7 +32,7 @@ def demo(
     """Run the whole flow on a small data set of real images that is drawn here: no download, no GPU, no torch."""
     from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.devices import parse_cluster
-    from trimtab.demo.write_model import write_model
+    from trimtab.demo.draw import write_model
     from trimtab.models.describe import describe
     from trimtab.models.images.tiles import DynamicTiling
     from trimtab.options import ReadingOptions

@@ -55,9 +55,8 @@ def map_model(
     as_json: JsonOption = False,
 ) -> None:
     """Place CONFIG on GPUs for inference: device map, and the bytes of each device by kind."""
-    from trimtab.placement.choice import place_unasked
     from trimtab.placement.machine import parse_machine
-    from trimtab.placement.place import place
+    from trimtab.placement.place import place, place_unasked
 
     model = counting.describe(config)
     machine = parse_machine(gpus, cpu=cpu, disk=disk is not None, kept_share=reserve / 100)

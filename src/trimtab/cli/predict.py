@@ -88,7 +88,7 @@ def predict(
     if as_json:
         print_json(_figures(found) | ({"plan": change[0], "plan_gain": change[1]} if change else {}))
         return
-    from trimtab.report.prediction import print_prediction
+    from trimtab.report.text import print_prediction
 
     print_prediction(found, console())
     if change is not None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from random import Random
 
@@ -73,3 +74,18 @@ def draw_dataset(folder: Path, *, num_samples: int = 2000, seed: int = 0, progre
 def _write(path: Path, content: bytes) -> None:
     """A demo can be drawn again, and hundreds of images need not wait for the disk."""
     write_atomically(path, content, sync=False)
+
+
+def write_model(folder: Path, drawn: Path) -> Path:
+    """Writes config.json and preprocessor_config.json of 1.0 M parameters, and the tokenizer in the folder `drawn`.
+
+    Use it where a model should train on a laptop, as examples/train_on_two_stages.py does. `drawn` is the folder that
+    `draw_dataset` wrote.
+
+    `trimtab train --random-weights` draws its weights; its names and layers are those of Qwen2.5-VL in Transformers.
+    """
+    for file in resources.files("trimtab.demo").joinpath("tiny_model").iterdir():
+        write_atomically(folder / file.name, file.read_bytes())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        write_atomically(folder / name, (drawn / name).read_bytes())
+    return folder

@@ -17,9 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.errors import ConfigError, UnknownModelError, quote
 from trimtab.files import write_atomically
-from trimtab.models.quote import quote
 
 Question = Literal["describe", "images", "clips"]
 MAX_CPU_S = 60  # largest published models take under 10

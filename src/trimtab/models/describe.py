@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
+from trimtab.errors import ConfigError, TrimtabError, UnknownModelError, quote
 from trimtab.files import read_small
 from trimtab.models.ask import INSTALL, is_installed
 from trimtab.models.ask import ask as ask_transformers
@@ -21,7 +21,6 @@ from trimtab.models.image_rules import image_rule_by_processor, image_rule_or_re
 from trimtab.models.images.apply import with_limits
 from trimtab.models.images.clips import ask_clips, clip_rule_of
 from trimtab.models.images.unsettled import UnsettledRule
-from trimtab.models.quote import quote
 from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
 from trimtab.options import VideoOptions
 from trimtab.specs import ModelOrigin, ModelSpec

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from trimtab.errors import ConfigError, join_problems
+from trimtab.errors import ConfigError, join_problems, quote
 from trimtab.files import write_atomically
 from trimtab.models.images.asked import AskedImages
 from trimtab.models.images.clips import AskedClips
@@ -20,7 +20,6 @@ from trimtab.models.images.size import MAX_TILES
 from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PaddedTiles, PanAndScan
 from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.layer_checks import find_layer_problems
-from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule, LayerSpec, ModelSpec
 from trimtab.typed_json import read_typed
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
-from trimtab.errors import ConfigError, join_problems
-from trimtab.models.quote import quote
+from trimtab.errors import ConfigError, join_problems, quote
 
 MAX_SIZE = 2**30  # no width, count or vocabulary of a real model comes near; sums of squared patches fit 63 bits
 MAX_LAYERS = 4096

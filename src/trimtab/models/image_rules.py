@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trimtab.errors import ConfigError, ImageError, UnknownModelError
+from trimtab.errors import ConfigError, ImageError, UnknownModelError, quote
 from trimtab.models.families.known import FAMILIES, family_of
 from trimtab.models.fields import Fields, LackingFileError
 from trimtab.models.images.asked import AskedImages, ask_images
 from trimtab.models.images.tiles import FixedImage
 from trimtab.models.images.unsettled import UnsettledRule
-from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule
 
 NO_FILES = (

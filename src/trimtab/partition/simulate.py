@@ -10,11 +10,12 @@ import numpy as np
 from trimtab.costs.profile import chosen_tiers
 from trimtab.errors import PartitionError
 from trimtab.options import ScheduleName
-from trimtab.partition.backward import weight_matrix
 from trimtab.partition.replay import Waves, makespans, replay, waves_of
 from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order, splits_backward
 from trimtab.partition.timeline import Timeline
-from trimtab.specs import FloatArray, IntArray, Profile, Stage, evaluate
+from trimtab.specs import WORK_TERMS, FloatArray, IntArray, LayerCost, Profile, Stage, evaluate
+
+_PAIR_TERMS = np.array([term.endswith(("_sq", "_windowed")) for term in WORK_TERMS])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,3 +170,21 @@ def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
         seconds[WEIGHT] = np.minimum(times.weight_s, times.backward_s)
         seconds[BACKWARD] -= seconds[WEIGHT]
     return BlockCosts(seconds=seconds, sends=np.array([times.send_forward_s, times.send_backward_s], np.float64))
+
+
+def weight_coefficients(layer: LayerCost) -> FloatArray:
+    """(len(WORK_TERMS),) seconds of `layer.backward_s` that only weight gradients need.
+
+    As the profile says (`weight_s`); else by FLOPs: of a matrix product, the gradients of inputs and of weights take
+    one product each, so half; of attention's pairs, which multiply no weights, none. Elementwise work counts with the
+    products then. Recompute runs before either and belongs to B.
+    """
+    backward = np.asarray(layer.backward_s, np.float64)
+    if layer.weight_s:
+        return np.minimum(np.asarray(layer.weight_s, np.float64), backward)
+    return np.where(_PAIR_TERMS, 0.0, 0.5 * backward)
+
+
+def weight_matrix(profile: Profile) -> FloatArray:
+    """(num_layers, len(WORK_TERMS)) `weight_coefficients` of every layer."""
+    return np.array([weight_coefficients(layer) for layer in profile.layers])

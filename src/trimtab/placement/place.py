@@ -26,6 +26,8 @@ from trimtab.placement.workload import Workload
 from trimtab.specs import FloatArray, ModelSpec
 from trimtab.units import GIB, format_bytes
 
+ROOMY = 0.8  # GPUs that are filled to this leave room for what is not counted and for a longer prompt
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
@@ -316,3 +318,29 @@ def _assemble(
             assert home == "cpu", "what runs in host memory lies there"
             runs_on[layer] = "cpu"
     return summarize(model, machine, table, runs_on, spilled, arrangement=cut.arrangement.name, objective=objective)
+
+
+def place_unasked(model: ModelSpec, machine: Machine, workload: Workload) -> Placement:
+    """The fewest GPUs, as every further one is a crossing for every token, where they stay roomy; else the least full.
+
+    A note says what the other objective gives. Use `place` where you know what you want.
+    """
+    even = place(model, machine, workload)
+    if even.spilled or _num_used(even) == 1:
+        return even
+    near = place(model, machine, workload, objective="latency")
+    if _num_used(near) == _num_used(even):
+        return even
+    few, all_of = _told(near), _told(even)
+    if near.fullest <= ROOMY:
+        return replace(near, notes=(*near.notes, f"It takes {few}; --for memory spreads it over {all_of}."))
+    return replace(even, notes=(*even.notes, f"It takes {all_of}; --for latency needs only {few}."))
+
+
+def _num_used(placement: Placement) -> int:
+    return sum(bool(use.modules) for use in placement.uses)
+
+
+def _told(placement: Placement) -> str:
+    num = _num_used(placement)
+    return f"{num} GPU{'s' if num > 1 else ''}, the fullest to {100 * placement.fullest:.0f} %"

@@ -21,10 +21,10 @@ from trimtab.report.plan_tables import (
     settings_table,
     stages_table,
     variants_table,
+    vision_table,
 )
 from trimtab.report.run import run_section
 from trimtab.report.table import on_page
-from trimtab.report.vision import vision_section
 from trimtab.report.words import (
     GAIN_NOISE,
     MAX_SUMMARY,
@@ -33,6 +33,7 @@ from trimtab.report.words import (
     memory_scale,
     percent,
     time_scale,
+    vision_words,
 )
 from trimtab.units import format_ratio
 
@@ -52,7 +53,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         idle_bars(details),
         rank_columns(details),
         memory_bars(details),
-        vision_section(details),
+        _vision_section(details),
         pack_sizes_section(details),
         _stages(details),
         _searched(details),
@@ -183,3 +184,19 @@ def _assumptions(details: PlanDetails) -> str:
     if not shown:
         return ""
     return section("Assumptions", "", f'<ul class="plain">{"".join(shown)}</ul>', css_class="long")
+
+
+def _vision_section(details: PlanDetails) -> str:
+    """What sharing changes on the slowest rank and the fullest one; empty where no images are shared."""
+    decision, found = details.plan.decisions.vision_data_parallel, details.plan.estimates.vision_data_parallel
+    if decision is None or found is None:
+        return ""
+    note = (
+        f"Forward and backward of vision tower and projector in a mean step, recompute not counted; each call of the "
+        f"tower ends when its slowest rank has. Shared over {vision_words(decision)}. Times ± "
+        f"{percent(details.plan.estimates.time_error, digits=0)}, memory ± "
+        f"{percent(details.plan.estimates.memory_error, digits=0)}."
+    )
+    if decision.group == "tp":
+        note += " Not shared, tensor parallelism divides the tower; shared, every rank holds it whole."
+    return section("Images shared among ranks", note, on_page(vision_table(found)))

@@ -1,23 +1,28 @@
-"""The plan as tables in a terminal, 80 columns or wider."""
+"""A plan, its prediction and its counted memory as tables in a terminal, 80 columns or wider."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
 
 from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.measured.check_memory import MemoryCheck
+from trimtab.plan.predict import Prediction
 from trimtab.report.plan_tables import (
     SEARCHED_NOTE,
     packing_note,
     packing_table,
     searched_table,
     stages_table,
+    variant_stages,
     variants_table,
     vision_table,
 )
-from trimtab.report.table import print_table
-from trimtab.report.vision import vision_words
-from trimtab.report.words import MAX_SUMMARY, clean, error_sentence, idle_sentence
+from trimtab.report.table import Table, numeric, print_table
+from trimtab.report.words import MAX_SUMMARY, clean, error_sentence, idle_sentence, memory_scale, vision_words
+from trimtab.units import format_bytes, format_degrees, format_number, format_seconds
 
 MAX_STAGE_ROWS = 16
 
@@ -42,3 +47,70 @@ def print_plan(details: PlanDetails, console: Console) -> None:
             console.print(Text(clean(note)))
     console.print()
     console.print(Text(error_sentence(details), style="dim"))
+
+
+def prediction_sentences(found: Prediction) -> tuple[str, ...]:
+    """Shape, time, memory, waiting and how far to trust them, a sentence or two each."""
+    ran = found.variant
+    time_band, memory = found.profile.time_error, found.budget
+    peak = max(held.total_bytes for held in ran.memory)
+    steps = len(ran.step_s)
+    return (
+        f"{found.cluster.num_devices} {found.cluster.device.name} as {format_degrees(found.dims)}, "
+        f"{found.num_microbatches} micro-batches a rank and step ({ran.packs}).",
+        f"A step takes {format_seconds(found.mean_step_s)} in the mean, {format_seconds(found.expected_step_s)} with "
+        f"jitter of {100 * found.cluster.jitter:g} % a device, {format_seconds(found.p95_step_s)} or more in one of "
+        f"20: {format_number(found.samples_per_s)} samples/s, {format_seconds(ran.epoch_s)} for the "
+        f"{found.num_samples:,} samples in {steps:,} steps.",
+        f"The fullest device is expected to hold {format_bytes(peak)} of {format_bytes(memory.total_bytes)}: "
+        f"{memory.band.verdict(peak / memory.total_bytes)}.",
+        idle_sentence(ran),
+        f"Seconds are within {time_band:.0%}, bytes within {memory.band.half_width:.0%} of measured runs, as far as "
+        "is known (docs/published-runs.md).",
+        *found.notes,
+    )
+
+
+def print_prediction(found: Prediction, console: Console) -> None:
+    """Sentences, then the stages."""
+    for sentence in prediction_sentences(found):
+        console.print(Text(clean(sentence)))
+    console.print()
+    stages = variant_stages(found.model, found.variant, most=MAX_STAGE_ROWS)
+    print_table(replace(stages, title="Stages, at the mean micro-batch; memory at the largest"), console)
+
+
+def print_memory(check: MemoryCheck, console: Console) -> None:
+    """One row for each pipeline rank, with the number of its layers computed again; the parts make the peak."""
+    budget = check.budget
+    scale = memory_scale([budget.total_bytes])
+    rows = []
+    for rank in check.ranks:
+        held = rank.peak.memory
+        parts = (
+            *(held.state_bytes, held.saved_bytes, held.transient_bytes, held.overhead_bytes),
+            *(held.total_bytes, rank.planned.total_bytes),
+        )
+        rows.append(
+            (
+                str(rank.rank),
+                ", ".join(str(stage.index) for stage in rank.stages),
+                str(sum(stage.num_recomputed() for stage in rank.stages)),
+                *map(scale.number, parts),
+                f"{held.total_bytes / budget.total_bytes:.1%}",
+            )
+        )
+    table = Table(
+        title=f"Counted {scale.unit} and expected peak, of which {scale.number(budget.fill_bytes)} of "
+        f"{scale.text(budget.total_bytes)} may be filled",
+        columns=numeric(
+            *("Rank", "Stages", "Again", "State", "Kept", "Transient", "Beside", "Peak", "Planned", "Filled")
+        ),
+        rows=rows,
+        bad=frozenset(number for number, rank in enumerate(check.ranks) if rank.problem is not None),
+    )
+    print_table(table, console)
+    fullest = max(rank.peak.memory.total_bytes for rank in check.ranks) / budget.total_bytes
+    console.print(Text(f"The fullest rank: {budget.band.verdict(fullest)}."))
+    for sentence in check.assumptions:
+        console.print(Text(clean(sentence, limit=400), style="dim"))

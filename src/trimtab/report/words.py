@@ -11,6 +11,7 @@ from itertools import groupby
 from trimtab.balance.metrics import BalanceReport
 from trimtab.plan.estimates import BalanceEstimate
 from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.plan import VisionDecision
 from trimtab.specs import FloatArray, LayerSpec, ModelSpec, Stage, tiers_of
 from trimtab.units import GIB, KIB, MIB
 
@@ -168,3 +169,12 @@ def relative_spread(values: FloatArray) -> float:
     """Standard deviation over mean; 0 where all values are 0."""
     mean = float(values.mean()) if len(values) else 0.0
     return float(values.std()) / mean if mean > 0 else 0.0
+
+
+def vision_words(decision: VisionDecision) -> str:
+    """The decision in a line: "tp 4, gather, balanced by time, 2 micro-batches a call, gradients averaged"."""
+    calls = "each micro-batch by itself" if decision.pooling == 1 else f"{decision.pooling} micro-batches a call"
+    runs = "in order, " if decision.rule == "contiguous" else ""
+    sums = {"sum": ", gradients summed", "mean": ", gradients averaged", None: ""}[decision.reduction]
+    how = f"{decision.exchange}, {runs}balanced by {decision.objective}"
+    return f"{decision.group} {decision.degree}, {how}, {calls}{sums}"

@@ -13,9 +13,8 @@ from typing import Any
 import transformers
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, quote
 from trimtab.models.asking.internvl_chat import IMAGE_ROW, InternVLChatConfig, tile_size
-from trimtab.models.quote import quote
 
 # after <|im_end|>, by the name that config.json gives its conversations (OpenGVLab/InternVL, conversation.py)
 _BEHIND_TURN = {"internvl2_5": "\\n", "Hermes-2": "", "internlm2-chat": ""}

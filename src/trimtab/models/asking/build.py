@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.errors import ConfigError, UnknownModelError, quote
 from trimtab.models.fields import MAX_LAYERS
-from trimtab.models.quote import quote
 
 UNASKED = re.compile(
     r"auto_map|trust_remote_code|_attn_implementation\w*|attn_implementation|_experts_implementation\w*"

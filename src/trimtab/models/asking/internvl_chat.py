@@ -18,11 +18,10 @@ import transformers
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, quote
 from trimtab.files import read_small
 from trimtab.models.asking.build import UNASKED
 from trimtab.models.families.internvl import REMOTE
-from trimtab.models.quote import quote
 from trimtab.typed_json import parse_json
 
 IMAGE_ROW = "<IMG_CONTEXT>"  # stands in a text for one row of image features

@@ -13,9 +13,8 @@ from typing import Any
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.errors import ConfigError, UnknownModelError, quote
 from trimtab.models.asking.build import one_line
-from trimtab.models.quote import quote
 
 NUM_BYTES = 256  # ids below it are text
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trimtab.errors import quote
 from trimtab.models.families.architecture import (
     Architecture,
     linear,
@@ -26,7 +27,6 @@ from trimtab.models.fields import Fields
 from trimtab.models.images.settings import read_tile, require_resize
 from trimtab.models.images.size import MAX_TILES
 from trimtab.models.images.tiles import DynamicTiling, FixedImage
-from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule, LayerSpec
 
 _TILE_SIDES = ("force_image_size", "preprocess.force_image_size", "vision_config.image_size")

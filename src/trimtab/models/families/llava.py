@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from types import MappingProxyType
 
+from trimtab.errors import quote
 from trimtab.models.families.family import Family, PackFormat
 from trimtab.models.fields import Fields
 from trimtab.models.images.settings import read_pinpoints, read_tile, require_resize
 from trimtab.models.images.tiles import AnyRes, FixedImage
-from trimtab.models.quote import quote
 from trimtab.specs import ImageMarkup, ImageRule
 
 CLASS_TOKENS = MappingProxyType({"clip_vision_model": 1, "siglip_vision_model": 0})

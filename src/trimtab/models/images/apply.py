@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, quote
 from trimtab.models.images.native import GlmSmartResize, SmartResize
 from trimtab.models.images.tiles import DynamicTiling
 from trimtab.models.images.unsettled import UnsettledRule
-from trimtab.models.quote import quote
 from trimtab.specs import ImageRule
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimtab.runtime.vision.replicas import sum_in_place
+from trimtab.runtime.vision.gradients import sum_in_place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

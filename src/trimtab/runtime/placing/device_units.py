@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trimtab.errors import PartitionError, join_problems
-from trimtab.models.quote import quote
+from trimtab.errors import PartitionError, join_problems, quote
 from trimtab.placement.chain import upwards
 from trimtab.placement.device_bytes import DeviceKey
 

@@ -15,9 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES  # its names of types; there is no public table (0.8)
 
-from trimtab.errors import ConfigError, join_problems
+from trimtab.errors import ConfigError, join_problems, quote
 from trimtab.files import read_small
-from trimtab.models.quote import quote
 from trimtab.typed_json import parse_json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -1,11 +1,17 @@
-"""How a host adds gradients up over the group, and which sums of losses that is right for."""
+"""How gradients are added up over the group, and which sums of losses that is right for."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from trimtab.errors import TrimtabError
 
+BUCKET_BYTES = 64 * 2**20
 Loss = Literal["sharded", "sharded x N", "replicated"]
 Reduction = Literal["sum", "mean", "none"]
 
@@ -37,3 +43,26 @@ def check_convention(loss: Loss, reduction: Reduction, num_ranks: int) -> None:
         f"a {loss} loss with gradients reduced by {reduction} over {num_ranks} ranks leaves every gradient, of text "
         f"and of vision, {wrong}: {cure}"
     )
+
+
+def sum_in_place(gradients: Sequence[Tensor], group: Any) -> None:
+    """All-reduce (sum) over the group, in flat buckets; every rank gives the same sizes and types in one order."""
+    for bucket in _buckets(gradients):
+        flat = torch.cat([x.reshape(-1) for x in bucket])
+        dist.all_reduce(flat, group=group)
+        for gradient, summed in zip(bucket, torch.split(flat, [x.numel() for x in bucket]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of gradients of one dtype, about `BUCKET_BYTES` each."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.nbytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket

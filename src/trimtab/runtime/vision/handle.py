@@ -21,11 +21,10 @@ from trimtab.runtime.vision.control import Control
 from trimtab.runtime.vision.dispatch import move_images, pool_images
 from trimtab.runtime.vision.exchange import RowLayout, Waits, gather_rows, lay_out_rows, route_rows
 from trimtab.runtime.vision.families import PIXELS, Family, Kind
-from trimtab.runtime.vision.gradients import Loss, Reduction
+from trimtab.runtime.vision.gradients import Loss, Reduction, sum_in_place
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
 from trimtab.runtime.vision.inputs import VisionInputs
 from trimtab.runtime.vision.outputs import Features, read_features, touch, write_features
-from trimtab.runtime.vision.replicas import sum_in_place
 from trimtab.runtime.vision.seams import Hook, Seam, StandIn, given_by_name
 from trimtab.specs import IntArray
 
