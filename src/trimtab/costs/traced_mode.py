@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from trimtab.models.asking.weightless import GROUPED, run_operation
+from trimtab.models.asking.weightless import run_operation
 
 aten = torch.ops.aten
 
@@ -114,8 +114,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     }
     found[aten._scaled_dot_product_flash_attention_for_cpu] = _attention
     found[aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward
-    if GROUPED is not None:
-        found[GROUPED] = _grouped
+    found[aten._grouped_mm] = _grouped
     return found
 
 

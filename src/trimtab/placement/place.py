@@ -138,9 +138,9 @@ class _Search:
         total = run_bytes(self.table, option.units, self.context_bytes, spilled=spilled, on_cpu=on_cpu)
         return np.stack([np.where(total > 0, total / free if free else np.inf, 0.0) for free in self.capacities])
 
-    def fullest(self, spilled: Sequence[int], *, below: float = np.inf) -> tuple[float, Arrangement | None]:
+    def fullest(self, spilled: Sequence[int]) -> tuple[float, Arrangement | None]:
         """The least fullest share over all arrangements; the first arrangement of those that reach it."""
-        best: Arrangement | None = None
+        below, best = np.inf, None
         for option in self.options:
             value = smallest_fullest(self.shares(option, spilled), self.choices, below=below)
             if value < below:

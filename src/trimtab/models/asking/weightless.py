@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-GROUPED = getattr(aten, "_grouped_mm", None)  # from torch 2.8
 _INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index)
 
 
@@ -89,7 +88,7 @@ def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     packet = func.overloadpacket
     if packet in _INDEXING:
         args = _with_integer_indices(args)
-    if packet is GROUPED:
+    if packet is aten._grouped_mm:
         return _multiply_groups(func, args, kwargs)
     result = func(*args, **kwargs)
     if packet is aten.topk and isinstance(result[1], FakeTensor):

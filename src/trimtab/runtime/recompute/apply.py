@@ -33,8 +33,8 @@ _ATTENTION = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default}) | (
-    {torch.ops.aten._grouped_mm.default} if hasattr(torch.ops.aten, "_grouped_mm") else set()  # experts; torch 2.8 on
+_PRODUCTS = frozenset(
+    {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}  # the last: experts
 )
 _KEPT: Mapping[str, frozenset[Any]] = MappingProxyType(
     {"selective": _PRODUCTS | _ATTENTION, "attention": _ATTENTION, "full": frozenset()}

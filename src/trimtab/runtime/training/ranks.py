@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.errors import PlanError, TrimtabError
-from trimtab.runtime.watch import Late, Watch, own_connection, say
+from trimtab.runtime.watch import Late, Watch, say
 
 Result = TypeVar("Result")
 
@@ -74,11 +74,11 @@ def process_group(
             dist.destroy_process_group()
         return
     store = _open_store(timeout_s)
-    told = own_connection(store)
+    told = store.clone()
     watch = Watch(
         rank=int(os.environ["RANK"]),
         num_ranks=int(os.environ["WORLD_SIZE"]),
-        store=own_connection(store),
+        store=store.clone(),
         give_up_s=timeout_s,
         give_up=lambda sentence: _give_up(sentence, watch, told),
     )

@@ -8,6 +8,6 @@ and a second thread of theirs, which never waits for the store, names whom an ol
 
 from trimtab.runtime.watch.others import Late, listed
 from trimtab.runtime.watch.places import Place
-from trimtab.runtime.watch.watch import PATIENCE_S, Watch, open_watch, own_connection, say
+from trimtab.runtime.watch.watch import PATIENCE_S, Watch, open_watch, say
 
-__all__ = ["PATIENCE_S", "Late", "Place", "Watch", "listed", "open_watch", "own_connection", "say"]
+__all__ = ["PATIENCE_S", "Late", "Place", "Watch", "listed", "open_watch", "say"]

@@ -179,17 +179,13 @@ def open_watch(group: Any, name: str, *, timeout_s: float, patience_s: float = P
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     rank, members = ranks.index(dist.get_rank()), "-".join(map(str, ranks))
     # private: the only store that all processes share, torch 2.6 to 2.13
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     opened = store.add(f"trimtab/{name}/{members}/{rank}", 1)  # by this rank, for these: the same number on each
-    own = PrefixStore(f"trimtab/{name}/{members}/{opened}", own_connection(store))
+    # a connection serves one thread at a time, and torch's own may wait in it for minutes
+    own = PrefixStore(f"trimtab/{name}/{members}/{opened}", store.clone())
     watch = Watch(rank=rank, num_ranks=len(ranks), store=own, patience_s=patience_s)
     watch.meet(f"the start of {name}", {}, timeout_s)
     return watch
-
-
-def own_connection(store: Any) -> Any:
-    """To the same store: one connection serves one thread at a time, and torch's own may wait in it for minutes."""
-    return store.clone() if hasattr(store, "clone") else store  # before torch 2.8
 
 
 def _difference(words: list[bytes]) -> str:
