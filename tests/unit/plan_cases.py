@@ -1,4 +1,4 @@
-"""Sample sizes like a mixture of chats, photos and many-page documents, and packs that are shuffled over ranks."""
+"""Sample sizes like a mixture of chats, photos and many-page documents; shuffled packs; plans that are read back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import numpy as np
 
 from trimtab.files import write_atomically
 from trimtab.plan.decide.packs import even_steps, pack_contents
+from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.reload import load_details
+from trimtab.plan.measured.check import check_plan
 from trimtab.specs import Packing, SampleTable, Schedule
 
 
@@ -43,3 +46,15 @@ def write_packs(folder: Path, packing: Packing, schedule: Schedule) -> Path:
     for name, content in pack_contents(packing, schedule).items():
         write_atomically(folder / name, content)
     return folder
+
+
+def read_back(made: PlanDetails, folder: Path) -> PlanDetails:
+    """The plan that `made` was written as: it passes `check_plan`, and simulates to the same figures."""
+    assert check_plan(folder) == []
+    loaded = load_details(folder)
+    assert loaded.plan == made.plan
+    for before, after in zip(made.variants, loaded.variants, strict=True):
+        np.testing.assert_array_equal(before.step_s, after.step_s)
+        assert before.epoch_s == after.epoch_s
+        assert before.stages == after.stages
+    return loaded
