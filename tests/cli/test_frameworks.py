@@ -99,7 +99,7 @@ def test_the_other_frameworks_take_every_cut(run: Run, split: Path, tmp_path: Pa
     compile(module.read_text(encoding="utf-8"), module, "exec")
     titan = run("check", split, "--for", "torchtitan")
     assert titan.code == 1
-    assert "vision-language models of qwen3_5" in titan.out
+    assert "vision-language models only of qwen3_5" in titan.out
 
 
 def test_frameworks_without_stages_take_a_plan_without_pipeline(
