@@ -12,6 +12,7 @@ from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +46,8 @@ class PublicNames(SphinxDirective):
                 lines += [heading, "-" * len(heading), ""]
             else:
                 kind = "data" if name.isupper() else "class" if name[0].isupper() else "function"
-                lines += [f".. auto{kind}:: trimtab.{name}", *["   :members:"] * (kind == "class"), ""]
+                options = {"class": ["   :members:"], "data": ["   :no-value:"], "function": []}[kind]
+                lines += [f".. auto{kind}:: trimtab.{name}", *options, ""]
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
@@ -98,6 +100,15 @@ def options_of(found: Any) -> list[tuple[str, Any]]:
     return [(name, option) for name, _, option in option_fields(found) if option is not None]
 
 
+def text_of_data(_: Sphinx, kind: str, name: str, __: Any, ___: Any, lines: list[str]) -> None:
+    """What stands below the name where it is defined: a dict itself would say what a dict is."""
+    if kind == "data":
+        import trimtab
+
+        module, there = trimtab._homes()[name.removeprefix("trimtab.")]
+        lines[:] = ModuleAnalyzer.for_module(module).find_attr_docs()["", there]
+
+
 def list_options(_: Sphinx, kind: str, __: str, found: Any, ___: Any, lines: list[str]) -> None:
     if kind == "class" and options_of(found):
         lines += ["", "Fields, each an option of the command line:", ""]
@@ -108,6 +119,7 @@ def list_options(_: Sphinx, kind: str, __: str, found: Any, ___: Any, lines: lis
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", sign_as_written)
+    app.connect("autodoc-process-docstring", text_of_data)
     app.connect("autodoc-process-docstring", list_options)
     app.add_directive("public-names", PublicNames)
     app.connect("source-read", menu_from_index)

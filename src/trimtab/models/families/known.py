@@ -1,7 +1,4 @@
-"""The families of which something is declared, by `model_type`: describe, size, pack, train, place and export ask here.
-
-Your own: `FAMILIES["my_model"] = Family(pack=PackFormat(...))`, before the first use; docs/models.md shows how.
-"""
+"""The families of which something is declared: describe, size, pack, train, place and export ask here."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ FAMILIES: dict[str, Family] = {
     for module in (internvl, qwen_vl, llava, gemma3, glm4v, mllama, hunyuan_vl, paligemma)
     for model_type, family in module.FAMILIES.items()
 }
+"""What is declared of each `model_type`; put yours in before the first use, as docs/models.md shows."""
 
 MARKUPS = {name: family.markup for name, family in FAMILIES.items() if family.markup is not None}
 """How the processors of Transformers 5.23 write an image (`replace_image_token` of each)."""
