@@ -153,7 +153,7 @@ def test_an_export_of_a_plan_made_for_it_warns_of_nothing(run: Run, drawn: Path,
     ("model", "name", "refusal"),
     [
         ("Qwen3-VL-30B-A3B", "veomni", None),
-        ("Qwen3-VL-30B-A3B", "torchtitan", "vision-language models of qwen3_5, qwen3_5_moe alone"),
+        ("Qwen3-VL-30B-A3B", "torchtitan", "vision-language models only of qwen3_5, qwen3_5_moe"),
         ("LLaVA-OneVision-7B", "ms-swift", None),
         ("LLaVA-OneVision-7B", "megatron-bridge", "is of the family llava_onevision, and Megatron-Bridge 0.6 has"),
         ("InternVL3_5-8B", "mindspeed-mm", "MindSpeed-MM runs stages of qwen2_vl and qwen2_5_vl"),
