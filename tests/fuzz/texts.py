@@ -16,7 +16,7 @@ from trimtab.adapters.launch_files import from_deepspeed, from_megatron, from_to
 from trimtab.cli.image_size import read_size
 from trimtab.cli.pack import parse_filters
 from trimtab.costs.devices import parse_cluster, parse_node_link
-from trimtab.demo.tokenizer import CHAT_TEMPLATE, train_tokenizer
+from trimtab.demo.draw import train_tokenizer
 from trimtab.errors import TrimtabError
 from trimtab.lora import parse_lora
 from trimtab.models.describe import describe
@@ -32,6 +32,7 @@ from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import TokenCounter, read_tokenizer
 from trimtab.units import parse_bytes
 
+ROOT = Path(__file__).parents[2]
 Try = Callable[[int], None]
 _PIECES = (
     *("-1", "0", "1.5", "1e999", "nan", "inf", "9" * 25, "9" * 5000, "--", "--=", "'", "x", "é", "\u202e"),
@@ -42,7 +43,8 @@ _PIECES = (
 
 def tokenizers(folder: Path) -> Try:
     """A tokenizer, its settings and chat template: counts of texts and what is learnt of them, or an error of ours."""
-    template = CHAT_TEMPLATE + (
+    settings = ROOT / "src" / "trimtab" / "demo" / "tiny_model" / "tokenizer_config.json"
+    template = json.loads(settings.read_text())["chat_template"] + (
         "{%- set ns = namespace(n=range(3) | list | tojson) -%}{%- generation -%}{%- endgeneration -%}"
         "{%- if ns.n == '%5s' % 'a' -%}{{ 'ab' * 2 ** 3 | indent(4) }}{%- endif -%}"
     )

@@ -29,7 +29,7 @@ LIMITS = {"max_pixels": 501760, "max_tokens": 5000, "max_patches": 16384}
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from trimtab.demo.draw import draw_dataset
 
-    return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=60).folder / "data.jsonl"
+    return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=60) / "data.jsonl"
 
 
 @pytest.fixture(scope="module")
