@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from trimtab.errors import TrimtabError
 from trimtab.files import write_atomically
@@ -143,7 +144,7 @@ def _paint(rng: Random, picture: _Picture) -> bytes:
     return file.getvalue()
 
 
-def _make_record(rng: Random, number: int, pictures: dict[str, list[_Picture]]) -> dict[str, object]:
+def _make_record(rng: Random, number: int, pictures: dict[str, list[_Picture]]) -> dict[str, Any]:
     """Return a conversation in LLaVA's form, of one to six turns; its images stand before the first question."""
     source, (_, lengths) = rng.choices(list(_LENGTHS.items()), [share for share, _ in _LENGTHS.values()])[0]
     images: list[_Picture] = []
@@ -159,7 +160,7 @@ def _make_record(rng: Random, number: int, pictures: dict[str, list[_Picture]]) 
         for speaker, num_words in (("human", rng.randint(4, 12)), ("gpt", answer)):
             turns.append({"from": speaker, "value": " ".join(rng.choices(_WORDS, k=num_words))})
     turns[0]["value"] = "<image>\n" * len(images) + turns[0]["value"]
-    record: dict[str, object] = {"id": f"{source}-{number:06d}", "source": source, "conversations": turns}
+    record: dict[str, Any] = {"id": f"{source}-{number:06d}", "source": source, "conversations": turns}
     paths = [picture.file for picture in images]
     return record | ({"image": paths[0] if len(paths) == 1 else paths} if paths else {})
 
