@@ -96,7 +96,7 @@ def pack_samples(
     above = above_limits(sizes, limits) & (method not in PADDED_METHODS)
     large, small = np.flatnonzero(above), np.flatnonzero(~above)
     if len(large) and oversize == "error":
-        raise PackingError(_describe_oversize(samples, large, limits))
+        raise PackingError(describe_oversize(samples, large, limits))
     num_alone = len(large) if oversize == "alone" else 0
     columns, own_cost = (sizes[small], per_sample[small]) if len(large) else (sizes, per_sample)
 
@@ -241,7 +241,7 @@ def _check(
         raise PackingError(join_problems(problems))
 
 
-def _describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, int]) -> str:
+def describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, int]) -> str:
     """All samples above a limit, a line each."""
     lines = [
         f"{len(rows)} of {len(samples)} samples do not fit a pack of {limits[0]} {samples.patch_unit} and {limits[1]} "
