@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.files import write_atomically
-from trimtab.plan.decide.packs import even_steps, pack_contents
+from trimtab.plan.case import even_steps
+from trimtab.plan.decide.packs import pack_contents
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.measured.check import check_plan

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from plans import small_plan
 
 from trimtab.errors import PlanError
-from trimtab.plan.decide.packs import even_steps, load_packs, pack_contents
+from trimtab.plan.case import even_steps
+from trimtab.plan.decide.packs import load_packs, pack_contents
 from trimtab.plan.file.yaml import name_table
 from trimtab.plan.plan import PackingDecision
 from trimtab.specs import Packing, Schedule

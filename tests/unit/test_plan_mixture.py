@@ -16,10 +16,9 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PackingError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.expressible import replan
 from trimtab.plan.decide.mixture import describe_draw, draw_epoch, share_exactly
 from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.file.reload import reload_plan
+from trimtab.plan.file.reload import reload_plan, replan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.measured.check import check_plan, refuse_broken
 from trimtab.plan.options import PlanOptions

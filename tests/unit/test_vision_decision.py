@@ -23,10 +23,10 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.case import Case
-from trimtab.plan.decide.expressible import Expressible, best_expressible, replan
+from trimtab.plan.decide.expressible import Expressible, best_expressible
 from trimtab.plan.decide.image_sizes import image_sizes
 from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.file.reload import load_details, options_of, reload_plan
+from trimtab.plan.file.reload import load_details, options_of, reload_plan, replan
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions

@@ -1,13 +1,27 @@
-"""One run as far as it is decided: what the planner's steps hand on, and what a plan on disk is read back into."""
+"""The nouns of a decision: memory budget, setting, case. `make_case` is the one way to a `Case`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from trimtab.balance.packing import PackResult, pack_samples, refuse_empty
+from trimtab.balance.schedule import fill_table
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.decide.budget import MemoryBudget
-from trimtab.plan.decide.work import PATCHES, PATCHES_WINDOWED, join_samples, joins_samples, limit_work
+from trimtab.plan.decide.mixture import Epoch
+from trimtab.plan.decide.work import (
+    PATCHES,
+    PATCHES_WINDOWED,
+    join_samples,
+    joins_samples,
+    limit_work,
+    packed_work,
+    pad_documents,
+    padded_work,
+    price_samples,
+)
 from trimtab.plan.estimates import VisionEstimate
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import VisionDecision
@@ -131,3 +145,78 @@ def split_problem(
         overhead_bytes=budget.outside_bytes,
         overhead_share=budget.slack,
     )
+
+
+def pack_case(
+    model: ModelSpec,
+    epoch: Epoch,
+    cluster: ClusterSpec,
+    budget: MemoryBudget,
+    setting: Setting,
+    options: PlanOptions,
+) -> Case:
+    """The epoch in packs for this setting; stages are still to come."""
+    samples_work = pad_documents(epoch.samples, setting.dims).work(token_window=model.token_window)
+    packed = pack_epoch(epoch, setting, options, cost=price_samples(setting.profile, samples_work)[epoch.rows])
+    setting = replace(setting, num_microbatches=packed.schedule.table.shape[2])
+    return make_case(model, epoch.samples, cluster, options, budget, setting, packed)
+
+
+def make_case(
+    model: ModelSpec,
+    samples: SampleTable,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    budget: MemoryBudget,
+    setting: Setting,
+    packed: PackResult,
+    *,
+    padded: bool = False,
+) -> Case:
+    """The case of these packs of `samples`, images not shared; `padded`: each pack to its longest sample."""
+    samples_work = pad_documents(samples, setting.dims).work(token_window=model.token_window)
+    return Case(
+        model=model,
+        samples=samples,
+        samples_work=samples_work,
+        cluster=cluster,
+        options=options,
+        budget=budget,
+        setting=setting,
+        packing=packed.packing,
+        schedule=packed.schedule,
+        work=(padded_work if padded else packed_work)(packed.packing, samples_work),
+    )
+
+
+def pack_epoch(epoch: Epoch, setting: Setting, options: PlanOptions, *, cost: FloatArray) -> PackResult:
+    """Packs within the setting's limits, and steps of equal length where their number of packs was left open."""
+    packed = epoch.of_table(
+        pack_samples(
+            pad_documents(epoch.drawn, setting.dims),
+            limits=(setting.max_patches, setting.max_tokens),
+            dp=setting.dims.dp,
+            num_microbatches=setting.num_microbatches,
+            method=options.method,
+            order=options.order,
+            cost=cost,
+            seed=options.seed,
+            oversize=options.oversize,
+        )
+    )
+    refuse_empty(packed.packing)
+    if not options.leaves_steps_open:
+        return packed
+    return replace(packed, schedule=even_steps(packed.schedule, setting.num_microbatches))
+
+
+def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """The same rows of packs in the same order, in steps of equal length near `num_microbatches` rows.
+
+    A row is what the ranks run at the same time. R rows are cut into about round(R / M) steps of equally many rows, the
+    last of them shorter: steps of exactly M rows may leave it almost empty.
+    """
+    num_rows = int((schedule.table >= 0).any(axis=1).sum())
+    per_step = max(1, math.ceil(num_rows / max(1, round(num_rows / num_microbatches))))
+    slots = schedule.table.transpose(0, 2, 1).reshape(-1)
+    return fill_table(slots[slots >= 0], schedule.table.shape[1], per_step, schedule.order)

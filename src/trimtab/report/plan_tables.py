@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from trimtab.plan.decide.simplest import complexity
+from trimtab.plan.decide.variant import Variant
 from trimtab.plan.estimates import Estimates, VisionEstimate
-from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.file.details import PlanDetails
 from trimtab.report.table import Cell, Cells, Column, Table, numeric
 from trimtab.report.words import (
     balance_rows,

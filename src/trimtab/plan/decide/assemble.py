@@ -18,6 +18,7 @@ from trimtab.partition.assess import SplitResult
 from trimtab.plan.case import Case
 from trimtab.plan.decide.packs import pack_contents
 from trimtab.plan.decide.times import spread_of
+from trimtab.plan.decide.variant import Variant
 from trimtab.plan.decide.work import price_samples
 from trimtab.plan.estimates import (
     BalanceEstimate,
@@ -27,7 +28,7 @@ from trimtab.plan.estimates import (
     StageEstimate,
     VariantEstimate,
 )
-from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.file.yaml import name_table
 from trimtab.plan.options import PlanOrigin

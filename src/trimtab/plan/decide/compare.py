@@ -26,9 +26,9 @@ from trimtab.plan.decide.idle import split_idle
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.decide.times import rank_step_s, steps_of, times_of
+from trimtab.plan.decide.variant import Variant
 from trimtab.plan.decide.work import PATCHES, TOKENS, above_all, packed_work, padded_work, select_rows
 from trimtab.plan.estimates import BASELINE, SettingEstimate
-from trimtab.plan.file.details import Variant
 from trimtab.specs import ClusterSpec, FloatArray, IntArray, ParallelDims, SampleTable, Schedule, Stage
 from trimtab.units import format_number, format_ratio
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from trimtab.partition.simulate import StageTimes, simulate_steps
 from trimtab.partition.stages import SplitProblem
-from trimtab.plan.file.details import IdleParts
+from trimtab.plan.decide.variant import IdleParts
 from trimtab.specs import FloatArray, IntArray
 
 _MOST_STEPS, _MOST_CELLS = 256, 2**22  # of the sampled steps: how many, and seconds of a stage and micro-batch

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from trimtab.balance.packing import PackResult
-from trimtab.balance.schedule import fill_table
 from trimtab.errors import PlanError
 from trimtab.plan.decide.mixture import Epoch
 from trimtab.plan.file.yaml import array_bytes, load_array, read_table
@@ -25,18 +23,6 @@ def pack_contents(packing: Packing, schedule: Schedule) -> dict[str, bytes]:
         "indices.npy": array_bytes(packing.indices.astype(np.int64)),
         "schedule.npy": array_bytes(schedule.table.astype(np.int64)),
     }
-
-
-def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The same rows of packs in the same order, in steps of equal length near `num_microbatches` rows.
-
-    A row is what the ranks run at the same time. R rows are cut into about round(R / M) steps of equally many rows, the
-    last of them shorter: steps of exactly M rows may leave it almost empty.
-    """
-    num_rows = int((schedule.table >= 0).any(axis=1).sum())
-    per_step = max(1, math.ceil(num_rows / max(1, round(num_rows / num_microbatches))))
-    slots = schedule.table.transpose(0, 2, 1).reshape(-1)
-    return fill_table(slots[slots >= 0], schedule.table.shape[1], per_step, schedule.order)
 
 
 def sizes_file(plan: Plan) -> TableFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,22 @@ from trimtab.files import is_there
 from trimtab.models.describe import describe
 from trimtab.models.shipped import find_shipped
 from trimtab.options import RecomputedTier, same_fields
-from trimtab.plan.case import Case, Setting
-from trimtab.plan.decide.assemble import device_fingerprint, plan_details
+from trimtab.plan.case import Case, Setting, make_case
+from trimtab.plan.decide.assemble import assemble_plan, device_fingerprint, plan_details
 from trimtab.plan.decide.budget import MemoryBudget
 from trimtab.plan.decide.compare import compare_variants
 from trimtab.plan.decide.mixture import draw_epoch
 from trimtab.plan.decide.packs import load_packs, read_samples, sizes_file
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import packed_work, pad_documents
+from trimtab.plan.decide.stages import ABOUT_SPLIT
 from trimtab.plan.file.details import PlanDetails
 from trimtab.plan.file.modules import unfold_modules
 from trimtab.plan.file.yaml import open_plan, plan_folder, read_table
-from trimtab.plan.options import PlanOptions
+from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import Plan
-from trimtab.plan.sharing.choice import VisionChoice, raise_problems
+from trimtab.plan.sharing.choice import VisionChoice
 from trimtab.plan.sharing.decision import share_vision
+from trimtab.plan.sharing.rules import raise_problems
 from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, Stage, recomputing
 
 
@@ -63,25 +65,14 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     packs = load_packs(folder, decisions.packing, times=epoch.times)
     parallel = decisions.parallel
     dims = ParallelDims(**same_fields(parallel, ParallelDims))
-    samples_work = pad_documents(samples, dims).work(token_window=model.token_window)
-    case = Case(
-        model=model,
-        samples=samples,
-        samples_work=samples_work,
-        cluster=cluster,
-        options=options,
-        budget=MemoryBudget.of(cluster, options),
-        setting=Setting(
-            dims=dims,
-            max_patches=decisions.packing.max_patches,
-            max_tokens=decisions.packing.max_tokens,
-            num_microbatches=decisions.schedule.num_microbatches,
-            profile=profile_setting(model, cluster, options, dims),
-        ),
-        packing=packs.packing,
-        schedule=packs.schedule,
-        work=packed_work(packs.packing, samples_work),
+    setting = Setting(
+        dims=dims,
+        max_patches=decisions.packing.max_patches,
+        max_tokens=decisions.packing.max_tokens,
+        num_microbatches=decisions.schedule.num_microbatches,
+        profile=profile_setting(model, cluster, options, dims),
     )
+    case = make_case(model, samples, cluster, options, MemoryBudget.of(cluster, options), setting, packs)
     if decisions.vision_data_parallel is not None:
         raise_problems(decisions.vision_data_parallel, parallel, decisions.schedule, model)
         num_ranks, num_slots = packs.schedule.table.shape[1:]
@@ -196,3 +187,25 @@ def load_details(path: Path | str) -> PlanDetails:
     tables = {table.file: read_table(folder, table) for table in files}
     variants = compare_variants(case, found.stages, elsewhere=plan.estimates.settings)
     return plan_details(plan, case, variants, tables=tables)
+
+
+def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: frozenset[int], note: str) -> PlanDetails:
+    """The plan with other stages: packs, degrees and inputs unchanged, new estimates; `write_plan` saves it.
+
+    What the plan assumed is kept, but for how its old split was found; `note` says how the new one was.
+    """
+    plan = found.plan
+    model = replace(found.case.model, forbidden_cuts=found.case.model.forbidden_cuts | forbidden_cuts)
+    case = replace(found.case, model=model)
+    return assemble_plan(
+        case,
+        case.problem.assess(stages),
+        compare_variants(case, stages, elsewhere=plan.estimates.settings),
+        origin=PlanOrigin(
+            command=plan.command, data_files=plan.inputs.data.files, num_skipped=plan.inputs.data.num_skipped
+        ),
+        mixture=plan.inputs.data.mixture,
+        settings=plan.estimates.settings,
+        setting_error=plan.estimates.setting_error,
+        assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
+    )

@@ -22,7 +22,7 @@ from trimtab.plan.decide.packs import cover_problems, load_packs, read_samples
 from trimtab.plan.file.reload import ReloadedPlan, options_of, reload_plan, stages_of
 from trimtab.plan.file.yaml import open_plan, unknown_keys
 from trimtab.plan.plan import Plan
-from trimtab.plan.sharing.choice import decision_problems
+from trimtab.plan.sharing.rules import decision_problems
 from trimtab.specs import ClusterSpec, ModelSpec
 from trimtab.units import format_bytes
 

@@ -10,8 +10,8 @@ from trimtab.plan.case import Case
 from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
 from trimtab.plan.decide.work import PATCHES
 from trimtab.plan.plan import ScheduleDecision, VisionDecision
-from trimtab.plan.sharing.choice import decision_problems, exchange_of, group_degree
 from trimtab.plan.sharing.decision import share_vision
+from trimtab.plan.sharing.rules import decision_problems, exchange_of, group_degree
 from trimtab.units import format_seconds
 
 _GOOD_ENOUGH = 1.005  # of the shortest epoch: then the smaller pool, and no sharing at all before some

@@ -18,9 +18,8 @@ from trimtab.options import Tower
 from trimtab.partition.baselines import full_recompute
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.case import Case
-from trimtab.plan.decide.expressible import replan
 from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.file.reload import ReloadedPlan, reload_plan
+from trimtab.plan.file.reload import ReloadedPlan, reload_plan, replan
 from trimtab.plan.measured.probed import (
     ABOUT_BYTES,
     DeviceProbe,
