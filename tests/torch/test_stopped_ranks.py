@@ -27,7 +27,7 @@ from train_runs import (
     write_variant,
 )
 
-from trimtab.plan.measured.check import check_plan
+from trimtab.plan.file.check import check_plan
 
 pytestmark = pytest.mark.integration
 

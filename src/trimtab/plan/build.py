@@ -9,20 +9,18 @@ from pathlib import Path
 from trimtab.errors import PartitionError, PlanError, refuse_type
 from trimtab.files import write_atomically, written_together
 from trimtab.partition.assess import SplitResult
-from trimtab.plan.case import pack_case
-from trimtab.plan.decide.assemble import assemble_plan
-from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
+from trimtab.plan.decide.epoch import Epoch, describe_draw, open_epoch
 from trimtab.plan.decide.expressible import Expressible, best_split
-from trimtab.plan.decide.mixture import Epoch, describe_draw, open_epoch
 from trimtab.plan.decide.setting import choose_setting, default_global_batch
+from trimtab.plan.decide.sharing import VisionChosen, choose_vision
 from trimtab.plan.decide.simplest import ChosenSetting
 from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
-from trimtab.plan.decide.times import host_sentences
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.decide.work import host_sentences
+from trimtab.plan.file.figures import PlanDetails, assemble_plan
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.sharing.search import VisionChosen, choose_vision
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 
 Progress = Callable[[str, int, int], None]

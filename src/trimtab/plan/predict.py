@@ -17,16 +17,13 @@ from trimtab.options import RecomputedTier
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.jitter import StepSpread
 from trimtab.partition.stages import SplitProblem
-from trimtab.plan.baseline import PADDED
-from trimtab.plan.case import Setting, make_case
-from trimtab.plan.decide.budget import MemoryBudget
-from trimtab.plan.decide.compare import Run, simulate_run
-from trimtab.plan.decide.mixture import Epoch, open_epoch
+from trimtab.plan.decide.case import MemoryBudget, Setting, make_case
+from trimtab.plan.decide.compare import Run, Variant, simulate_run
+from trimtab.plan.decide.epoch import Epoch, open_epoch
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.times import host_sentences, spread_of
-from trimtab.plan.decide.variant import Variant
-from trimtab.plan.decide.work import above_all, join_samples, joins_samples
+from trimtab.plan.decide.work import above_all, host_sentences, join_samples, joins_samples, spread_of
 from trimtab.plan.given import GivenRun
+from trimtab.plan.options import PADDED
 from trimtab.specs import ClusterSpec, ModelSpec, ParallelDims, Profile, SampleTable, Stage, recomputing
 
 _STAGE = re.compile(r"\s*(?:(?P<vision>[0-9]{1,5})v)?(?:\s*\+\s*)?(?:(?P<language>[0-9]{1,5})l)?\s*")

@@ -9,8 +9,8 @@ import json
 
 import numpy as np
 
-from trimtab.plan.decide.variant import Variant
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.decide.compare import Variant
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.report.words import before_after, clean
 
 Event = dict[str, object]

@@ -10,7 +10,7 @@ from trimtab.costs.profile import with_tiers
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.plan.case import Case
+from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.stages import cuts_of, epoch_s, split_case, uniform_splits
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import LayerSpec, Profile, Stage, recomputing, stages_between, tiers_of
