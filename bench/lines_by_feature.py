@@ -34,7 +34,7 @@ ROWS = (
     ),
     (
         "plan/file/check plan/decide/probed runtime/probe cli/check cli/probe",
-        "`check`, `probe`, the log of a run (15, 20)",
+        "`check`, `probe` (15, 20)",
     ),
     ("plan/predict plan/given adapters/launch_files cli/predict", "`predict` of a run that somebody has (18)"),
     (

@@ -3,8 +3,6 @@
 One field is one option: `trimtab plan` shows it, `PlanOptions` checks it (see `trimtab.options`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -299,7 +297,7 @@ class PlanOptions:
             typed=list[str],
         ),
     ] = ()
-    profile: Profile | None = None  # whose seconds to plan with; None: the formulas'
+    profile: "Profile | None" = None  # whose seconds to plan with; None: the formulas'
 
     def __post_init__(self) -> None:
         problems = option_problems(self)
@@ -357,7 +355,7 @@ class PlanOrigin:
     """Where a plan's inputs came from, for its header and for `trimtab check`."""
 
     command: str = ""
-    data_files: tuple[DataFile, ...] = ()
+    data_files: "tuple[DataFile, ...]" = ()
     num_skipped: int = 0
     assumptions: tuple[str, ...] = ()
 
