@@ -42,7 +42,7 @@ from tiny_chat import picture, question, save_chat_model
 
 from trimtab.adapters.torchserve import Recipe, export_torchserve
 from trimtab.runtime.placing.load import load_placed
-from trimtab.serve.processor import load_processor
+from trimtab.serve.application import load_processor
 
 WHAT = "what is in the picture?"
 

@@ -9,9 +9,8 @@ from trimtab.adapters.engines import StageCounts, count_placed_layers, engine_co
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.machine import machine_of
+from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.workload import Workload
 from trimtab.units import GIB
 
 WORK = Workload(images=((1024, 1024),))
