@@ -106,6 +106,8 @@ def _parse_gpu(kind: str, free: str | None) -> Gpu:
         if free is not None and _parse_size(free) > size:
             raise PartitionError(f"{kind}:{free} has more free than it holds: give at most {kind} after the colon")
         return Gpu(index=0, free_bytes=size if free is None else _parse_size(free))
+    from trimtab.costs.devices import find_device  # NumPy, which the help of the options does without
+
     device = find_device(kind)
     free_bytes = device.memory_bytes if free is None else _parse_size(free)
     if free_bytes > device.memory_bytes:
@@ -115,7 +117,6 @@ def _parse_gpu(kind: str, free: str | None) -> Gpu:
 
 def machine_of(free_bytes: Sequence[int], *, cpu_bytes: int = 0, disk: bool = False) -> Machine:
     """GPUs of the given free memories, numbered in order."""
-    from trimtab.costs.devices import find_device  # NumPy, which the help of the options does without
 
     gpus = tuple(Gpu(index=i, free_bytes=free) for i, free in enumerate(free_bytes))
     return Machine(gpus=gpus, cpu_bytes=cpu_bytes, disk=disk)
