@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from placement_cases import small_model
 
-from trimtab.adapters.engines import StageCounts, count_placed_layers, engine_commands
+from trimtab.adapters.servers import StageCounts, count_placed_layers, engine_commands
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.placement.bytes import inference_table

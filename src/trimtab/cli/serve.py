@@ -49,7 +49,7 @@ def serve(
 
 def _engines(model_dir: Path, device_map: Mapping[str, int | str] | None) -> str:
     """Return what starts vLLM and SGLang with the same placement."""
-    from trimtab.adapters.engines import engine_commands
+    from trimtab.adapters.servers import engine_commands
 
     try:
         commands = engine_commands(str(model_dir), device_map)
