@@ -29,8 +29,8 @@ from trimtab.samples.rows import record_id
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
-# -- the records of a data set, found again ------------------------------------------------------------------------------
-# # JSON Lines are read in place. A JSON list or a Parquet file is first written out as JSON Lines, into a file that goes
+# -- the records of a data set, found again ---------------------------------------------------------------------------
+# JSON Lines are read in place. A JSON list or a Parquet file is first written out as JSON Lines, into a file that goes
 # when the work is done; a list is held in memory for that, as in sizing. Else memory is the names and positions of the
 # samples, and no record is held.
 

@@ -1,12 +1,12 @@
 """A placement for vLLM, SGLang and TorchServe.
 
-vLLM and SGLang get layer counts of pipeline stages. Both read one environment variable: decoder layers of each pipeline rank, separated by commas, their number and sum
-checked against `--pipeline-parallel-size` and the model (vllm/distributed/utils.py and
+vLLM and SGLang read one environment variable: decoder layers of each pipeline rank, separated by commas, their number
+and sum checked against `--pipeline-parallel-size` and the model (vllm/distributed/utils.py and
 sglang/srt/distributed/utils.py, `get_pp_indices`). Vision tower and embedding run on the first rank, the head on the
 last. What an engine needs beyond that (paged cache, graphs) is its own; the counts balance what a placement knows of.
 
-TorchServe 0.12 gets a handler and its settings, packed by `torch-model-archiver`. It is archived: no release since 0.12.0
-(2024), and its README says that vulnerabilities may not be fixed.
+TorchServe 0.12 gets a handler and its settings, packed by `torch-model-archiver`. It is archived: no release
+since 0.12.0 (2024), and its README says that vulnerabilities may not be fixed.
 """
 
 from __future__ import annotations
