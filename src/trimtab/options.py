@@ -12,8 +12,8 @@ from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 Tower = Literal["vision", "projector", "language", "audio"]
-RecomputedTier = Literal["selective", "attention", "full"]
-"""What a layer holds beside its input: results of matrix products and attention; only of attention; nothing."""
+RecomputedTier = Literal["selective", "full"]
+"""What a layer holds next to its input: results of matrix products and of attention, or nothing."""
 DType = Literal["bf16", "fp16", "fp32"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8"]
 """Of a training run. fp8, mxfp8: blocks multiply 8-bit copies; weights and what is kept stay bf16."""

@@ -15,14 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 from trimtab.adapters.running import Decided
-from trimtab.adapters.torchtitan import _ATTENTION_POLICY, export, titan_names, titan_unsupported_cuts
+from trimtab.adapters.torchtitan import export, titan_names, titan_unsupported_cuts
 from trimtab.models.describe import describe
 from trimtab.specs import ParallelDims, RecomputeChoice, stages_between
 
 pytestmark = pytest.mark.integration
 
 torch = pytest.importorskip("torch", reason="torchtitan needs torch")
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -82,77 +81,7 @@ def test_torchtitan_splits_a_model_as_the_plan_does(seed):
     assert {len(ranks) for ranks in mapping} == {chunks}
 
 
-class Block(torch.nn.Module):
-    """One product, attention, another product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = torch.nn.Linear(16, 48, bias=False), torch.nn.Linear(16, 16, bias=False)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        query, key, value = (part.view(1, 6, 2, 8).transpose(1, 2) for part in self.into(rows).chunk(3, dim=-1))
-        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(torch.nn.functional.gelu(mixed.transpose(1, 2).reshape(6, 16))).sin()
-
-
-class Counted(TorchDispatchMode):
-    """Operations by name, as they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def run_again(policy: str | None) -> tuple[int, int, torch.Tensor]:
-    """Products and attentions of a backward pass under the policy of our lines, and the gradient of the rows."""
-    torch.manual_seed(0)
-    model = SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace())
-    block = MODEL.indices("language", "block")[0]
-    (whole,) = stages_between((0, len(MODEL.layers)))
-    if policy is not None:
-        whole = dataclasses.replace(whole, recompute=(RecomputeChoice(tier=policy, layers=(block,)),))
-    plan = Decided(model=MODEL, stages=(whole,), dims=ParallelDims(), schedule="1F1B", num_microbatches=1)
-    exec(export(plan, None).text, {"cfg": model})
-    layers = torch.nn.Module()
-    layers.layers = ModuleDict({"0": Block()})
-    if model.activation_checkpoint is not None:
-        model.activation_checkpoint.build().apply(layers)
-    rows = torch.randn(6, 16, requires_grad=True)
-    result = layers.layers["0"](rows)
-    with Counted() as counted:
-        result.sum().backward()
-    products = sum("aten.mm" in name for name in counted.names)
-    attentions = sum("attention" in name and "backward" not in name for name in counted.names)
-    assert rows.grad is not None
-    return products, attentions, rows.grad
-
-
-def test_our_attention_policy_runs_again_all_but_attention(monkeypatch: pytest.MonkeyPatch):
-    known = activation_checkpoint._get_default_save_ops()
-    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # torchtitan lists those of GPUs
-    monkeypatch.setattr(activation_checkpoint, "_get_default_save_ops", lambda: known | {on_cpu})
-    products, attentions, gradient = run_again(None)
-    assert (products, attentions) == (4, 0), "two for each of the two products"
-    found = {tier: run_again(tier) for tier in ("attention", "full")}
-    assert found["attention"][:2] == (6, 0)
-    assert found["full"][:2] == (6, 1)
-    assert all(torch.equal(gradient, again) for *_, again in found.values())
-
-
-def test_our_attention_policy_keeps_the_attentions_of_gpus_and_no_product():
-    names: dict[str, object] = {}
-    exec(_ATTENTION_POLICY, names)
-    kept = {str(op) for op in names["AttentionAC"].Config().build().get_save_ops()}
-    assert {f"aten._scaled_dot_product_{kind}_attention.default" for kind in ("flash", "efficient", "cudnn")} <= kept
-    assert not kept & {"aten.mm.default", "aten.addmm.default", "aten.linear.default", "aten.bmm.default"}
-    assert all("attention" in name or "attn" in name for name in kept)
-
-
-@pytest.mark.parametrize("tier", ["full", "attention", "selective", None])
+@pytest.mark.parametrize("tier", ["full", "selective", None])
 def test_torchtitan_has_the_recompute_policies_that_we_name(tier):
     block = MODEL.indices("language", "block")[0]
     stages = stages_between((0, block + 3, len(MODEL.layers)))
@@ -164,7 +93,7 @@ def test_torchtitan_has_the_recompute_policies_that_we_name(tier):
     cfg = SimpleNamespace(parallelism=ParallelismConfig(), training=SimpleNamespace())
     exec(found.text, {"cfg": cfg})
     assert {f.name for f in dataclasses.fields(cfg.parallelism)} >= set(found.fields["parallelism"])
-    expected = {"full": "FullAC", "attention": "SelectiveAC", "selective": "SelectiveAC"}.get(tier or "")
+    expected = {"full": "FullAC", "selective": "SelectiveAC"}.get(tier or "")
     if expected is None:
         assert cfg.activation_checkpoint is None
     else:

@@ -153,11 +153,7 @@ def test_a_frozen_tower_has_nothing_to_recompute(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("attention", "memory", "name", "tier"),
-    [
-        ("flash", 36, "torchtitan", "attention"),
-        ("eager", 48, "torchtitan", "full"),  # unfused attention has no price of its own
-    ],
+    ("attention", "memory", "name", "tier"), [("flash", 36, "torchtitan", "full"), ("eager", 48, "torchtitan", "full")]
 )
 def test_a_fitted_plan_takes_the_tier_that_the_framework_has(
     attention: Literal["flash", "eager"], memory: int, name: str, tier: str, tmp_path: Path

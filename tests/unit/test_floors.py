@@ -58,23 +58,14 @@ def files() -> list[Path]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Absolute names of everything a file imports, inside functions too; type-only imports left out."""
+    """Return absolute names of everything a file imports, inside functions and for types alone as well."""
     modules: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            for child in node.orelse:
-                visit(child)
-            return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide the floor"
             modules.add(node.module or "")
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(path.read_text(encoding="utf-8")))
     return modules
 
 

@@ -68,15 +68,12 @@ def test_lines_set_the_configuration():
     assert parallelism(alone)["data_parallel_replicate_degree"] == 2
 
 
-@pytest.mark.parametrize(
-    ("tier", "policy"), [("full", "FullAC"), ("attention", "AttentionAC"), ("selective", "SelectiveAC")]
-)
+@pytest.mark.parametrize(("tier", "policy"), [("full", "FullAC"), ("selective", "SelectiveAC")])
 def test_recompute_is_one_policy_for_all_blocks(tier, policy):
     chosen = {0: [RecomputeChoice(tier=tier, layers=(2, BLOCK))]}
     found = export(MODEL, by_counts(MODEL, 6, 6, recompute=chosen))
     assert found.fields["activation_checkpoint"] == policy
-    own = "class AttentionAC(SelectiveAC):" in found.text
-    assert (f"import {policy}\n" in found.text) != own == (tier == "attention")
+    assert f"import {policy}\n" in found.text
     assert found.text.endswith(f"cfg.activation_checkpoint = {policy}.Config()")
     assert [stage.num_recomputed() for stage in found.runs] == [6, 6]
     assert any("recompute of 1 of 12 blocks is planned" in w for w in found.warnings)
@@ -88,9 +85,7 @@ def test_recompute_is_one_policy_for_all_blocks(tier, policy):
 @pytest.mark.parametrize(
     ("tiers", "policy", "lost"),
     [
-        (("full", "attention"), "FullAC", "1 blocks are planned with attention recompute"),
         (("full", "selective"), "FullAC", "1 blocks are planned with selective recompute"),
-        (("attention", "selective"), "AttentionAC", "1 blocks are planned with selective recompute"),
     ],
 )
 def test_of_several_tiers_the_policy_is_the_one_that_holds_least(tiers, policy, lost):

@@ -27,20 +27,7 @@ from trimtab.options import RecomputedTier
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import LayerSpec, ModelSpec, Stage, tiers_of
 
-_POLICIES: Mapping[RecomputedTier, str] = {"full": "FullAC", "attention": "AttentionAC", "selective": "SelectiveAC"}
-_ATTENTION_POLICY = '''from dataclasses import dataclass
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-
-class AttentionAC(SelectiveAC):
-    """Keeps what attention gave, and nothing else."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        pass
-
-    def get_save_ops(self):
-        return {op for op in super().get_save_ops() if "attention" in str(op) or "attn" in str(op)}
-'''
+_POLICIES: Mapping[RecomputedTier, str] = {"full": "FullAC", "selective": "SelectiveAC"}
 _VISION_MODULE = "vision_encoder"  # the child of torchtitan's models that holds tower and projector
 FAMILIES = ("qwen3_5", "qwen3_5_moe")  # of torchtitan.models those with a vision encoder that we describe
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
@@ -140,9 +127,7 @@ def _python(parallelism: Mapping[str, object], plan: Decided, recompute: str | N
     if recompute is None:
         lines.append("cfg.activation_checkpoint = None")
     else:
-        own = recompute == _POLICIES["attention"]
-        given = f"from torchtitan.distributed.activation_checkpoint import {recompute}"
-        lines.append(_ATTENTION_POLICY if own else given)
+        lines.append(f"from torchtitan.distributed.activation_checkpoint import {recompute}")
         lines.append(f"cfg.activation_checkpoint = {recompute}.Config()")
     return "\n".join(lines)
 
@@ -204,7 +189,7 @@ def _recompute(model: ModelSpec, stages: Sequence[Stage], warnings: list[str]) -
 
 
 def _tiers(layer: LayerSpec) -> tuple[RecomputedTier, ...]:
-    return ("attention", *full_blocks(layer)) if layer.tower == "language" and layer.kind == "block" else ()
+    return full_blocks(layer) if layer.tower == "language" and layer.kind == "block" else ()
 
 
 def _can_run(model: ModelSpec, _pp: int) -> Expressible:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from trimtab.costs.activations import (
     adapter_traffic,
-    attention_result_bytes,
     casts_inputs,
     count_kernels,
     expert_launches,
@@ -350,10 +349,8 @@ def _output_bytes(layer: LayerSpec, columns: WorkColumns, settings: CostSettings
 def _recompute_tiers(
     layer: LayerSpec, settings: CostSettings, seconds: _LayerSeconds, columns: WorkColumns, again: tuple[float, ...]
 ) -> list[RecomputeTier]:
-    """The tiers "selective" (`selective_bytes`), "attention" and "full"; of measured work only the last.
+    """Return the tiers "selective" (`selective_bytes`) and "full"; measured work has only the last.
 
-    attention keeps the layer's input and the result of fused attention, and runs the rest of the forward again; there
-    is no such tier for unfused attention, whose scores would be quadratic.
     full keeps the layer's input and runs the whole forward again, collectives included. Implementations that stop
     once the last needed tensor is there skip the last product: 0.71-0.86 of a forward, or all of it where the layer
     scales or norms its last result. The price here is the whole forward: an upper bound.
@@ -368,21 +365,8 @@ def _recompute_tiers(
         pairs=seconds.attention + seconds.pair_traffic if eager else 0.0,
         once=seconds.kernels,
     )
-    tiers = [
-        RecomputeTier(
-            name="selective", extra_backward_s=extra, saved_bytes=columns.terms(rows=selective_bytes(layer, settings))
-        )
-    ]
-    if layer.attention is not None and not eager:
-        rows = seconds.forward.row + seconds.traffic + seconds.collectives + seconds.experts
-        tiers.append(
-            RecomputeTier(
-                name="attention",
-                extra_backward_s=columns.terms(rows=rows, pairs=seconds.pair_traffic, once=seconds.once),
-                saved_bytes=columns.terms(rows=row + attention_result_bytes(layer.attention, settings)),
-            )
-        )
-    return [*tiers, full]
+    kept = columns.terms(rows=selective_bytes(layer, settings))
+    return [RecomputeTier(name="selective", extra_backward_s=extra, saved_bytes=kept), full]
 
 
 def _transients(
