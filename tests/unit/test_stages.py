@@ -88,7 +88,7 @@ def test_split_equals_brute_force_on_a_thousand_instances(block):
     for _ in range(100):
         L, M = int(rng.integers(2, 7)), int(rng.integers(1, 6))
         P = int(rng.integers(1, min(L, 4) + 1))
-        profile = random_profile(rng, L, 4, num_tiers=4)
+        profile = random_profile(rng, L, 4, num_tiers=3)
         if rng.random() < 0.5:
             profile = with_tables(profile, rng)
         schedule = str(rng.choice(["1F1B", "1F1B", "GPipe", "ZBH1"]))

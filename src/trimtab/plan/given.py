@@ -78,7 +78,7 @@ class GivenRun:
     ] = None
     recompute: Annotated[
         str | None,
-        Option("none, full, selective, attention, or how many blocks of each stage recompute all, as in 2,1,0,0."),
+        Option("none, full, selective, or how many blocks of each stage recompute all, as in 2,1,0,0."),
     ] = None
     schedule: Annotated[ScheduleName | None, Option("Pipeline schedule; default: 1F1B.")] = None
     num_chunks: Annotated[int | None, Option("Virtual stages per device.", least=1)] = None
