@@ -559,6 +559,9 @@ class LayerCost:
     # of a micro-batch in flight, more on a stage that begins with this layer: tables and masks of its tower, which
     # every tier of an earlier layer counts; empty: none
     entry_bytes: tuple[float, ...] = ()
+    # the host's, for a micro-batch of any size: a pass lasts as long as the slower of device and host
+    host_forward_s: float = 0.0  # once more where the layer recomputes
+    host_backward_s: float = 0.0
 
     def tier(self, name: str) -> RecomputeTier | None:
         return next((tier for tier in self.tiers if tier.name == name), None)
@@ -591,6 +594,7 @@ class Profile:
     layers_blake2b: str = ""  # of the model's layers; empty: of none in particular
     optimizer: str | None = None  # whose state was measured; None: state follows the plan's
     zero_stage: int | None = None  # at which it was measured
+    send_wait_bytes_per_s: float | None = None  # of sends that both stages wait for; None: they wait for none
 
     def __repr__(self) -> str:
         return three_lines(
