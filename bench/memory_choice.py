@@ -164,7 +164,7 @@ def print_case(case: Case) -> None:
     print(f"   chosen: {tiers} of {len(problem.profile.layers)} layers; solved in {seconds:.2f} s of CPU")
 
 
-TIERS = ("selective", "attention", "full")
+TIERS = ("selective", "full")
 
 
 def main() -> None:

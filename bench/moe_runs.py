@@ -1,7 +1,7 @@
 """Published training runs of models with experts, predicted: `python bench/moe_runs.py`.
 
 Rows, their sources and models lie in data/moe_runs.json: routing is forced to be balanced, so that an imbalance of 1
-is priced. Fitted is one number, `LAUNCH_S` of costs/analytic.py, to the rows that say so; every other row is blind.
+is priced. Fitted is one number, `expert_s` of costs/host.py, to the rows that say so; every other row is blind.
 Not in the formulas: GPT-OSS's sinks of attention, CUDA graphs, all-to-all beside other micro-batches' products.
 """
 

@@ -23,7 +23,7 @@ import moe_runs
 from published_h20 import held_out
 from published_omnibal import elsewhere, omnibal, unfitted
 from published_text import Fit, Run, fits, groups
-from trimtab.costs.analytic import LAUNCH_S
+from trimtab.costs.host import HOSTS
 from trimtab.costs.profile import TIME_ERROR
 
 
@@ -112,7 +112,10 @@ def _experts_group() -> Group:
         kind="text, experts",
         source="; ".join(moe_runs.DATA["sources"].values()),
         url="https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/docs/performance-summary-archive.md",
-        fitted=f"the host's time to launch an expert's kernel ({1e6 * LAUNCH_S:.0f} us), to the three rows so marked",
+        fitted=(
+            f"the host's time to launch an expert's kernel ({1e6 * HOSTS['recipe'].expert_s:.0f} us), to the three "
+            "rows so marked"
+        ),
         note=(
             "Routing was forced to be balanced, and is priced so. Missed: GPT-OSS where its experts lie on 64 devices "
             "of B300 and GB200 (the former no faster than B200 with half the network), and B300 with four chunks, "

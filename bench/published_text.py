@@ -209,7 +209,7 @@ def _recomputed(profile: Profile, stages: tuple[Stage, ...], run: Run) -> tuple[
     if run.recompute in ("full", "selective"):
         tiers = dict.fromkeys(blocks, run.recompute)
     elif run.recompute == "half":  # half of the products are run again: all of half of the blocks
-        tiers = {i: "attention" if i % 2 else "selective" for i in blocks}
+        tiers = {i: "full" if i % 2 else "selective" for i in blocks}
     return tuple(recomputing(stage, tiers) for stage in stages)
 
 

@@ -1,10 +1,10 @@
 """LoRA and QLoRA as one option: which linear layers get adapters, of which rank, over weights of how many bits."""
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import get_args
 
 from trimtab.errors import PlanError, join_problems
-from trimtab.options import Tower
+from trimtab.options import AdapterWeights, Tower
 
 ALL_LINEAR = "all-linear"
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -24,11 +24,12 @@ class Lora:
     Experts that are one tensor of three dimensions are no linear layers: they stay frozen, as in PEFT.
     towers: where adapters are; all other weights are frozen. bits=4: linear layers of these towers, the head aside,
     lie in NF4 with double quantisation, as bitsandbytes stores them (QLoRA).
-    weights: of the adapters, "fp32" as PEFT makes them, or "same" as the model's.
+    weights: of the adapters, "same" as the model's, "fp32" as PEFT makes them, "fp32_products" without autocast; None:
+    as the host makes them.
     dropout changes no cost that is counted.
 
     >>> Lora(r=8, targets=("q_proj", "v_proj"))
-    Lora(r=8, targets=('q_proj', 'v_proj'), towers=('language',), bits=16, alpha=32, dropout=0.0, weights='fp32')
+    Lora(r=8, targets=('q_proj', 'v_proj'), towers=('language',), bits=16, alpha=32, dropout=0.0, weights=None)
     """
 
     r: int
@@ -37,7 +38,7 @@ class Lora:
     bits: int = 16  # of the frozen linear layers of these towers
     alpha: float = 32
     dropout: float = 0.0
-    weights: Literal["fp32", "same"] = "fp32"
+    weights: AdapterWeights | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -49,18 +50,19 @@ class Lora:
             problems.append(f"dropout {self.dropout} is no share below 1: give dropout=0.05, or leave it out")
         if not 0 < self.alpha < float("inf"):
             problems.append(f"alpha {self.alpha} scales adapters to nothing, or beyond numbers: give one above 0")
-        if self.weights not in ("fp32", "same"):
-            problems.append(f"adapters were to have {self.weights!r} weights: give weights=fp32 or weights=same")
+        if self.weights not in (None, *get_args(AdapterWeights)):
+            known = ", ".join(get_args(AdapterWeights))
+            problems.append(f"adapters were to have {self.weights!r} weights: give weights= one of {known}")
         if not self.targets or not all(self.targets):
             problems.append(f"no linear layer was named to adapt: give targets={ALL_LINEAR}")
-        known = [tower for tower in get_args(Tower) if tower != "audio"]  # no sample trains an audio tower
+        towers = [tower for tower in get_args(Tower) if tower != "audio"]  # no sample trains an audio tower
         problems += [
-            f"adapters were to be in the tower {tower!r}: those of samples are {', '.join(known)}"
+            f"adapters were to be in the tower {tower!r}: those of samples are {', '.join(towers)}"
             for tower in self.towers
-            if tower not in known
+            if tower not in towers
         ]
         if not self.towers:
-            problems.append(f"no tower was named to adapt: give some of {', '.join(known)}")
+            problems.append(f"no tower was named to adapt: give some of {', '.join(towers)}")
         if problems:
             raise PlanError(join_problems([f"lora: {problem}" for problem in problems]))
 

@@ -12,8 +12,8 @@ from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 Tower = Literal["vision", "projector", "language", "audio"]
-RecomputedTier = Literal["selective", "attention", "full"]
-"""What a layer holds beside its input: results of matrix products and attention; only of attention; nothing."""
+RecomputedTier = Literal["selective", "full"]
+"""What a layer holds next to its input: results of matrix products and of attention, or nothing."""
 DType = Literal["bf16", "fp16", "fp32"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8"]
 """Of a training run. fp8, mxfp8: blocks multiply 8-bit copies; weights and what is kept stay bf16."""
@@ -42,6 +42,11 @@ ITEM_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2, "mxfp8
 _MOST = 2**40  # keeps products of counts inside 64 bits
 
 Dispatcher = Literal["alltoall", "deepep"]  # a row goes to every expert, or once to a device with several
+ExpertProducts = Literal["grouped", "loop"]  # one kernel after the other for all experts, or a Python loop over them
+HostName = Literal["none", "common", "eager", "deepspeed", "megatron", "recipe", "nanotron"]
+"""What launches the kernels, see costs/host.py; none: nothing but the kernels themselves counts."""
+AdapterWeights = Literal["same", "fp32", "fp32_products"]
+"""Of LoRA: the model's own format; fp32, multiplied in the model's format under autocast; fp32, multiplied in fp32."""
 
 EXPERT_IMBALANCE = 1.1
 """Assumed: rows of the busiest device of an expert-parallel group, over the mean.

@@ -19,7 +19,8 @@ from trimtab.lora import Lora
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
 from trimtab.parallel import ParallelDims as ParallelDims
-from trimtab.shown import model_lines, packing_lines, profile_lines, samples_lines, schedule_lines
+from trimtab.shown import three_lines
+from trimtab.units import format_count, format_degrees
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -257,7 +258,14 @@ class ModelSpec:
         assert len(set(names)) == len(names), "layer names repeat"
         assert all(0 < cut < len(names) for cut in self.forbidden_cuts), "a cut lies outside the model"
 
-    __repr__ = model_lines
+    def __repr__(self) -> str:
+        towers = {tower: self.num_tower_params(tower) for tower in dict.fromkeys(x.tower for x in self.layers)}
+        return three_lines(
+            f"ModelSpec {self.name} ({self.family}), {len(self.layers)} layers",
+            f"{format_count(self.num_params)} parameters: "
+            + ", ".join(f"{tower} {format_count(count)}" for tower, count in towers.items()),
+            f"images cut by {self.image_rule.name}",
+        )
 
     @property
     def num_params(self) -> int:
@@ -414,7 +422,16 @@ class SampleTable:
     def __len__(self) -> int:
         return len(self.num_tokens)
 
-    __repr__ = samples_lines
+    def __repr__(self) -> str:
+        def summed(unit: str, column: IntArray) -> str:
+            most = int(column.max()) if len(column) else 0
+            return f"{unit}: {int(column.sum()):,} in all, {most:,} the most of a sample"
+
+        return three_lines(
+            f"SampleTable of {len(self):,} samples from {len(self.source_names)} sources",
+            summed(self.patch_unit, self.num_patches),
+            summed("tokens" if self.tokens_exact else "tokens, estimated", self.num_tokens),
+        )
 
     def sample_id(self, row: int) -> str:
         return self.ids[row] if self.ids is not None else str(row)
@@ -460,7 +477,12 @@ class Packing:
     method: str = "balanced"
     seed: int = 0
 
-    __repr__ = packing_lines
+    def __repr__(self) -> str:
+        return three_lines(
+            f"Packing of {len(self.indices):,} samples in {self.num_packs:,} packs",
+            f"at most {' and '.join(f'{limit:,}' for limit in self.limits)} (patches and tokens) a pack",
+            f"method {self.method}, seed {self.seed}, {len(self.oversize):,} samples left out as too large",
+        )
 
     @property
     def num_packs(self) -> int:
@@ -490,7 +512,13 @@ class Schedule:
     table: IntArray  # (num_steps, dp, num_microbatches)
     order: str = "random"
 
-    __repr__ = schedule_lines
+    def __repr__(self) -> str:
+        steps, dp, num_microbatches = self.table.shape
+        return three_lines(
+            f"Schedule of {steps:,} steps, {self.order} order",
+            f"{dp} ranks x {num_microbatches} micro-batches a step",
+            f"{int((self.table < 0).sum()):,} empty slots",
+        )
 
     @property
     def num_steps(self) -> int:
@@ -504,7 +532,7 @@ class Schedule:
 class RecomputeTier:
     """One way to hold a layer's activations between forward and backward."""
 
-    name: Literal["none", "selective", "attention", "full"]
+    name: Literal["none", "selective", "full"]
     extra_backward_s: tuple[float, ...]  # per WORK_TERMS, added to the layer's backward
     saved_bytes: tuple[float, ...]  # per WORK_TERMS, held per micro-batch in flight
 
@@ -531,6 +559,9 @@ class LayerCost:
     # of a micro-batch in flight, more on a stage that begins with this layer: tables and masks of its tower, which
     # every tier of an earlier layer counts; empty: none
     entry_bytes: tuple[float, ...] = ()
+    # the host's, for a micro-batch of any size: a pass lasts as long as the slower of device and host
+    host_forward_s: float = 0.0  # once more where the layer recomputes
+    host_backward_s: float = 0.0
 
     def tier(self, name: str) -> RecomputeTier | None:
         return next((tier for tier in self.tiers if tier.name == name), None)
@@ -563,8 +594,14 @@ class Profile:
     layers_blake2b: str = ""  # of the model's layers; empty: of none in particular
     optimizer: str | None = None  # whose state was measured; None: state follows the plan's
     zero_stage: int | None = None  # at which it was measured
+    send_wait_bytes_per_s: float | None = None  # of sends that both stages wait for; None: they wait for none
 
-    __repr__ = profile_lines
+    def __repr__(self) -> str:
+        return three_lines(
+            f"Profile of {len(self.layers)} layers on {self.device.name}, {self.method}, {self.dtype}",
+            f"{format_degrees(self.dims)}, attention {self.attention}",
+            f"seconds within ± {100 * self.time_error:.0f} %, bytes within ± {100 * self.memory_error:.0f} %",
+        )
 
     def matrix(self, term: Literal["forward_s", "backward_s", "output_bytes"]) -> FloatArray:
         """(num_layers, len(WORK_TERMS)) coefficients."""

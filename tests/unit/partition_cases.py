@@ -20,7 +20,7 @@ DEVICE = DeviceSpec(
 )
 
 
-TIERS = ("none", "selective", "attention", "full")
+TIERS = ("none", "selective", "full")
 
 
 def constant(value: float) -> tuple[float, ...]:
@@ -38,8 +38,8 @@ def layer(
     sent=0.0,
     params=1.0,
 ):
-    """`saved`: (extra seconds, bytes) of the tiers none, selective, attention, full; the middle ones may be missing."""
-    names = {1: ("none",), 2: ("none", "full"), 3: ("none", "selective", "full"), 4: TIERS}[len(saved)]
+    """`saved`: (extra seconds, bytes) of the tiers none, selective, full; the middle one may be missing."""
+    names = {1: ("none",), 2: ("none", "full"), 3: TIERS}[len(saved)]
     return LayerCost(
         name=f"layers.{i}",
         tower="language",

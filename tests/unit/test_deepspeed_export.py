@@ -49,13 +49,12 @@ def test_the_module_says_every_layer_and_the_plans_bounds():
 def test_recompute_is_carried_layer_by_layer_and_selective_becomes_full():
     chosen = {
         0: [RecomputeChoice(tier="full", layers=(2,)), RecomputeChoice(tier="selective", layers=(1,))],
-        1: [RecomputeChoice(tier="full", layers=(BLOCK + 7,)), RecomputeChoice(tier="attention", layers=(BLOCK + 8,))],
+        1: [RecomputeChoice(tier="full", layers=(BLOCK + 7, BLOCK + 8))],
     }
     stages = by_counts(MODEL, 6, 6, recompute=chosen)
     found = export(MODEL, stages)
     assert constants(found.text)["RECOMPUTE"] == [1, 2, BLOCK + 7, BLOCK + 8]
-    for tier in ("selective", "attention"):
-        assert any(f"1 layers are planned with {tier} recompute" in w for w in found.warnings)
+    assert any("1 layers are planned with selective recompute" in w for w in found.warnings)
     assert [c.layers for c in found.runs[0].recompute] == [(1, 2)]
     way = deepspeed_runs(stages)
     assert found.runs == way

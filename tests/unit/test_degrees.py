@@ -13,10 +13,11 @@ from cost_models import small_model, text_block, vision_block
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import decided
 from trimtab.costs.activations import expert_launches, layer_traffic
-from trimtab.costs.analytic import LAUNCH_S, Gradients, cost_layer
+from trimtab.costs.analytic import Gradients, cost_layer
 from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.costs.exchange import all_to_all_s, expert_tp_bytes, ring_bytes
 from trimtab.costs.flops import layer_matmuls
+from trimtab.costs.host import HOSTS
 from trimtab.costs.profile import profile_model
 from trimtab.costs.settings import CostSettings
 from trimtab.costs.state import shares_of
@@ -185,7 +186,7 @@ def test_every_expert_of_a_device_is_launched_by_the_host():
     )
     tiles = few - cost_layer(expert_block(4), TRAINED, A100, settings(dp=4, ep=4), group=0).forward_s[0]
     assert many - few == pytest.approx(14 * tiles, rel=0.02)  # 14 experts more, each with its products
-    assert many - few > 14 * 2 * LAUNCH_S
+    assert many - few > 14 * 2 * HOSTS["none"].expert_s
 
 
 def test_biases_of_experts_are_traffic():

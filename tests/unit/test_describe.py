@@ -163,7 +163,7 @@ def test_layers_behind_the_state_that_is_read_have_forward_work_alone(state, unr
             assert [tier.name for tier in cost.tiers] == ["none"]
         elif described.kind == "block":
             assert max(cost.backward_s) > max(cost.forward_s)
-            assert [tier.name for tier in cost.tiers] == ["none", "selective", "attention", "full"]
+            assert [tier.name for tier in cost.tiers] == ["none", "selective", "full"]
     blocks = [x for x in profile.layers if x.kind == "block" and x.tower == "vision"]
     assert len({x.forward_s for x in blocks}) == 1
     assert len({x.group for x in blocks}) == 1 + bool(unread)

@@ -68,24 +68,15 @@ def files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
-def imported_modules(path: Path, *, with_types: bool = False) -> set[str]:
-    """Absolute names of everything a file imports, inside functions too; type-only imports `with_types` alone."""
+def imported_modules(path: Path) -> set[str]:
+    """Return absolute names of everything a file imports, inside functions and for types alone as well."""
     modules: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        if not with_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            for child in node.orelse:
-                visit(child)
-            return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide the floor"
             modules.add(node.module or "")
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(path.read_text(encoding="utf-8")))
     return modules
 
 
@@ -114,7 +105,7 @@ def test_a_part_of_a_folder_imports_from_lower_parts_and_itself() -> None:
             continue
         part = f"{room}/{rest[0]}"
         assert part in INNER_FLOORS, f"{path} stands on no floor of {room}"
-        for module in sorted(imported_modules(path, with_types=True)):
+        for module in sorted(imported_modules(path)):
             _, _, inside = module.partition(f"trimtab.{room}.")
             other = f"{room}/{inside.partition('.')[0]}"
             # floor 0: options and nouns

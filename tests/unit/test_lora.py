@@ -261,7 +261,7 @@ def test_megatron_hosts_are_told_their_own_layers():
     with pytest.raises(UnsupportedPlanError, match="is told no pattern"):
         bridge.export(alone, None)
     with pytest.raises(UnsupportedPlanError, match="plan with weights=same,towers=language"):
-        bridge.export(replace(plan, lora=Lora(r=8)), None)
+        bridge.export(replace(plan, lora=Lora(r=8, weights="fp32")), None)
 
 
 def test_the_own_loop_refuses_quantised_weights():

@@ -185,28 +185,6 @@ def test_selective_beside_full_becomes_full():
     assert any("2 language blocks are planned with selective recompute and 1 with full" in w for w in result.warnings)
 
 
-def test_attention_alone_is_kept_by_no_mode_of_megatron():
-    model = make_model()
-    vision = model.indices("vision", "block")
-    tower = RecomputeChoice(tier="attention", layers=tuple(vision[:2]))
-    recompute = {0: [tower, choose(model, "attention", 0, 1)], 1: [choose(model, "attention", 6, 7)]}
-    result = export(model, by_counts(model, 6, 6, recompute=recompute))
-    assert value(result.flags, "--recompute-granularity") == "full"
-    assert value(result.flags, "--recompute-num-layers") == "2"
-    assert any(
-        "4 language blocks are planned to keep only the result of attention, and Megatron-Core has no such mode (its "
-        "core_attn runs attention again and keeps the rest)" in w
-        for w in result.warnings
-    )
-    assert any("2 vision layers are planned with attention recompute" in w for w in result.warnings)
-    assert {c.tier for stage in result.runs for c in stage.recompute} == {"full"}
-    mixed = {0: [choose(model, "attention", 0), choose(model, "selective", 1)]}
-    result = export(model, by_counts(model, 6, 6, recompute=mixed))
-    assert any(
-        "with selective recompute and 1 with attention, and Megatron-Core cannot mix" in w for w in result.warnings
-    )
-
-
 @pytest.mark.parametrize(
     ("experts", "module", "note"), [(None, "mlp", "the whole MLP"), (8, "moe_act", "grouped-gemm")]
 )

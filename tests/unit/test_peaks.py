@@ -36,7 +36,7 @@ def test_full_packs_reach_what_the_limits_allow_and_smaller_ones_never_more(sche
     rng = np.random.default_rng(0)
     for _ in range(20):
         P, M = 2, 2 * int(rng.integers(1, 5))
-        profile = with_tables(random_profile(rng, 8, 4, num_tiers=4), rng)
+        profile = with_tables(random_profile(rng, 8, 4, num_tiers=3), rng)
         problem = problem_of(profile, P, M, schedule=schedule, num_chunks=num_chunks, overhead_bytes=7.0)
         stages = with_choices(split_stages(problem).stages, profile, rng)
         allowed = [memory.total_bytes for memory in problem.assess(stages).memory]

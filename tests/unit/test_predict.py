@@ -100,7 +100,7 @@ def test_a_global_batch_gives_the_micro_batches():
         ({"stages": "99v|1l|1l|1l"}, "99 vision blocks are placed, and the model has 45"),
         ({"stages": "a|b"}, "names no stages: write the vision"),
         ({"stages": "1v||2l|3l"}, "names no stages"),
-        ({"recompute": "some"}, "choose one of none, selective, attention, full"),
+        ({"recompute": "some"}, "choose one of none, selective, full"),
         ({"recompute": "1,2"}, "has 2 numbers for 4 stages"),
         ({"recompute": "99,0,0,0"}, "99 blocks on stage 0, which holds"),
         ({"recompute": "-1,0,0,0"}, "choose one of none"),

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trimtab.costs import analytic
+from trimtab.costs import settings
 from trimtab.costs.curves import efficiency_of
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.host import HOSTS
 from trimtab.costs.profile import TIME_ERROR
 from trimtab.plan.decide.work import _SHORTEST_S
 
@@ -73,8 +74,9 @@ def test_a_tower_of_another_width_is_predicted_where_the_host_decides():
 def test_the_hosts_share_of_an_expert_is_what_the_marked_rows_give(monkeypatch):
     fitted = [run for run in moe.runs() if run.is_fitted]
     squares = []
-    for launch_s in (0.8 * analytic.LAUNCH_S, analytic.LAUNCH_S, 1.2 * analytic.LAUNCH_S):
-        monkeypatch.setattr(analytic, "LAUNCH_S", launch_s)
+    for share in (0.8, 1.0, 1.2):
+        slower = replace(HOSTS["none"], expert_s=share * HOSTS["none"].expert_s)
+        monkeypatch.setattr(settings, "HOSTS", {**HOSTS, "none": slower})
         squares.append(sum(error**2 for error in moe.errors(fitted)))
     assert len(fitted) == 3
     assert squares[1] == min(squares)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_cases import constant, layer, profile_of
 
+from trimtab.costs.seconds import weight_coefficients
 from trimtab.errors import PartitionError
 from trimtab.partition.schedules import (
     BACKWARD,
@@ -24,7 +25,7 @@ from trimtab.partition.schedules import (
     peak_saved_bytes,
     splits_backward,
 )
-from trimtab.partition.simulate import StageTimes, simulate, simulate_steps, stage_times, weight_coefficients
+from trimtab.partition.simulate import StageTimes, simulate, simulate_steps, stage_times
 from trimtab.specs import NUM_WORK_TERMS, RecomputeChoice, Stage
 
 ALL = ["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble"]

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from trimtab.options import RecomputedTier, Tower
 from trimtab.specs import AttentionSpec, ModelSpec, Stage, recomputing, tiers_of
 
-TIERS: tuple[RecomputedTier, ...] = ("full", "attention", "selective")
+TIERS: tuple[RecomputedTier, ...] = ("full", "selective")
 """From what holds least to what holds most."""
 
 MEANINGS: Mapping[RecomputedTier, str] = {
     "full": "only its input",
-    "attention": "only the result of attention",
     "selective": "the results of matrix products and attention",
 }
 """What a layer holds by each tier, in words."""

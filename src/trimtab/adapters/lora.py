@@ -57,7 +57,7 @@ def peft_lines(model: ModelSpec, lora: Lora, *, sharded: bool) -> str:
     """Python lines: how the base is loaded, and the adapters, to run after the lines of recompute."""
     quantised = quantisation_config(model, lora, sharded=sharded)
     loaded = f"# load the model with quantization_config=BitsAndBytesConfig({_call(quantised)})\n" if quantised else ""
-    cast = "" if lora.weights == "fp32" else ", autocast_adapter_dtype=False"
+    cast = "" if lora.weights != "same" else ", autocast_adapter_dtype=False"
     return (
         f"{loaded}from peft import LoraConfig, get_peft_model\n\n"
         f"model = get_peft_model(model, LoraConfig({_call(peft_config(model, lora))}){cast})"

@@ -78,7 +78,7 @@ def export(plan: Decided, price: float | None) -> Exported:
 
 def _lora(model: ModelSpec, lora: Lora) -> str:
     """Its own class of adapters, only on the language model; they are made in the model's format."""
-    if lora.weights != "same" or lora.towers != ("language",):
+    if lora.weights not in (None, "same") or lora.towers != ("language",):
         raise UnsupportedPlanError(
             f"LoRA ({lora}) was planned, and Megatron-Bridge's adapters have the model's own number format, in its "
             "language model: plan with weights=same,towers=language"

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from trimtab.adapters.blocks import (
-    MEANINGS,
     blocks_of,
     is_block,
     lost_tiers,
@@ -48,30 +47,22 @@ def language_recompute(
     """One setting for all stages that holds no more than the plan anywhere; what that costs is a warning.
 
     Megatron-Core's full recompute by the "block" method covers the first n blocks of every stage, its selective
-    recompute all blocks; it cannot mix them. No set of its modules keeps only attention ("core_attn" is the reverse:
-    attention is what runs again), so that such blocks run again in full.
+    recompute all blocks; it cannot mix them.
     """
     chosen = [recomputed_blocks(model, stage) for stage in stages]
     tiers = Counter(tier for choice in chosen for tier in choice.values())
     if not tiers:
         return {}
     settings: dict[str, Setting]
-    if tiers["full"] or tiers["attention"]:
+    if tiers["full"]:
         most = max(len(choice) for choice in chosen)
         covered = [min(most, count) for count in counts]
         settings = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": most}
         how = f"Megatron-Core recomputes the first {most} blocks of every stage"
-        if tiers["attention"]:
-            warnings.append(
-                f"{tiers['attention']} language blocks are planned to keep {MEANINGS['attention']}, and Megatron-Core "
-                "has no such mode (its core_attn runs attention again and keeps the rest): they are recomputed in "
-                "full, which holds less and takes longer"
-            )
         if tiers["selective"]:
-            others = " and ".join(f"{tiers[t]} with {t}" for t in ("attention", "full") if tiers[t])
             warnings.append(
-                f"{tiers['selective']} language blocks are planned with selective recompute and {others}, and "
-                "Megatron-Core cannot mix them: all are recomputed in full, which holds less and takes longer"
+                f"{tiers['selective']} language blocks are planned with selective recompute and {tiers['full']} with "
+                "full, and Megatron-Core cannot mix them: all are recomputed in full, which holds less and takes longer"
             )
     else:
         covered = list(counts)

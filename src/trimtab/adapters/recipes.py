@@ -51,7 +51,7 @@ def _llama_factory(plan: Decided, zero_stage: int) -> Settings:
     frozen: Collection[Tower] = plan.frozen_towers
     tuning: Settings = {"finetuning_type": "full"}
     if (lora := plan.lora) is not None:
-        if lora.weights != "fp32" or lora.towers != ("language",):
+        if lora.weights not in (None, "fp32") or lora.towers != ("language",):
             refuse(
                 [
                     f"LoRA ({lora}) was planned, and LLaMA-Factory's export says adapters in fp32 and of the language "

@@ -13,6 +13,7 @@ from trimtab.costs.flops import has_expert_biases, layer_matmuls, local_heads, m
 from trimtab.costs.settings import CostSettings
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
+_LOOP_KERNELS = 9  # of one expert: rows found and gathered, three products, gate, weights, results added; arithmetic
 _ROUTING_KERNELS = 12  # router's softmax and choice, counts and places of the rows of each expert, both permutations
 
 
@@ -96,9 +97,10 @@ def kept_when(layer: LayerSpec, settings: CostSettings, *, weights: bool) -> tup
 
     An adapter keeps its input, for A, and A's result, for B. Its input is that of its layer, kept once for all that it
     enters; where the adapters are fp32 and the model is not, each casts a copy of its own, which autocast keeps in the
-    model's dtype (PEFT's layers of 16 bits; those of bitsandbytes cast nothing under autocast).
+    model's dtype (PEFT's layers of 16 bits; those of bitsandbytes cast nothing under autocast) and which stays fp32
+    without autocast.
     """
-    adapters, w = adapt_layer(layer, settings.lora, settings.dims.tp), settings.item_bytes
+    adapters, w = adapt_layer(layer, settings.lora, settings.dims.tp), adapter_item_bytes(settings)
     own = casts_inputs(settings)
     entered = {name for x in adapters for name in x.products or _likely(layer, x) if not own}
     kept = [k for k in kept_by_layer(layer, settings) if weights or not k.for_weights or entered & {*k.entered}]
@@ -111,7 +113,12 @@ def kept_when(layer: LayerSpec, settings: CostSettings, *, weights: bool) -> tup
 def casts_inputs(settings: CostSettings) -> bool:
     """Whether each adapter holds its input in a copy of its own."""
     lora = settings.lora
-    return lora is not None and lora.weights == "fp32" and lora.bits == 16 and settings.item_bytes < 4
+    return lora is not None and settings.adapters_in != "same" and lora.bits == 16 and settings.item_bytes < 4
+
+
+def adapter_item_bytes(settings: CostSettings) -> int:
+    """Bytes of a value as adapters multiply it: the model's under autocast, 4 where their products are fp32."""
+    return 4 if casts_inputs(settings) and settings.adapters_in == "fp32_products" else settings.item_bytes
 
 
 def _likely(layer: LayerSpec, adapter: Adapted) -> tuple[str, ...]:
@@ -188,17 +195,18 @@ def adapter_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, 
 
 def _kept_by_block(layer: LayerSpec, settings: CostSettings) -> list[Kept]:
     w, h, share = settings.item_bytes, layer.hidden_size, settings.row_share(layer.tower)
+    entering = settings.input_bytes * h / share
     kept: list[Kept] = []
     for _ in range(layer.num_norms if layer.norm is not None else 0):
         kept += _kept_by_norm(layer, h, settings, share=share)
     if layer.attention is not None:
-        kept.append(Kept(name="qkv input", row_bytes=w * h / share, for_weights=True, entered=("q", "k", "v")))
+        kept.append(Kept(name="qkv input", row_bytes=entering, for_weights=True, entered=("q", "k", "v")))
         kept += _kept_by_attention(layer, layer.attention, settings)
     if layer.layer_scale:
         kept += [Kept(name="scaled half", row_bytes=w * h / share, for_weights=True)] * 2
     if layer.mlp is not None:
         entered = ("gate", "up", "shared gate", "shared up")
-        kept.append(Kept(name="mlp input", row_bytes=w * h / share, for_weights=True, entered=entered))
+        kept.append(Kept(name="mlp input", row_bytes=entering, for_weights=True, entered=entered))
         kept += _kept_by_mlp(layer, layer.mlp, settings)
     return kept
 
@@ -257,7 +265,8 @@ def _kept_by_mlp(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> list[K
         return _kept_by_activation("mlp", m, m.intermediate_size / settings.dims.tp, settings)
     visits, k = settings.visits(m), m.experts_per_token or 1
     kept.append(Kept(name="router", row_bytes=4 * m.num_experts + 16 * k))  # softmax; indices and weights
-    kept.append(Kept(name="expert input", row_bytes=w * layer.hidden_size * visits, for_weights=True))
+    entering = settings.input_bytes * layer.hidden_size * visits
+    kept.append(Kept(name="expert input", row_bytes=entering, for_weights=True))
     kept += _kept_by_activation("expert", m, visits * m.intermediate_size / settings.dims.expert_tp, settings)
     kept.append(Kept(name="expert result", row_bytes=w * layer.hidden_size * visits))  # weighed by the router
     if m.shared_intermediate_size:
@@ -276,7 +285,7 @@ def _kept_by_activation(name: str, m: MlpSpec, width: float, settings: CostSetti
     kept.append(
         Kept(
             name=f"{name} down input",
-            row_bytes=bytes_,
+            row_bytes=settings.input_bytes * width,
             for_weights=True,
             entered=("down" if name == "mlp" else f"{name} down",),
         )
@@ -392,7 +401,8 @@ def _activation_bytes(m: MlpSpec, w: int, *, fused: bool) -> float:
 def expert_launches(layer: LayerSpec, settings: CostSettings) -> float:
     """Kernels that one forward launches for each expert of this device apart.
 
-    Two products (gate and up are one), as Transformer Engine's grouped linear layer hands them to cuBLAS one by one; a
+    A loop over experts, as Transformers before 5 has it: nine operations an expert, its choice of rows among them. Else
+    two products (gate and up are one), as Transformer Engine's grouped linear layer hands them to cuBLAS one by one; a
     copy in 8 bits before each; two kernels for a bias (`_biased_experts`). Host and device take turns there: every
     layer waits for the numbers of its experts' rows, so that nothing is launched ahead.
     """
@@ -400,6 +410,8 @@ def expert_launches(layer: LayerSpec, settings: CostSettings) -> float:
     if m is None or m.num_experts is None:
         return 0.0
     each = 2 + 2 * settings.in_8_bits + 2 * has_expert_biases(layer)
+    if settings.expert_products == "loop":
+        each = _LOOP_KERNELS
     return each * m.num_experts / settings.dims.ep
 
 

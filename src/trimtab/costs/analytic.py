@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from trimtab.costs.activations import (
+    adapter_item_bytes,
     adapter_traffic,
-    attention_result_bytes,
     casts_inputs,
     count_kernels,
     expert_launches,
@@ -34,9 +34,6 @@ from trimtab.specs import (
 
 KERNEL_S = 2e-6
 """Assumed: start and drain of a kernel that only moves memory. A host that cannot launch fast enough costs more."""
-
-LAUNCH_S = 16e-6
-"""Host's seconds for a kernel of one expert. Fitted: see bench/moe_runs.py."""
 
 COLLECTIVE_S = 10e-6
 """Assumed: latency of one collective among the devices of a node."""
@@ -104,12 +101,14 @@ def cost_layer(
     holds sound.
     A layer that nothing reads has no backward and keeps nothing, yet takes the state of a trainable one (DeepSpeed
     and Megatron-Core allocate it for every parameter that may train; a plain AdamW makes none: an upper bound).
-    Gradient exchange and optimizer come once a step: `step_seconds`. Not counted: host time.
+    Gradient exchange and optimizer come once a step: `step_seconds`. A pass lasts as long as the host's, if that is
+    longer (`LayerCost`).
     """
     assert layer.attention is None or not layer.attention.cross, "it has no price: profile_model refuses it"
     runs_backward = gradients.any and not layer.unread and layer.tower != "audio"
     columns = find_columns(layer, settings)
     seconds = _LayerSeconds.of(layer, device, settings)
+    host_s = 0.0 if layer.tower == "audio" else host_seconds(layer, settings)
     pair_factor = 2.0 if settings.attention == "eager" else 2.5
     rows = seconds.forward.row + seconds.traffic + seconds.collectives + seconds.ring + seconds.experts
     pairs = seconds.attention + seconds.pair_traffic
@@ -160,7 +159,16 @@ def cost_layer(
         group=group,
         step_s=sum(step_seconds(share, device, adapter_settings(settings)) for share in shares),
         weight_s=weight,
+        host_forward_s=host_s,
+        host_backward_s=2 * host_s if runs_backward else 0.0,
     )
+
+
+def host_seconds(layer: LayerSpec, settings: CostSettings) -> float:
+    """Return the host's seconds for a forward of the layer; experts' kernels count where the device does not wait."""
+    host = settings.of_host
+    launched = 0.0 if host.takes_turns else expert_launches(layer, settings) * host.expert_s
+    return settings.host_s(layer.kind) + launched
 
 
 def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
@@ -274,6 +282,7 @@ class _LayerSeconds:
         shares = shares_of(layer, device, settings, trainable=True) if layer.num_params else ()
         adapters = adapt_layer(layer, settings.lora, tp)
         factors = [factor for x in adapters for factor in x.factors]
+        narrow = (e, plain_peak) if adapter_item_bytes(settings) < 4 else product_rates(e, plain_peak, "fp32")
         gather = scatter = 0.0
         if settings.zero_stage == 3:
             gather = sum(x.stored_bytes * x.away_s(e) for x in shares)
@@ -287,13 +296,14 @@ class _LayerSeconds:
         backward = [(p.name in entering, p.backward_line(products, peak)) for p in matmuls]
         for adapter, (a, b) in ((x, x.factors) for x in adapters):  # the gradient of A asks for that of B's rows
             enters = _enters(adapter, entering)
-            backward += [(False, b.backward_line(e, plain_peak)), (enters, a.backward_line(e, plain_peak))]
+            backward += [(False, b.backward_line(*narrow)), (enters, a.backward_line(*narrow))]
         weights = [p.weight_line(products, peak) for p in matmuls]
         if settings.lora is not None:
-            weights = [p.weight_line(e, plain_peak) for p in factors]
+            weights = [p.weight_line(*narrow) for p in factors]
         added = sum(x.trained for x in shares) * added_bytes(adapter_settings(settings)) / bandwidth
         unpacked = quantised_params(layer, settings.lora, tp)
-        forward = [p.forward_line(products, peak) for p in matmuls] + [p.forward_line(e, plain_peak) for p in factors]
+        forward = [p.forward_line(products, peak) for p in matmuls] + [p.forward_line(*narrow) for p in factors]
+        launched = expert_launches(layer, settings) * settings.of_host.expert_s if settings.of_host.takes_turns else 0.0
         of_experts = all_to_all + gathered / link
         if settings.ep_overlap:  # both directions hide behind products and traffic, three forwards of them in all
             hidden = 1.5 * (sum(forward, Line()).row + sum(t.row_bytes for t in traffic) / bandwidth)
@@ -310,7 +320,7 @@ class _LayerSeconds:
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
             attention=pair_flops(layer, tp) / (plain_peak * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
-            kernels=count_kernels(traffic, layer) * KERNEL_S + expert_launches(layer, settings) * LAUNCH_S,
+            kernels=count_kernels(traffic, layer) * KERNEL_S + launched,
             waits=num_messages * COLLECTIVE_S,
             unpack=unpacked * (NF4_BYTES + w) / bandwidth,
             gather=gather,
@@ -350,10 +360,8 @@ def _output_bytes(layer: LayerSpec, columns: WorkColumns, settings: CostSettings
 def _recompute_tiers(
     layer: LayerSpec, settings: CostSettings, seconds: _LayerSeconds, columns: WorkColumns, again: tuple[float, ...]
 ) -> list[RecomputeTier]:
-    """The tiers "selective" (`selective_bytes`), "attention" and "full"; of measured work only the last.
+    """Return the tiers "selective" (`selective_bytes`) and "full"; measured work has only the last.
 
-    attention keeps the layer's input and the result of fused attention, and runs the rest of the forward again; there
-    is no such tier for unfused attention, whose scores would be quadratic.
     full keeps the layer's input and runs the whole forward again, collectives included. Implementations that stop
     once the last needed tensor is there skip the last product: 0.71-0.86 of a forward, or all of it where the layer
     scales or norms its last result. The price here is the whole forward: an upper bound.
@@ -368,21 +376,8 @@ def _recompute_tiers(
         pairs=seconds.attention + seconds.pair_traffic if eager else 0.0,
         once=seconds.kernels,
     )
-    tiers = [
-        RecomputeTier(
-            name="selective", extra_backward_s=extra, saved_bytes=columns.terms(rows=selective_bytes(layer, settings))
-        )
-    ]
-    if layer.attention is not None and not eager:
-        rows = seconds.forward.row + seconds.traffic + seconds.collectives + seconds.experts
-        tiers.append(
-            RecomputeTier(
-                name="attention",
-                extra_backward_s=columns.terms(rows=rows, pairs=seconds.pair_traffic, once=seconds.once),
-                saved_bytes=columns.terms(rows=row + attention_result_bytes(layer.attention, settings)),
-            )
-        )
-    return [*tiers, full]
+    kept = columns.terms(rows=selective_bytes(layer, settings))
+    return [RecomputeTier(name="selective", extra_backward_s=extra, saved_bytes=kept), full]
 
 
 def _transients(

@@ -143,7 +143,8 @@ def _with_seconds(x: LayerCost, fit: KindFit | None, ratios: dict[Tower, float],
         replace(tier, extra_backward_s=forward if tier.name == "full" else _times(tier.extra_backward_s, ratio))
         for tier in x.tiers
     )
-    return replace(x, forward_s=forward, backward_s=backward, weight_s=weight, tiers=tuple(tiers))
+    alone = replace(x, host_forward_s=0.0, host_backward_s=0.0)  # the host's were measured with the device's
+    return replace(alone, forward_s=forward, backward_s=backward, weight_s=weight, tiers=tuple(tiers))
 
 
 def _times(terms: tuple[float, ...], factor: float) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from trimtab.costs.devices import DEVICES
 from trimtab.costs.exchange import document_multiple, find_cp_problems
 from trimtab.costs.flops import find_ep_problems, find_tp_problems
 from trimtab.costs.memory_band import FORMULAS_ERROR
-from trimtab.costs.settings import CostSettings
+from trimtab.costs.settings import CostSettings, settings_of
 from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
 from trimtab.files import blake2b, read_small, write_atomically
 from trimtab.lora import NF4_BYTES, Lora
@@ -47,7 +47,8 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
 
     Use it to see where a model's time and memory go, or as the input of `split_stages`.
 
-    `choices` are fields of `CostSettings`: dims, dtype, zero_stage, attention, fused_kernels, frozen_towers, ...
+    `choices` are fields of `CostSettings`: dims, dtype, zero_stage, attention, frozen_towers, host, ...; what is left
+    out is what the host does by itself (`HOSTS`).
 
     >>> import trimtab
     >>> model, device = trimtab.describe("Qwen2.5-VL-7B"), trimtab.find_device("A100-80GB")
@@ -57,7 +58,7 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
     """
     refuse_type("model", model, ModelSpec, "describe(name or folder)")
     refuse_type("device", device, DeviceSpec, "find_device(name)")
-    return price_model(model, device, CostSettings(**choices))
+    return price_model(model, device, settings_of(**choices))
 
 
 def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> Profile:
@@ -87,6 +88,7 @@ def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) ->
         frozen_towers=tuple(sorted(frozen)),
         lora=lora,
         layers_blake2b=layers_fingerprint(model),
+        send_wait_bytes_per_s=settings.of_host.send_bytes_per_s,
     )
 
 

@@ -65,6 +65,7 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
     links that take no time. A coefficient without traffic between devices becomes saved x linkless / base, and the
     formula's own traffic, target - linkless, is added: no device alone can measure it. One of a profile that was
     made with tp > 1 holds its traffic, and becomes saved x target / base. At the degrees of `saved` nothing changes.
+    The host's seconds are those of `saved`, which has none where they were measured with the device's.
     Assumption: tp divides measured seconds as it divides the formulas'. Bytes, and what comes once a step, are the
     formulas'; what probed steps took beyond them once a step is added.
     """
@@ -81,6 +82,8 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
                 **_carry_terms(alike, ("forward_s", "backward_s", "weight_s"), measured),
                 tiers=_carry_tiers(alike, extra_backward_s=measured),
                 step_s=step_s,
+                host_forward_s=x.host_forward_s,
+                host_backward_s=x.host_backward_s,
             )
         )
     said = [sentence for sentence in saved.assumptions if sentence not in base.assumptions]

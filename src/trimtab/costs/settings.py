@@ -5,16 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import comb
 from types import MappingProxyType
-from typing import get_args
+from typing import Any, get_args
 
 from trimtab.costs.curves import Efficiency as Efficiency
 from trimtab.costs.curves import efficiency_of
+from trimtab.costs.host import HOSTS, OTHER_LAYERS, Host
 from trimtab.errors import PartitionError, join_problems
 from trimtab.lora import Lora
-from trimtab.options import EXPERT_IMBALANCE, Dispatcher, DType, Precision
+from trimtab.options import (
+    EXPERT_IMBALANCE,
+    AdapterWeights,
+    Dispatcher,
+    DType,
+    ExpertProducts,
+    HostName,
+    Precision,
+)
 from trimtab.options import ITEM_BYTES as ITEM_BYTES
 from trimtab.options import Attention as Attention
-from trimtab.specs import DeviceSpec, MlpSpec, ParallelDims, Tower
+from trimtab.specs import DeviceSpec, LayerKind, MlpSpec, ParallelDims, Tower
 
 OPTIMIZER_BYTES = MappingProxyType({"adamw": 8, "adamw_8bit": 2, "sgd_momentum": 4, "sgd": 0})
 """Bytes of optimizer state for each parameter, the fp32 master copy aside: two fp32 moments, two 8-bit, one, none."""
@@ -33,6 +42,7 @@ class CostSettings:
     packed: bool = True  # several samples share one row of tokens, which SDPA can only do with a mask
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Liger, Transformer Engine); else PyTorch's
     sequence_parallel: bool = False  # of the language model, over the tp devices
+    vision_sequence_parallel: bool = False  # of vision tower and projector; Megatron-Core's own do without
     tp_overlap: bool = False  # its messages go in tp parts beside the products: one part in tp is waited for
     ep_overlap: bool = False  # experts' rows of one micro-batch are sent beside the products of another
     frozen_towers: frozenset[Tower] = frozenset()
@@ -44,6 +54,10 @@ class CostSettings:
     ep_in_node: float | None = None  # devices of a node that share experts; None: all that do
     expert_imbalance: float = EXPERT_IMBALANCE
     dispatcher: Dispatcher = "alltoall"
+    expert_products: ExpertProducts = "grouped"
+    adapter_weights: AdapterWeights = "fp32"  # where `lora` does not say
+    host: HostName = "none"
+    host_block_s: float | None = None  # of a block's forward on the host; None: the host's own figure
     efficiency: Efficiency | None = None  # None: what is known of the device (`efficiency_of`)
 
     def __post_init__(self) -> None:
@@ -54,6 +68,9 @@ class CostSettings:
             ("optimizer", self.optimizer, OPTIMIZER_BYTES),
             ("attention", self.attention, get_args(Attention)),
             ("dispatcher", self.dispatcher, get_args(Dispatcher)),
+            ("expert_products", self.expert_products, get_args(ExpertProducts)),
+            ("adapter_weights", self.adapter_weights, get_args(AdapterWeights)),
+            ("host", self.host, get_args(HostName)),
         ):
             if value not in known:
                 problems.append(f"{what} {value!r} has no cost formula: choose one of {', '.join(known)}")
@@ -65,6 +82,8 @@ class CostSettings:
             rate = getattr(self, name)
             if rate is not None and rate <= 0:
                 problems.append(f"{name} {rate} is no bandwidth: give bytes per second above 0")
+        if self.host_block_s is not None and not 0 <= self.host_block_s < float("inf"):
+            problems.append(f"host_block_s {self.host_block_s} is no time: give seconds of 0 or more")
         if not 1 <= self.expert_imbalance < float("inf"):
             problems.append(
                 f"expert_imbalance {self.expert_imbalance} was given, and it is the busiest device's rows over the "
@@ -81,6 +100,25 @@ class CostSettings:
     def in_8_bits(self) -> bool:
         """Whether blocks multiply 8-bit copies of bf16 weights and activations."""
         return self.dtype in ("fp8", "mxfp8")
+
+    @property
+    def of_host(self) -> Host:
+        return HOSTS[self.host]
+
+    def host_s(self, kind: LayerKind) -> float:
+        """Seconds of the host for the forward of a layer of this kind, its experts aside."""
+        block_s = self.of_host.block_s if self.host_block_s is None else self.host_block_s
+        return block_s if kind == "block" else OTHER_LAYERS * block_s
+
+    @property
+    def adapters_in(self) -> AdapterWeights:
+        """The format of the adapters' weights: what `lora` says, else the host's."""
+        return self.adapter_weights if self.lora is None or self.lora.weights is None else self.lora.weights
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of a value as it is kept for the product of a block that it enters: those of its 8-bit copy, if any."""
+        return 1 if self.in_8_bits else self.item_bytes
 
     def efficiency_on(self, device: DeviceSpec) -> Efficiency:
         """What kernels reach on `device`: as given, else as published benchmarks show."""
@@ -108,8 +146,22 @@ class CostSettings:
         return self.dims.cp if tower == "language" else 1
 
     def row_share(self, tower: Tower) -> int:
-        """Devices that share the rows between tensor-parallel regions: tp where sequence parallel, else 1.
+        """Devices that share the rows between tensor-parallel regions: tp where sequence parallel, else 1."""
+        shared = self.sequence_parallel if tower == "language" else self.vision_sequence_parallel
+        return self.dims.tp if shared else 1
 
-        Megatron-Core runs its sequence parallelism only in the language model, never in vision tower or projector.
-        """
-        return self.dims.tp if self.sequence_parallel and tower == "language" else 1
+
+def settings_of(*, host: HostName = "none", **choices: Any) -> CostSettings:
+    """Return the settings of a run on `host`: what is None among `choices` is what that host does by itself.
+
+    Dispatchers of experts ask for sequence parallelism, whatever the host.
+
+    >>> settings_of(host="recipe", dispatcher="alltoall").grad_dtype
+    'bf16'
+    """
+    if host not in HOSTS:
+        raise PartitionError(f"host {host!r} is unknown: choose one of {', '.join(HOSTS)}")
+    said = {name: value for name, value in choices.items() if value is not None}
+    dims = said.get("dims", ParallelDims())
+    folded = {"sequence_parallel": True} if dims.is_folded and dims.tp > 1 else {}
+    return CostSettings(host=host, **{**HOSTS[host].settings(said.get("dtype", "bf16")), **said, **folded})

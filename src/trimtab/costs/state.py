@@ -127,8 +127,8 @@ def bytes_per_param(settings: CostSettings, *, trainable: bool, replicas: int | 
 
 
 def adapter_settings(settings: CostSettings) -> CostSettings:
-    """Under which what is trained is trained: fp32 for adapters whose weights are, else `settings`."""
-    if settings.lora is None or settings.lora.weights == "same":
+    """Return the settings of what is trained: fp32 for adapters whose weights are, else `settings`."""
+    if settings.lora is None or settings.adapters_in == "same":
         return settings
     return replace(settings, dtype="fp32", grad_dtype="fp32")
 

@@ -233,7 +233,7 @@ def traced_profile(
     """`analytic` with the bytes that were counted; `how` names dtype, attention and kernels in a sentence.
 
     The tier "full" keeps what was counted and costs the formula's forward less the products that recompute stops
-    short of. The formulas' stay: the tiers "selective" and "attention", and of a block's transients the one that grows
+    short of. The formulas' stay: the tier "selective", and of a block's transients the one that grows
     fastest. Context of a tower is held by its first layer, and by a stage that begins after it. A group without a
     module of its own (a bare parameter) keeps its formula.
     """

@@ -11,6 +11,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from trimtab.costs.profile import chosen_tiers
+from trimtab.costs.seconds import mean_seconds, stage_seconds
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode, ScheduleName
 from trimtab.partition.schedules import (
@@ -149,12 +150,11 @@ class SplitProblem:
         devices = devices_of_stages(schedule, num_devices=P, num_chunks=self.num_chunks)
 
         # 1. Seconds of every stage at the mean micro-batch.
-        forward, backward = profile.matrix("forward_s") @ mean, profile.matrix("backward_s") @ mean
-        own = [slice(stage.start, stage.stop) for stage in stages]
-        chosen = [chosen_tiers(profile, stage) for stage in stages]
-        extra = np.array([sum(float(np.dot(tier.extra_backward_s, mean)) for tier in tiers) for tiers in chosen])
-        stage_forward = np.array([forward[x].sum() for x in own])
-        stage_backward = np.array([backward[x].sum() for x in own]) + extra
+        forward, backward = mean_seconds(profile, mean)
+        found = [stage_seconds(profile, stage, mean[None]) for stage in stages]
+        stage_forward, stage_backward, extra = (
+            np.array([float(getattr(x, name)[0]) for x in found]) for name in ("forward", "backward", "again")
+        )
         unsplittable = np.add.reduceat(
             forward + backward, [c for c in range(len(forward)) if c not in self.forbidden_cuts]
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.costs.seconds import mean_seconds
 from trimtab.errors import PartitionError
 from trimtab.partition.assess import SplitProblem, SplitResult
 from trimtab.partition.stages import recompute_stages
@@ -130,7 +131,7 @@ def rank_cuts(problem: SplitProblem, cuts: Sequence[int]) -> BmpCandidate:
 
 def _spread_and_sent(problem: SplitProblem, cuts: IntArray) -> tuple[FloatArray, FloatArray]:
     """(n,) ms and MiB of n rows of cuts."""
-    forward = problem.profile.matrix("forward_s") @ problem.work_mean
+    forward, _ = mean_seconds(problem.profile, problem.work_mean)
     before = np.concatenate([[0.0], np.cumsum(forward)])
     ends = np.full((len(cuts), 1), len(forward))
     spread = np.diff(before[np.hstack([np.zeros_like(ends), cuts, ends])], axis=1).std(axis=1) * 1e3
@@ -142,5 +143,5 @@ def _forward_before(problem: SplitProblem) -> tuple[FloatArray, IntArray]:
     """Seconds of the forward before each allowed cut, and the layers at which these lie."""
     L = len(problem.profile.layers)
     positions = np.array([c for c in range(L + 1) if c not in problem.forbidden_cuts], np.int64)
-    forward = problem.profile.matrix("forward_s") @ problem.work_mean
+    forward, _ = mean_seconds(problem.profile, problem.work_mean)
     return np.concatenate([[0.0], np.cumsum(forward)])[positions], positions

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.costs.seconds import mean_seconds, pass_seconds
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitProblem, entry_bytes
@@ -94,16 +95,21 @@ def layer_table(problem: SplitProblem) -> LayerTable:
     """Seconds at `work_mean`, bytes (rounded up) at `work_max`."""
     profile, layers, forbidden_cuts = problem.profile, problem.profile.layers, problem.forbidden_cuts
     mean, most = _work_vector(problem.work_mean, "work_mean"), _work_vector(problem.work_max, "work_max")
-    forward = profile.matrix("forward_s") @ mean
-    backward = profile.matrix("backward_s") @ mean
+    forward, backward = mean_seconds(profile, mean)
     workspace = profile.transients(most)
     # layers that share their tiers, as those of one kind do in a profile by formulas, are priced once
-    keys = [(id(layer.tiers), room) for layer, room in zip(layers, workspace.tolist(), strict=True)]
+    keys = [
+        (id(x.tiers), x.backward_s, x.host_forward_s, x.host_backward_s, room)
+        for x, room in zip(layers, workspace.tolist(), strict=True)
+    ]
     kinds = {key: i for i, key in enumerate(keys)}
     numbers = {key: number for number, key in enumerate(kinds)}
     kind_of = [numbers[key] for key in keys]
     offered = [_offered(layers[i], problem.recompute) for i in kinds.values()]
-    extra = [[float(np.dot(tier.extra_backward_s, mean)) for tier in tiers] for tiers in offered]
+    extra = [
+        [float(pass_seconds(layers[i], tier, mean[None]).again[0]) for tier in tiers]
+        for i, tiers in zip(kinds.values(), offered, strict=True)
+    ]
     _refuse_negative(forward=forward.min(), backward=backward.min(), recompute=min(map(min, extra)))
 
     longest = float(forward.sum() + backward.sum() + sum(max(extra[kind]) for kind in kind_of))
@@ -125,7 +131,7 @@ def layer_table(problem: SplitProblem) -> LayerTable:
             reach=math.ceil(rooms[kind] + freed),
         )
 
-    rooms = [room for _, room in kinds]
+    rooms = [room for *_, room in kinds]
     of_kind = [
         _useful([rung(kind, tier, seconds) for tier, seconds in zip(tiers, extra[kind], strict=True)])
         for kind, tiers in enumerate(offered)

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.costs.profile import chosen_tiers
+from trimtab.costs.seconds import stage_seconds
 from trimtab.errors import PartitionError
 from trimtab.options import ScheduleName
 from trimtab.partition.replay import Waves, makespans, replay, waves_of
 from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order, splits_backward
 from trimtab.partition.timeline import Timeline
-from trimtab.specs import WORK_TERMS, FloatArray, IntArray, LayerCost, Profile, Stage, evaluate
-
-_PAIR_TERMS = np.array([term.endswith(("_sq", "_windowed")) for term in WORK_TERMS])
+from trimtab.specs import FloatArray, IntArray, Profile, Stage, evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,22 +45,31 @@ def stage_times(
     Use it between `split_stages` and `simulate`; docs/partition.md shows the three.
 
     A send takes latency + output_bytes of the stage's last layer / link rate; the gradient, of the activation's shape
-    and type, takes as long on its way back. `link_bytes_per_s` None: sends cost nothing.
+    and type, takes as long on its way back. `link_bytes_per_s` None: sends cost nothing. Under a host whose stages wait
+    for their sends (`Profile.send_wait_bytes_per_s`) both ends are also busy with them, at that rate.
     """
-    seconds = [profile.matrix("forward_s"), profile.matrix("backward_s"), weight_matrix(profile)]
-    layers = [np.array([x[stage.start : stage.stop].sum(axis=0) for stage in stages]) for x in seconds]
-    recompute = [np.sum([tier.extra_backward_s for tier in chosen_tiers(profile, stage)], axis=0) for stage in stages]
+    found = [stage_seconds(profile, stage, work) for stage in stages]
+    waited = np.array([_waited_s(profile, stage, work) for stage in stages])
     send_forward, send_backward = np.zeros((2, len(stages), len(work)))
     if link_bytes_per_s is not None and len(stages) > 1:
         sent = evaluate(profile.matrix("output_bytes")[[stage.stop - 1 for stage in stages[:-1]]], work).T
         send_forward[:-1] = send_backward[1:] = latency_s + sent / link_bytes_per_s
     return StageTimes(
-        forward_s=np.ascontiguousarray(evaluate(layers[0], work).T),
-        backward_s=np.ascontiguousarray(evaluate(layers[1] + np.array(recompute), work).T),
-        weight_s=np.ascontiguousarray(evaluate(layers[2], work).T),
+        forward_s=np.array([x.forward for x in found]) + waited,
+        backward_s=np.array([x.backward for x in found]) + waited,
+        weight_s=np.array([x.weight for x in found]),
         send_forward_s=send_forward,
         send_backward_s=send_backward,
     )
+
+
+def _waited_s(profile: Profile, stage: Stage, work: FloatArray) -> FloatArray:
+    """(N,) seconds that the stage is busy with what it receives and what it sends on, in either pass."""
+    if profile.send_wait_bytes_per_s is None:
+        return np.zeros(len(work))
+    ends = [i for i in (stage.start - 1, stage.stop - 1) if 0 <= i < len(profile.layers) - 1]
+    sent = sum((work @ np.array(profile.layers[i].output_bytes) for i in ends), np.zeros(len(work)))
+    return np.asarray(sent / profile.send_wait_bytes_per_s)
 
 
 def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices: int | None = None) -> Timeline:
@@ -73,7 +80,7 @@ def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices:
     Each device (num_devices None: as many as stages) runs its blocks in `block_order`. A forward waits for the stage
     before, a backward for the stage behind (the last stage's for its own forward), sends included; stages of one device
     send each other nothing. Where the schedule splits the backward, the stage before waits for its first part only.
-    Not modelled: contention between sends and compute, the host, the optimizer. Blocks are listed device by device in
+    Not modelled: contention between sends and compute, the optimizer. Blocks are listed device by device in
     the order they run.
 
     >>> import numpy as np
@@ -170,21 +177,3 @@ def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
         seconds[WEIGHT] = np.minimum(times.weight_s, times.backward_s)
         seconds[BACKWARD] -= seconds[WEIGHT]
     return BlockCosts(seconds=seconds, sends=np.array([times.send_forward_s, times.send_backward_s], np.float64))
-
-
-def weight_coefficients(layer: LayerCost) -> FloatArray:
-    """(len(WORK_TERMS),) seconds of `layer.backward_s` that only weight gradients need.
-
-    As the profile says (`weight_s`); else by FLOPs: of a matrix product, the gradients of inputs and of weights take
-    one product each, so half; of attention's pairs, which multiply no weights, none. Elementwise work counts with the
-    products then. Recompute runs before either and belongs to B.
-    """
-    backward = np.asarray(layer.backward_s, np.float64)
-    if layer.weight_s:
-        return np.minimum(np.asarray(layer.weight_s, np.float64), backward)
-    return np.where(_PAIR_TERMS, 0.0, 0.5 * backward)
-
-
-def weight_matrix(profile: Profile) -> FloatArray:
-    """(num_layers, len(WORK_TERMS)) `weight_coefficients` of every layer."""
-    return np.array([weight_coefficients(layer) for layer in profile.layers])

@@ -119,7 +119,7 @@ def _problems_of(layout: PipelineLayout) -> list[str]:
             f"1F1B with {M} micro-batches on {S} stages was asked for, but torch's Schedule1F1B needs at least as many "
             f"micro-batches as stages: take {S} micro-batches, or schedule GPipe"
         )
-    in_part = sorted({choice.granularity for choice in layout.recompute} & {"selective", "attention"})
+    in_part = sorted({choice.granularity for choice in layout.recompute} & {"selective"})
     if in_part and layout.schedule in SPLIT_BACKWARD:
         problems.append(
             f"{' and '.join(in_part)} recompute was asked for under {layout.schedule}, which runs through a layer's "

@@ -201,7 +201,6 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
             | {
                 "dims": dims,
                 "zero_stage": options.sharding if gathered else min(options.sharding, 2),
-                "sequence_parallel": dims.is_folded and dims.tp > 1,  # which dispatchers ask for
                 "frozen_towers": frozenset(options.frozen_towers),
             }
             | (rates if links else dict.fromkeys(rates, math.inf)),

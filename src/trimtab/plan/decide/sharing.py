@@ -115,6 +115,8 @@ def _once_a_pool(profile: Profile, pooling: int) -> Profile:
             forward_s=pooled(layer.forward_s),
             backward_s=pooled(layer.backward_s),
             weight_s=pooled(layer.weight_s),
+            host_forward_s=layer.host_forward_s / pooling,
+            host_backward_s=layer.host_backward_s / pooling,
             tiers=tuple(replace(tier, extra_backward_s=pooled(tier.extra_backward_s)) for tier in layer.tiers),
         )
         for layer in profile.layers

@@ -36,9 +36,7 @@ _ATTENTION = frozenset(
 _PRODUCTS = frozenset(
     {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}  # the last: experts
 )
-_KEPT: Mapping[str, frozenset[Any]] = MappingProxyType(
-    {"selective": _PRODUCTS | _ATTENTION, "attention": _ATTENTION, "full": frozenset()}
-)
+_KEPT: Mapping[str, frozenset[Any]] = MappingProxyType({"selective": _PRODUCTS | _ATTENTION, "full": frozenset()})
 """Operations whose results a layer holds beside its inputs, by granularity."""
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -83,8 +81,8 @@ def apply(
     {'1': 'full'}
 
     `decision` is a plan, its `decisions.recompute`, or names of layers ("model.visual.blocks[0..7]" is a range), which
-    then all take `granularity`: "full" holds a layer's inputs; "attention" the results of fused attention as well;
-    "selective" those and the results of matrix products, so that nothing is repeated but elementwise kernels. Attention
+    then all take `granularity`: "full" holds a layer's inputs; "selective" the results of fused attention and of
+    matrix products as well, so that nothing is repeated but elementwise kernels. Attention
     outside of torch (flash_attention_2) and unfused attention run again under each.
 
     Gradients are bit-identical: the random state is restored for dropout. It holds in training and in eval
