@@ -312,3 +312,18 @@ def test_we_foretell_how_many_vision_layers_a_copied_split_builds(on_first_rank,
     vision.first_pipeline_num_layers = None
     vision.last_pipeline_num_layers = None
     assert built_vision_layers(24, flags) == get_num_layers_to_build(vision)
+
+
+def test_every_flag_of_megatrons_own_parser_is_read_or_refused() -> None:
+    """Its parser came into the wheel with 0.19; importing it asks for more packages than Megatron-Core needs."""
+    import argparse
+
+    try:
+        from megatron.training.arguments import add_megatron_arguments
+    except ImportError as error:
+        pytest.skip(f"Megatron's parser cannot be imported: {error}")
+    from trimtab.adapters.launch_files import megatron_flags
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    asked = {word.removeprefix("--").replace("-", "_") for action in parser._actions for word in action.option_strings}
+    assert sorted(name for name in asked - set(megatron_flags()) if len(name) > 2) == []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.adapters.launch_files import completed, from_megatron
-from trimtab.errors import TrimtabError
+from trimtab.adapters.launch_files import completed, from_megatron, megatron_flags
+from trimtab.errors import PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.given import GivenRun
 
@@ -26,7 +26,9 @@ def test_megatrons_flags_from_the_command_line_and_from_a_file(tmp_path):
         recompute="none",
         zero_stage=1,
         dtype="bf16",
+        host="megatron",
         fused_kernels=True,
+        sequence_parallel=False,
         tp_overlap=False,
     )
     assert from_megatron(FLAGS, MODEL) == expected
@@ -39,54 +41,124 @@ def test_state_is_whole_without_the_distributed_optimizer():
     assert from_megatron(FLAGS.replace("--use-distributed-optimizer ", ""), MODEL).zero_stage == 0
 
 
-@pytest.mark.parametrize(
-    ("more", "field", "value"),
-    [
-        ("--decoder-first-pipeline-num-layers 4", "stages", "32v+4l|8l|8l|8l"),
-        ("--decoder-last-pipeline-num-layers 10", "stages", "32v+6l|6l|6l|10l"),
-        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 6", "stages", "32v+2l|10l|10l|6l"),
-        ("--pipeline-model-parallel-layout 'Et*3|(t*8|)*2t*9L'", "stages", "32v+3l|8l|8l|9l"),
-        ("--pipeline-model-parallel-layout 'E|t*14|t*14|L'", "stages", "32v|14l|14l|0l"),
-        ("--pipeline-model-parallel-layout 'Et*3|(t*4|)*6tL'", "num_chunks", 2),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "recompute", "full"),
-        ("--recompute-granularity selective", "recompute", "none"),
-        ("--num-virtual-stages-per-pipeline-rank 7", "schedule", "Interleaved1F1B"),
-        ("--num-layers-per-virtual-pipeline-stage 1", "num_chunks", 7),
-        ("--optimizer sgd", "optimizer", "sgd_momentum"),
-        ("--transformer-impl local", "fused_kernels", False),
-        ("--fp8-format hybrid", "dtype", "fp8"),
-        ("--fp8-format e4m3 --fp8-recipe mxfp8", "dtype", "mxfp8"),
-        ("--tp-comm-overlap", "tp_overlap", True),
-        ("--overlap-moe-expert-parallel-comm", "ep_overlap", True),
-        ("--context-parallel-size 2", "cp", 2),
-        ("--expert-model-parallel-size 4", "ep", 4),
-        ("--expert-tensor-parallel-size 1", "etp", 1),
-    ],
-)
+MEANINGS = [
+    ("--decoder-first-pipeline-num-layers 4", "stages", "32v+4l|8l|8l|8l"),
+    ("--decoder-last-pipeline-num-layers 10", "stages", "32v+6l|6l|6l|10l"),
+    ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 6", "stages", "32v+2l|10l|10l|6l"),
+    ("--account-for-embedding-in-pipeline-split --decoder-last-pipeline-num-layers 7", "stages", None),
+    ("--pipeline-model-parallel-layout 'Et*3|(t*8|)*2t*9L'", "stages", "32v+3l|8l|8l|9l"),
+    ("--pipeline-model-parallel-layout 'E|t*14|t*14|L'", "stages", "32v|14l|14l|0l"),
+    ("--pipeline-model-parallel-layout 'Et*3|(t*4|)*6tL'", "num_chunks", 2),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "recompute", "full"),
+    ("--recompute-granularity selective --recompute-modules core_attn", "recompute", "none"),
+    ("--recompute-activations", "recompute", "none"),
+    ("--num-virtual-stages-per-pipeline-rank 7", "schedule", "Interleaved1F1B"),
+    ("--num-layers-per-virtual-pipeline-stage 1", "num_chunks", 7),
+    ("--num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944", "tp", 2),
+    ("--num-attention-heads 28 --num-query-groups 4", "tp", 2),
+    ("--optimizer sgd", "optimizer", "sgd_momentum"),
+    ("--transformer-impl local", "fused_kernels", False),
+    ("--fp8-format hybrid", "dtype", "fp8"),
+    ("--fp8-format e4m3 --fp8-recipe mxfp8", "dtype", "mxfp8"),
+    ("--attention-backend unfused", "attention", "eager"),
+    ("--use-flash-attn", "attention", "flash"),
+    ("--sequence-parallel", "sequence_parallel", True),
+    ("--grad-reduce-in-bf16", "grad_dtype", "bf16"),
+    ("--tp-comm-overlap", "tp_overlap", True),
+    ("--overlap-moe-expert-parallel-comm", "ep_overlap", True),
+    ("--context-parallel-size 2", "cp", 2),
+    ("--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall", "ep", 4),
+    ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep", "dispatcher", "deepep"),
+    ("--moe-token-dispatcher-type flex --moe-enable-deepep", "dispatcher", "deepep"),
+    ("--moe-router-force-load-balancing", "expert_imbalance", 1.0),
+    ("--expert-tensor-parallel-size 1", "etp", 1),
+    ("--freeze_vit true", "frozen_towers", ("vision",)),
+    ("--freeze-LM", "frozen_towers", ("language",)),
+    ("--freeze_vit false", "frozen_towers", ()),
+    ("--freeze-ViT", "frozen_towers", ("vision",)),
+]
+
+
+@pytest.mark.parametrize(("more", "field", "value"), [x for x in MEANINGS if x[2] is not None])
 def test_what_megatrons_flags_mean(more, field, value):
     assert getattr(from_megatron(f"{FLAGS} {more}", MODEL), field) == value
 
 
+def test_state_and_format_are_wide_where_nothing_is_said():
+    run = from_megatron("--micro-batch-size 1", MODEL)
+    assert (run.dtype, run.sequence_parallel, run.zero_stage, run.recompute) == ("fp32", False, 0, "none")
+    assert from_megatron("--micro-batch-size 1 --fp16", MODEL).dtype == "fp16"
+
+
+def test_experts_are_grouped_or_one_after_the_other():
+    model = describe("Qwen3-VL-30B-A3B")
+    flags = "--bf16 --num-experts 128 --moe-token-dispatcher-type alltoall"
+    assert from_megatron(flags, model).expert_products == "loop"
+    assert from_megatron(f"{flags} --moe-grouped-gemm", model).expert_products == "grouped"
+
+
+# -- every flag of the parser -----------------------------------------------------------------------------------------
+
+
+def flags_that(what):
+    return sorted(name for name, kind in megatron_flags().items() if kind == what)
+
+
+def test_every_flag_that_is_read_has_a_meaning_here():
+    others = "--fp16 --num-experts --moe-grouped-gemm --account-for-loss-in-pipeline-split"
+    shown = " ".join([FLAGS, others, *(more for more, _, _ in MEANINGS)])
+    assert [x for x in flags_that("read") if f"--{x.replace('_', '-')} " not in f"{shown} "] == []
+
+
+@pytest.mark.parametrize("kind", ["", "bound"])
+def test_flags_without_a_price_that_leave_the_figures_as_they_are(kind):
+    bare = from_megatron(FLAGS, MODEL)
+    for name in flags_that(kind):
+        assert from_megatron(f"{FLAGS} --{name.replace('_', '-')} 1", MODEL) == bare, name
+
+
+def test_every_other_flag_is_refused_by_name():
+    others = {name: kind for name, kind in megatron_flags().items() if kind.startswith("=")}
+    assert len(others) > 250
+    assert {"optimizer_cpu_offload", "cpu_offloading_num_layers", "use_megatron_fsdp", "main_grads_dtype"} <= set(
+        others
+    )
+    for name, kind in others.items():
+        flag = f"--{name.replace('_', '-')}"
+        with pytest.raises(PlanError) as refused:
+            from_megatron(f"{FLAGS} {flag} 77", MODEL)
+        assert f"{flag} 77" in str(refused.value)
+        if default := kind.removeprefix("=").strip():
+            assert from_megatron(f"{FLAGS} {flag} {default}", MODEL) == from_megatron(FLAGS, MODEL), name
+
+
+def test_a_flag_of_nobody_is_refused_by_name():
+    with pytest.raises(PlanError, match="--no-such-flag 3"):
+        from_megatron(f"{FLAGS} --no-such-flag 3", MODEL)
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "named"),
     [
-        (
-            FLAGS + " --encoder-pipeline-model-parallel-size 2",
-            "encoder-pipeline-model-parallel-size 2 is not priced yet",
-        ),
-        (FLAGS + " --recompute-granularity full --recompute-method block", "give --recompute the number of blocks"),
-        (FLAGS + " --num-virtual-stages-per-pipeline-rank 2", "7 layers do not divide into 2 virtual stages"),
-        (FLAGS + " --recompute-granularity most", "'most' is unknown"),
-        (FLAGS + " --decoder-first-pipeline-num-layers 3", "25 layers are left for 3 stages"),
-        (FLAGS.replace("size 2", "size two"), "'two' is no whole number"),
-        (FLAGS + " --pipeline-model-parallel-layout 'Et*27|||L'", "has 27 t, and the model 28 blocks"),
-        (FLAGS + " --optimizer lion", "optimizer 'lion' has no price"),
-        ("--lr '1", "cannot be read"),
+        (FLAGS + " --encoder-pipeline-model-parallel-size 2", "--encoder-pipeline-model-parallel-size 2"),
+        (FLAGS + " --recompute-granularity full --recompute-method block", "--recompute"),
+        (FLAGS + " --recompute-granularity selective --recompute-modules moe", "--recompute-modules moe"),
+        (FLAGS + " --num-virtual-stages-per-pipeline-rank 2", "7 layers"),
+        (FLAGS + " --recompute-granularity most", "'most'"),
+        (FLAGS + " --decoder-first-pipeline-num-layers 3", "25 layers"),
+        (FLAGS.replace("size 2", "size two"), "'two'"),
+        (FLAGS + " --pipeline-model-parallel-layout 'Et*27|||L'", "27 t"),
+        (FLAGS + " --optimizer lion", "--optimizer 'lion'"),
+        (FLAGS + " --hidden-size 4096", "3584"),
+        (FLAGS + " --expert-model-parallel-size 4", "alltoall"),
+        (FLAGS + " --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "hybridep"),
+        ("--lr '1", "quote"),
     ],
 )
-def test_what_megatrons_flags_cannot_say_is_refused(flags, message):
-    with pytest.raises(TrimtabError, match=message):
+def test_what_megatrons_flags_cannot_say_is_refused(flags, named):
+    with pytest.raises(TrimtabError) as refused:
         from_megatron(flags, MODEL)
+    assert named in str(refused.value)
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "²"])
