@@ -39,7 +39,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drawn data set with lines that sizing leaves out: broken, blank, without its image."""
     from trimtab.demo.draw import draw_dataset
 
-    folder = draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=160).folder
+    folder = draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=160)
     data = folder / "data.jsonl"
     lines = data.read_text(encoding="utf-8").splitlines()
     lost = json.loads(lines[7])

@@ -156,10 +156,6 @@ def energon_packs(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Data-parallel ranks of the run; by default the plan's.")
     ] = None,
-    layout: Annotated[
-        Literal["records", "llava-ov"],
-        typer.Option(help="Records as they are, or as LLaVA-OneVision-1.5 packs offline."),
-    ] = "records",
     media_root: Annotated[
         Path | None, typer.Option(help="Folder that image paths start from; else the data file's.")
     ] = None,
@@ -170,7 +166,7 @@ def energon_packs(
     from trimtab.options import ReadingOptions
 
     reading = ReadingOptions(media_root=media_root)
-    _tell(write_energon_packs(plan, out, data=data, ranks=ranks, layout=layout, reading=reading), as_json)
+    _tell(write_energon_packs(plan, out, data=data, ranks=ranks, reading=reading), as_json)
 
 
 @app.command("swift-packs")
