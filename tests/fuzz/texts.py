@@ -20,8 +20,7 @@ from trimtab.demo.draw import train_tokenizer
 from trimtab.errors import TrimtabError
 from trimtab.lora import parse_lora
 from trimtab.models.describe import describe
-from trimtab.placement.machine import parse_machine
-from trimtab.placement.workload import parse_images
+from trimtab.placement.machine import parse_images, parse_machine
 from trimtab.plan.given import GivenRun
 from trimtab.plan.options import parse_baseline, parse_share, parse_weights
 from trimtab.plan.predict import parse_stages

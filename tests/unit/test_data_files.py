@@ -17,13 +17,14 @@ from sample_sets import tar_bytes
 
 from trimtab.adapters.data_files import (
     data_of,
+    find_records,
+    open_records,
     order_packs,
     read_planned,
     write_arrays,
     write_jsonl,
     write_nested_packs,
 )
-from trimtab.adapters.record_files import find_records, open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.models.describe import describe
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.adapters.data_files import WrittenData, read_planned, rows_of_pack, sources_of, write_jsonl
-from trimtab.adapters.record_files import open_records
+from trimtab.adapters.data_files import WrittenData, open_records, read_planned, rows_of_pack, sources_of, write_jsonl
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import open_atomically, write_atomically, written_together
 from trimtab.options import ReadingOptions

@@ -45,7 +45,7 @@ def torchserve(
     as_json: JsonOption = False,
 ) -> None:
     """Pack MODEL_DIR for TorchServe 0.12 by torch-model-archiver. TorchServe is archived: prefer trimtab serve."""
-    from trimtab.adapters.torchserve import Recipe, export_torchserve, read_recipe
+    from trimtab.adapters.servers import Recipe, export_torchserve, read_recipe
     from trimtab.placement.placed import read_device_map
 
     fields: dict[str, Any] = {} if setup is None else read_recipe(setup)
@@ -87,7 +87,7 @@ def sglang(placed: PlacedArgument, as_json: JsonOption = False) -> None:
 
 
 def _print_stages(placed: Path, engine: Literal["vllm", "sglang"], as_json: bool) -> None:
-    from trimtab.adapters.engines import count_placed_layers
+    from trimtab.adapters.servers import count_placed_layers
     from trimtab.plan.file.placement import load_placement
 
     stages = count_placed_layers(load_placement(placed).device_map)
