@@ -25,6 +25,10 @@ def test_a_host_that_returns_rows_of_all_images_and_computes_lengths_beforehand(
     on_ranks(vision_recipe.run_like_veomni, tmp_path, num_ranks=2)
 
 
+def test_every_patched_tower_takes_other_keywords(tmp_path: Path) -> None:
+    on_ranks(vision_recipe.run_with_other_keywords, tmp_path, num_ranks=2)
+
+
 def test_assignment_is_the_best_of_all_runs() -> None:
     assert recipe.assign_images_to_dp_ranks([9, 1, 1, 1, 9], 2) == ([[0, 1, 2], [3, 4]], [11, 10])
     assert recipe.assign_images_to_dp_ranks([50, 1], 3)[1].count(0) == 1
