@@ -17,25 +17,31 @@ ROOT = Path(__file__).parent.parent / "src" / "trimtab"
 ROWS = (
     ("balance", "packs even in patches and tokens (README 1); ISF and the paper's baselines (15)"),
     (
-        "partition/bmp partition/flops_rule partition/baselines partition/search cli/uneven runtime/training/refine",
+        "partition/bmp partition/flops_rule partition/baselines partition/search cli/uneven",
         "OmniBal's search, also on real runs; Pai's notebook (15)",
     ),
     ("partition", "the exact cut, recompute with it (README 2, 3); schedules, jitter (18)"),
     ("costs/traced costs/timed costs/kind_model costs/least_squares", "layers counted and timed (18)"),
-    ("costs/fit costs/logs costs/minima costs/observed plan/measured/calibrate", "formulas fitted to logged runs (18)"),
+    ("costs/fit costs/logs costs/minima costs/observed plan/runs", "formulas fitted to logged runs (18)"),
     ("lora costs/adapters adapters/lora runtime/training/lora", "LoRA: priced, exported, trained (17)"),
     ("costs", "seconds and bytes of every layer by formula; devices, networks (18)"),
     ("models/asking models/ask", "any VLM: layers, images and videos asked of Transformers, in a child process (13)"),
     ("models", "32 shipped models, odd families, image rules (13, 15)"),
     ("samples address", "formats of data, sizes of media, tokens, bad samples, resume (16, 20)"),
-    ("plan/sharing runtime/vision", "images shared among ranks (README 4); verl and ROLL (15)"),
-    ("plan/measured runtime/probe cli/check cli/probe", "`check`, `probe`, the log of a run (15, 20)"),
+    (
+        "plan/decide/sharing plan/decide/exchange runtime/vision",
+        "images shared among ranks (README 4); verl and ROLL (15)",
+    ),
+    (
+        "plan/file/check plan/decide/probed runtime/probe cli/check cli/probe",
+        "`check`, `probe` (15, 20)",
+    ),
     ("plan/predict plan/given adapters/launch_files cli/predict", "`predict` of a run that somebody has (18)"),
     (
         "placement plan/file/placement runtime/placing cli/map",
         "the device map, its file, loaded and run (README 5); `split_model` (15)",
     ),
-    ("plan/file plan/plan plan/options plan/estimates cli/plan", "plan files, options said once (14, 20)"),
+    ("plan/file plan/plan plan/options cli/plan", "plan files, options said once (14, 20)"),
     ("plan", "degrees, schedule, limits and ZeRO chosen (18); what is compared with (15)"),
     (
         "adapters/torchserve adapters/accelerate adapters/engines serve/torchserve_handler",
