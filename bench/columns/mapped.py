@@ -25,11 +25,10 @@ from shrunk_models import GIVEN
 from trimtab.errors import PartitionError
 from trimtab.models.asking.build import build, complete
 from trimtab.models.asking.model import describe_model
-from trimtab.placement.device_bytes import DeviceKey
-from trimtab.placement.machine import machine_of
+from trimtab.placement.bytes import DeviceKey
+from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place
 from trimtab.placement.placed import Placement
-from trimtab.placement.workload import Workload
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 

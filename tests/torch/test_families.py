@@ -24,9 +24,8 @@ from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe, read_config
 from trimtab.models.families.known import FAMILIES, family_of
 from trimtab.models.image_rules import image_rule
-from trimtab.placement.machine import machine_of
+from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.workload import Workload
 from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.zero_weight import filler_sample
 from trimtab.runtime.vision.families import find_family

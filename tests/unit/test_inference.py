@@ -8,7 +8,7 @@ from placement_cases import small_model
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.workload import QUANTS, Workload, count_batch
+from trimtab.placement.machine import QUANTS, Workload, count_batch
 
 IMAGE = ((112, 112),)
 
