@@ -54,20 +54,3 @@ def run_like_veomni(rank: int, _folder: str) -> None:
     with vision_dp(case.model, exchange="dispatch", timeout_s=60):
         found = inner.get_image_features(**given, vit_metadata=made).pooler_output
     assert_close(found, expected, "features")
-
-
-def run_with_other_keywords(rank: int, _folder: str) -> None:
-    """Every tower that the recipe patches, by its own parameter names and with keywords that it only passes on."""
-    others = {"output_router_logits": False, "output_attentions": False, "return_dict": True}
-    for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
-        case = make_case(family, "images")
-        tower, pixels = case.model.model.visual, case.inputs["pixel_values"]
-        given = {**others, "hidden_states": pixels, "grid_thw": case.inputs["image_grid_thw"]}
-        expected = tower(**given)
-        recipe.apply_vision_dp_patch(dist.group.WORLD, classes=[type(tower)])
-        try:
-            found = [tower(**given), tower(pixels, case.inputs["image_grid_thw"], **others)]
-        finally:
-            recipe.unapply_vision_dp_patch()
-        for output in found:
-            assert_close(output.pooler_output, expected.pooler_output, f"features of {family}")

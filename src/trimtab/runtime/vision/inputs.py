@@ -62,8 +62,8 @@ class VisionInputs:
         return self.take(np.array([int(np.argmin(self.patches))]))
 
     def arguments(self) -> dict[str, Any]:
-        """Return keyword arguments that encode these atoms, pixels first."""
-        return {part.name: part.rows for part in self.parts} | dict(self.fixed)
+        """Keyword arguments that encode these atoms."""
+        return {**self.fixed, **{part.name: part.rows for part in self.parts}}
 
 
 def join_inputs(inputs: Sequence[VisionInputs]) -> VisionInputs | None:
