@@ -90,11 +90,14 @@ def _print_stages(placed: Path, engine: Literal["vllm", "sglang"], as_json: bool
     from trimtab.adapters.servers import count_placed_layers
     from trimtab.plan.file.placement import load_placement
 
-    stages = count_placed_layers(load_placement(placed).device_map)
+    found = load_placement(placed)
+    stages = count_placed_layers(found.device_map)
+    stages.refuse_stages(engine, found.inputs.model.family)
     if as_json:
         print_json({"environment": stages.environment(engine), "layers": stages.layers, "gpus": stages.gpus})
         return
     print(stages.shell(engine))
+    log(f"or, on GPUs with as much free memory each: {stages.by_tensors(engine)}")
 
 
 # -- data files -----------------------------------------------------------------------------------------------------
