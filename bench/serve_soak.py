@@ -133,7 +133,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = save_chat_model(Path(folder) / "tiny", "llava")
         command = [sys.executable, "-m", "trimtab", "serve", str(model), "--port", "0"]
-        command += ["--max-waiting", str(arguments.clients)]
+        command += ["--set", f"max_waiting={arguments.clients}"]
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
         assert server.stderr is not None
         line = next(x for x in server.stderr if x.startswith("serving "))

@@ -36,7 +36,7 @@ def test_the_archive_and_its_command_are_printed(run: Run, folder: Path, tmp_pat
 
 
 def test_accelerates_rules_and_workers_are_the_recipes(run: Run, folder: Path, tmp_path: Path) -> None:
-    words = ["--device-map", "balanced_low_0", "--dtype", "fp16", "--workers", "2", "--batch-size", "8"]
+    words = ["--set", "device_map=balanced_low_0", "--set", "dtype=fp16", "--set", "workers=2", "--set", "batch_size=8"]
     assert run("export", "torchserve", folder, "--out", tmp_path, *words).code == 0
     setup = json.loads((tmp_path / "setup_config.json").read_text())
     assert (setup["device_map"], setup["torch_dtype"], setup["runs_on"]) == ("balanced_low_0", "float16", {})
@@ -46,8 +46,8 @@ def test_accelerates_rules_and_workers_are_the_recipes(run: Run, folder: Path, t
 def test_memory_limits_and_the_recipes_file_are_written(run: Run, folder: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.json"
     recipe.write_text('{"device_map": "sequential", "max_memory": {"0": "9GB"}, "offload_state_dict": true}')
-    words = ["export", "torchserve", folder, "--out", tmp_path, "--setup", recipe]
-    assert run(*words, "--max-memory", "0=20GiB", "--max-memory", "cpu=1GiB").code == 0  # options go first
+    words = ["export", "torchserve", folder, "--out", tmp_path, "--set", f"setup={recipe}"]
+    assert run(*words, "--set", "max_memory=0=20GiB", "--set", "max_memory=cpu=1GiB").code == 0  # options go first
     setup = json.loads((tmp_path / "setup_config.json").read_text())
     assert (setup["device_map"], setup["max_memory"]) == ("sequential", {"0": "20GiB", "cpu": "1GiB"})
     assert setup["max_new_tokens"] == 256
@@ -57,12 +57,12 @@ def test_memory_limits_and_the_recipes_file_are_written(run: Run, folder: Path, 
     ("words", "sentence"),
     [
         (["{missing}"], "holds no config.json"),
-        (["{folder}", "--name", "a/b"], "cannot stand in a URL"),
-        (["{folder}", "--max-memory", "gpu"], "names no device"),
-        (["{folder}", "--max-memory", "0=lots"], "size in bytes"),
+        (["{folder}", "--set", "name=a/b"], "cannot stand in a URL"),
+        (["{folder}", "--set", "max_memory=gpu"], "names no device"),
+        (["{folder}", "--set", "max_memory=0=lots"], "size in bytes"),
         (["{folder}", "--map", "{missing}"], "missing"),
         (["{folder}", "--map", "{config}"], "holds no device map"),
-        (["{folder}", "--setup", "{missing}"], "cannot be read as JSON"),
+        (["{folder}", "--set", "setup={missing}"], "cannot be read as JSON"),
     ],
 )
 def test_bad_input_ends_in_one_sentence(

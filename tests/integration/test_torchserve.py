@@ -178,7 +178,7 @@ def test_without_the_token_nobody_is_served(server: Server) -> None:
 def test_the_archive_has_the_members_that_its_own_archiver_writes(model_dir: Path, tmp_path: Path) -> None:
     exported = export_torchserve(model_dir, tmp_path / "ours", ArchiveOptions(name="tiny", device_map={"": "cpu"}))
     ours = exported.archive.parent
-    command = [SCRIPTS / "torch-model-archiver", "--model-name", "tiny", "--version", "1.0"]
+    command = [SCRIPTS / "torch-model-archiver", "--model-name", "tiny", "--version=1.0"]
     command += ["--handler", ours / "torchserve_handler.py", "--extra-files", ours / "setup_config.json"]
     command += ["--config-file", ours / "model-config.yaml", "--export-path", tmp_path]
     subprocess.run(list(map(str, command)), check=True, capture_output=True)

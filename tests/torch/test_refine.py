@@ -1,4 +1,4 @@
-"""`plan --refine`: candidate splits run on this machine, the fastest kept; needs torch, starts processes."""
+"""`plan --set refine`: candidate splits run on this machine, the fastest kept; needs torch, starts processes."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_placed_model_answers_and_a_signal_finishes_what_was_accepted(folder: 
 def test_a_second_interrupt_ends_what_is_left(folder: Path) -> None:
     body = json.dumps(question("what is it?", max_tokens=3900, temperature=0, stream=True)).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    with served(folder, "--max-new-tokens", "4000") as (process, port):
+    with served(folder, "--set", "max_new_tokens=4000") as (process, port):
         with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
             client.sendall(head.encode() + b"\r\n\r\n" + body)
             answer = client.recv(1)
@@ -131,8 +131,8 @@ def test_a_second_interrupt_ends_what_is_left(folder: Path) -> None:
     [
         (["{missing}"], "is no folder: give one that holds config.json"),
         (["{folder}", "--host", "0.0.0.0"], "no key is asked for"),
-        (["{folder}", "--max-body", "much"], "size in bytes"),
-        (["{folder}", "--max-waiting", "-1"], "--max-waiting -1 leaves nothing to serve"),
+        (["{folder}", "--set", "max_body=much"], "size in bytes"),
+        (["{folder}", "--set", "max_waiting=-1"], "--set max_waiting -1 leaves nothing to serve"),
         (["{folder}", "--api-key-file", "{empty}"], "holds no key"),
         (["{folder}", "--api-key-file", "{missing}"], "cannot use"),
         (["{folder}", "--map", "{empty}"], "holds no device map"),

@@ -99,11 +99,11 @@ def test_a_probe_names_a_stopped_rank_and_goes_on_unharmed(probed: Path, tmp_pat
 
 
 def test_a_probe_ends_by_its_timeout(probed: Path, tmp_path: Path) -> None:
-    with start_probe(probed, tmp_path, "--timeout", "15") as run:
+    with start_probe(probed, tmp_path, "--set", "timeout=15") as run:
         wait_for_first_run(run)
         process = run.ranks()[0]
         process.suspend()
-        wait_for(lambda: "see what keeps it, or allow longer waits (--timeout)" in run.errors, run)
+        wait_for(lambda: "see what keeps it, or allow longer waits (--set timeout)" in run.errors, run)
         process.kill()  # torchrun would wait 30 s for it
         assert_said_once(
             run,

@@ -213,7 +213,7 @@ def test_a_connections_errors_are_told_from_others():
 )
 def test_timeouts_that_are_none_are_refused(tmp_path, value, told):
     settings = TrainSettings(plan=tmp_path, model=tmp_path)
-    with pytest.raises(TrimtabError, match=rf"timeout_s \(--timeout\) {value}.*: {told}"):
+    with pytest.raises(TrimtabError, match=rf"timeout_s \(--set timeout\) {value}.*: {told}"):
         replace(settings, timeout_s=value)
 
 

@@ -179,7 +179,7 @@ def test_without_a_preprocessor_layers_are_described_and_images_refused(tmp_path
     spec = describe(tmp_path)
     assert spec.layers == describe(qwen3()).layers
     assert any("preprocessor_config.json was not given" in note for note in spec.notes)
-    message = r"min_pixels.*: pass --preprocessor preprocessor_config\.json, or put it beside config\.json"
+    message = r"min_pixels.*: pass --set preprocessor=preprocessor_config\.json, or put it beside config\.json"
     with pytest.raises(ConfigError, match=message):
         spec.image_rule.count(640, 480)
     with pytest.raises(ConfigError, match=message):

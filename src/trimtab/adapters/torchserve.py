@@ -169,7 +169,7 @@ def _check(model_dir: Path, options: ArchiveOptions) -> None:
     if options.max_memory is not None:
         raise ConfigError("max_memory has no say beside a device map, which places everything: leave one of them out")
     if "disk" in placed.values() and options.offload_folder is None:
-        raise ConfigError("the device map places modules on disk: name a folder for them with --offload-folder")
+        raise ConfigError("the device map places modules on disk: name a folder for them with --set offload_folder")
     from trimtab.models.describe import describe  # NumPy, which the help of the options above does without
 
     try:

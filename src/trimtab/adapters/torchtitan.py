@@ -75,7 +75,7 @@ def export(plan: Decided, price: float | None) -> Exported:
     if dims.ep > 1 and dims.expert_tp > 1:
         problems.append(
             f"ep {dims.ep} and etp {dims.expert_tp} were planned, and torchtitan's experts are whole on their devices: "
-            "plan with --etp 1"
+            "plan with --set etp=1"
         )
     if model.tied and dims.pp > 1:
         owner, borrower = model.tied[0]

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.options import verb
 from trimtab.cli.output import log
+from trimtab.cli.settings import verb
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.files import read_small
 from trimtab.serve.limits import ServeLimits

@@ -27,7 +27,9 @@ class VisionChoice:
     group: Annotated[
         GroupChoice,
         Option(
-            "Ranks that share images, each encoding a part; auto: those that gain most, if any do.", flag="--vision-dp"
+            "Ranks that share images; auto: if it gains.",
+            flag="--vision-dp",
+            common=True,
         ),
     ] = "none"  # auto: the group whose simulated epoch is shortest, or none
     pooling: Annotated[
@@ -90,7 +92,7 @@ def decision_problems(
             why = f"a pipeline of {parallel.pp} stages" if parallel.pp > 1 else "GPipe, which holds all micro-batches,"
             yield (
                 f"vision pooling {decision.pooling} was asked for on {why} where the plan does not price it: "
-                "leave it out" + ("" if parallel.pp > 1 else ", or give --schedule 1F1B")
+                "leave it out" + ("" if parallel.pp > 1 else ", or give --set schedule=1F1B")
             )
         elif schedule.num_microbatches % decision.pooling:
             yield (

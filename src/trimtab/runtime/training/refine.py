@@ -94,7 +94,7 @@ def refine(folder: Path, settings: RefineSettings, *, progress: Callable[[int, i
     if not ran:
         raise PlanError(
             f"{len(trials)} splits were to be timed, and none of them ran ({trials[0].problem}): "
-            "correct that, or plan without --refine"
+            "correct that, or plan without --set refine"
         )
     best = min(ran, key=lambda trial: trial.median_step_s or 0.0)
     details = replan(
@@ -218,7 +218,7 @@ def _check(plan: Plan, settings: RefineSettings) -> None:
     if not settings.model.is_dir():
         raise PlanError(
             f"splits of the model {settings.model} were to be run, which is no folder: name the one that holds its "
-            "config.json, preprocessor and tokenizer (--model-dir)"
+            "config.json, preprocessor and tokenizer (--set model_dir)"
         )
     on_gpus = settings.device != "cpu" and torch.cuda.is_available()
     # processes that share a core would be timed waiting for each other
@@ -227,5 +227,5 @@ def _check(plan: Plan, settings: RefineSettings) -> None:
         parallel = plan.decisions.parallel
         raise PlanError(
             f"splits were to be timed on dp {parallel.dp} x pp {parallel.pp} = {_num_processes(plan)} devices, and "
-            f"this machine has {number} {'GPUs' if on_gpus else 'CPU cores'}: plan with fewer, or without --refine"
+            f"this machine has {number} {'GPUs' if on_gpus else 'CPU cores'}: plan with fewer, or without --set refine"
         )
