@@ -1,17 +1,16 @@
 """`trimtab export TARGET SOURCE`: a plan, or a placed model, in the words of another framework."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from trimtab.adapters.frameworks import FRAMEWORKS
-from trimtab.adapters.torchserve import ArchiveOptions
 from trimtab.cli.output import JsonOption, log, print_json
 from trimtab.cli.settings import verb
-from trimtab.errors import PlanError
+from trimtab.errors import ConfigError, PlanError
 from trimtab.options import Option
 
 if TYPE_CHECKING:
@@ -42,8 +41,9 @@ class ExportOptions:
         None
     )
     setup: Annotated[
-        Path | None, Option("torchserve: setup_config.json of its recipe; settings given here override it.")
+        Path | None, Option("torchserve: setup_config.json of its recipe for large models.", common=True)
     ] = None
+    name: Annotated[str | None, Option("torchserve: name of the model; else the recipe's, or the folder's.")] = None
     record_fields: Annotated[
         tuple[str, ...],
         Option(
@@ -63,7 +63,6 @@ class ExportOptions:
     media_root: Annotated[
         Path | None, Option("energon-packs: folder that image paths start from; else the data file's.")
     ] = None
-    archive: ArchiveOptions = field(default_factory=ArchiveOptions)
 
     def refuse_others(self, target: str, taken: set[str]) -> None:
         """Raise an error if an option was given that `target` does not take."""
@@ -71,8 +70,7 @@ class ExportOptions:
         given = [one.name for one in fields(self) if getattr(self, one.name) != getattr(plain, one.name)]
         wrong = [name for name in given if name not in taken]
         if wrong:
-            names = {"record_fields": "field", "archive": "settings of the archive"}
-            raise PlanError(f"{names.get(wrong[0], wrong[0])} was given, and {target} does not take it: leave it out")
+            raise PlanError(f"{wrong[0]} was given, and {target} does not take it: leave it out")
 
     def path(self, target: str) -> Path:
         """--out, which has to be given."""
@@ -84,16 +82,18 @@ class ExportOptions:
 @verb
 def export(
     target: Annotated[str, typer.Argument(help="What to write it for: one of the targets below.")],
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SOURCE", help="PLAN: plan.yaml or its folder; PLACED or MODEL_DIR where it says so."),
-    ],
     options: ExportOptions,
+    source: Annotated[
+        Path | None,
+        typer.Argument(metavar="SOURCE", help="PLAN: plan.yaml or its folder; PLACED or MODEL_DIR where it says so."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a plan's decisions, or a placed model, in another framework's words."""
     if target in FRAMEWORKS:
         options.refuse_others(target, {"out", "fit"})
+        if source is None:
+            raise PlanError(f"{target} was asked for without a plan: name plan.yaml or its folder")
         _export_framework(target, source, options.out, options.fit, as_json)
         return
     if target not in _WRITERS:
@@ -123,8 +123,8 @@ def _export_framework(name: str, plan: Path, out: Path | None, fit: Path | None,
     from trimtab.files import refuse_folder, write_atomically
     from trimtab.plan.build import write_plan
     from trimtab.plan.decide.expressible import relative_time
+    from trimtab.plan.file.check import refuse_broken
     from trimtab.plan.file.reload import reload_plan
-    from trimtab.plan.measured.check import refuse_broken
 
     if out is not None:
         refuse_folder(out)
@@ -167,31 +167,39 @@ def _refuse_own_folder(plan: Path, fit: Path) -> None:
 # -- servers and engines ----------------------------------------------------------------------------------------------
 
 
-def _torchserve(target: str, model_dir: Path, options: ExportOptions, as_json: bool) -> None:
-    from trimtab.adapters.torchserve import export_torchserve, read_recipe
-    from trimtab.serve.device_map import read_device_map
+def _torchserve(target: str, model_dir: Path | None, options: ExportOptions, as_json: bool) -> None:
+    from trimtab.adapters.torchserve import Recipe, export_torchserve, read_recipe
+    from trimtab.placement.placed import read_device_map
 
-    archive = options.archive
+    out = options.path(target)
+    found: dict[str, Any] = {} if options.setup is None else read_recipe(options.setup)
+    if model_dir is not None:
+        found["model_path"] = str(model_dir.resolve())
+    if "model_path" not in found:
+        raise ConfigError("MODEL_DIR is missing: name the folder of a saved model, or a --setup with a model_path")
     if options.map is not None:
         written = read_device_map(options.map)
-        archive = replace(archive, device_map=written.device_map or archive.device_map, runs_on=written.runs_on)
-    recipe = {} if options.setup is None else read_recipe(options.setup)
-    left_open = {name: value for name, value in recipe.items() if getattr(archive, name) is None}
-    exported = export_torchserve(model_dir, options.path(target), replace(archive, **left_open))
+        found |= {"device_map": written.device_map, "runs_on": written.runs_on}
+    name = options.name or found.get("model_name") or Path(found["model_path"]).name
+    archive = export_torchserve(Recipe(**{**found, "model_name": name}), out)
+    command = f"torchserve --start --ncs --foreground --model-store {out} --models {name}={archive.name}"
+    command += f" --ts-config {out / 'config.properties'}"
     if as_json:
-        print_json(exported)
+        print_json({"archive": archive, "command": command})
         return
-    for note in exported.notes:
-        log(f"note: {note}")
-    print(exported.archive)
-    print(exported.command)
+    log("note: TorchServe is archived and gets no security fixes: prefer trimtab serve, or vLLM and SGLang")
+    log("note: the archive names the model's folder and does not hold it: keep the folder where it is")
+    print(archive)
+    print(command)
 
 
-def _engine(target: str, placed: Path, _options: ExportOptions, as_json: bool) -> None:
+def _engine(target: str, placed: Path | None, _options: ExportOptions, as_json: bool) -> None:
     from trimtab.adapters.engines import count_placed_layers
     from trimtab.plan.file.placement import load_placement
 
     engine = cast('Literal["vllm", "sglang"]', target)
+    if placed is None:
+        raise PlanError(f"{target} was asked for without a placement: name the folder of `trimtab map --out`")
     stages = count_placed_layers(load_placement(placed).device_map)
     if as_json:
         print_json({"environment": stages.environment(engine), "layers": stages.layers, "gpus": stages.gpus})
@@ -202,11 +210,13 @@ def _engine(target: str, placed: Path, _options: ExportOptions, as_json: bool) -
 # -- packs as files ---------------------------------------------------------------------------------------------------
 
 
-def _packs(target: str, plan: Path, options: ExportOptions, as_json: bool) -> None:
+def _packs(target: str, plan: Path | None, options: ExportOptions, as_json: bool) -> None:
     from trimtab.adapters.data_files import write_arrays, write_jsonl, write_nested_packs
     from trimtab.adapters.host_packs import write_energon_packs, write_swift_packs
     from trimtab.options import ReadingOptions
 
+    if plan is None:
+        raise PlanError(f"{target} was asked for without a plan: name plan.yaml or its folder")
     out, data = options.path(target), list(options.data) or None
     written: WrittenData
     if target == "jsonl":
@@ -231,11 +241,11 @@ def _packs(target: str, plan: Path, options: ExportOptions, as_json: bool) -> No
     print("\n".join(map(str, written.files)))
 
 
-_Writer = Callable[[str, Path, ExportOptions, bool], None]
+_Writer = Callable[[str, Path | None, ExportOptions, bool], None]
 _WRITERS: Mapping[str, tuple[str, set[str], _Writer]] = {
     "torchserve": (
-        "Write MODEL_DIR as a TorchServe 0.12 archive. TorchServe is archived: prefer trimtab serve.",
-        {"out", "map", "setup", "archive"},
+        "Pack MODEL_DIR for TorchServe 0.12 by torch-model-archiver. TorchServe is archived: prefer trimtab serve.",
+        {"out", "map", "setup", "name"},
         _torchserve,
     ),
     "vllm": ("Print VLLM_PP_LAYER_PARTITION for PLACED, the folder of `trimtab map --out`.", set(), _engine),
