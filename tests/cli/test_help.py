@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
@@ -12,13 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import typer
 from numba import njit
 from typer.testing import CliRunner
 
-from trimtab.cli.app import Verbs, app
+from trimtab.cli.app import app
 from trimtab.cli.output import progress, told_of_compiling
-from trimtab.cli.verbs import VERBS, load_verb
+from trimtab.cli.verbs import VERBS
 from trimtab.samples.read import read_lengths
 from trimtab.units import format_number
 
@@ -35,12 +33,6 @@ def test_help_is_whole_at_80_columns(words: tuple[str, ...]) -> None:
     assert text.startswith("Usage: trimtab")
     assert max(map(len, text.splitlines())) <= 80
     assert "..." not in re.sub(r"^  \w+\.\.\.", "", text.partition("\n")[2], flags=re.M)
-
-
-@pytest.mark.parametrize("name", VERBS)
-def test_the_table_of_verbs_says_what_each_verb_says(name: str) -> None:
-    first = " ".join((inspect.getdoc(load_verb(name)) or "").partition("\n\n")[0].split())
-    assert VERBS[name][1] == first
 
 
 def test_the_help_without_a_verb_is_the_same_without_typer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,12 +56,6 @@ def test_plan_shows_few_options_and_lists_the_rest(run: Run) -> None:
     assert listed["schedule"]["type"].startswith("1F1B|")
     assert listed["max_tokens"]["default"] is None
     assert "max_tokens=N" in run("options", "plan").out
-
-
-def test_all_verbs_have_few_options() -> None:
-    context = typer.Context(typer.main.get_command(app))
-    verbs = [Verbs.get_command(context.command, context, name) for name in VERBS]  # type: ignore[arg-type]
-    assert sum(p.param_type_name == "option" for verb in verbs for p in verb.params) <= 200
 
 
 def test_settings_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ VERBS = MappingProxyType(
         ),
         "serve": (
             "serve:serve",
-            "Serve MODEL_DIR by Transformers' own OpenAI application; SIGTERM finishes what was accepted.",
+            "Serve MODEL_DIR on this machine by Transformers' own OpenAI application, one request at a time.",
         ),
         "map": (
             "map:map_model",
