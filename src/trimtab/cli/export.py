@@ -56,10 +56,6 @@ class ExportOptions:
     ranks: Annotated[
         int | None, Option("energon-packs: data-parallel ranks of the run; default: the plan's.", least=1)
     ] = None
-    layout: Annotated[
-        Literal["records", "llava-ov"],
-        Option("energon-packs: records as they are, or as LLaVA-OneVision-1.5 packs offline."),
-    ] = "records"
     media_root: Annotated[
         Path | None, Option("energon-packs: folder that image paths start from; else the data file's.")
     ] = None
@@ -168,7 +164,7 @@ def _refuse_own_folder(plan: Path, fit: Path) -> None:
 
 
 def _torchserve(target: str, model_dir: Path | None, options: ExportOptions, as_json: bool) -> None:
-    from trimtab.adapters.torchserve import Recipe, export_torchserve, read_recipe
+    from trimtab.adapters.servers import Recipe, export_torchserve, read_recipe
     from trimtab.placement.placed import read_device_map
 
     out = options.path(target)
@@ -194,7 +190,7 @@ def _torchserve(target: str, model_dir: Path | None, options: ExportOptions, as_
 
 
 def _engine(target: str, placed: Path | None, _options: ExportOptions, as_json: bool) -> None:
-    from trimtab.adapters.engines import count_placed_layers
+    from trimtab.adapters.servers import count_placed_layers
     from trimtab.plan.file.placement import load_placement
 
     engine = cast('Literal["vllm", "sglang"]', target)
@@ -230,7 +226,7 @@ def _packs(target: str, plan: Path | None, options: ExportOptions, as_json: bool
         written = write_swift_packs(plan, out, data=data)
     else:
         reading = ReadingOptions(media_root=options.media_root)
-        how = {"data": data, "ranks": options.ranks, "layout": options.layout, "reading": reading}
+        how = {"data": data, "ranks": options.ranks, "reading": reading}
         written = write_energon_packs(plan, out, **how)  # type: ignore[arg-type]  # by name
     if as_json:
         print_json(written)
@@ -263,7 +259,7 @@ _WRITERS: Mapping[str, tuple[str, set[str], _Writer]] = {
     "npy": ("Write packs, schedule and the places of the records of PLAN as NumPy arrays.", {"out", "data"}, _packs),
     "energon-packs": (
         "Write the packs of PLAN as WebDataset shards, one pack a sample, in Megatron-Energon's order.",
-        {"out", "data", "ranks", "layout", "media_root"},
+        {"out", "data", "ranks", "media_root"},
         _packs,
     ),
     "swift-packs": (
