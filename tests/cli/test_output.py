@@ -86,6 +86,6 @@ def test_what_further_ranks_of_a_machine_find_wrong_is_told_by_its_first(
 
 def test_samples_left_out_of_packs_are_counted(run: Run, planned: Path) -> None:
     most = ["--max-patches", 3000, "--max-tokens", 2000]
-    packed = run("pack", planned / "samples.npz", *most, "--oversize", "skip")
+    packed = run("pack", planned / "samples.npz", *most, "--set", "oversize=skip")
     assert packed.code == 0, packed.err
     assert re.search(r"\b\d+ oversize samples left out, as asked", packed.out), packed.out
