@@ -129,7 +129,6 @@ from trimtab.runtime.vision import (
     vision_dp_from_plan as vision_dp_from_plan,
     vision_heartbeat as vision_heartbeat,
     encode_pooled as encode_pooled,
-    rows_of_shards as rows_of_shards,
     verify_vision_dp as verify_vision_dp,
 )
 from trimtab.runtime.vision.callback import VisionDataParallelCallback as VisionDataParallelCallback

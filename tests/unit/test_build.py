@@ -136,7 +136,7 @@ def test_options_that_contradict_the_cluster_are_refused(options: dict[str, int]
         ({"dp": 0}, "dp 0 was asked for"),
         ({"num_microbatches": 2, "global_batch": 4}, "give one of them"),
         ({"risk": 1.0}, "it is a chance"),
-        ({"schedule": "Interleaved1F1B"}, "give --num-chunks 2 or more"),
+        ({"schedule": "Interleaved1F1B"}, "give --set num_chunks=2 or more"),
         ({"schedule": "ZBVZeroBubble"}, "ZBVZeroBubble has two stages per device, and num_chunks is 1: give"),
         ({"schedule": "ZBH1", "num_chunks": 2}, "num_chunks 2 was asked for with ZBH1, which has one stage per device"),
         ({"schedule": "zigzag"}, "choose one of 1F1B, GPipe, Interleaved1F1B, ZBH1, ZBVZeroBubble, auto"),
@@ -241,3 +241,10 @@ def test_a_file_of_the_plan_that_is_not_here_is_said_to_come_from_the_plan(
     write_plan(dataclasses.replace(made, plan=dataclasses.replace(made.plan, inputs=inputs)), tmp_path)
     with pytest.raises(PlanError, match=f"names its {what} somewhere/model, which is neither here nor beside the plan"):
         load_details(tmp_path)
+
+
+def test_oversize_samples_are_counted_among_all() -> None:
+    table = tile_samples(60)
+    limits = PlanOptions(pp=1, max_patches=int(np.median(table.num_patches)), max_tokens=10**6)
+    with pytest.raises(PackingError, match=r"^\d+ of 60 samples"):
+        make_plan(MODEL, table, CLUSTER, limits)
