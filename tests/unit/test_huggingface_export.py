@@ -23,10 +23,8 @@ def test_layers_come_by_tier_in_ranges():
     assert found.fields["recompute"] == {"full": ("visual.blocks[0..3]", "layers.5"), "selective": ("layers[0..2]",)}
     assert "'full': ['visual.blocks[0..3]', 'layers.5']," in found.text
     nothing = export(decide(MODEL, by_counts(MODEL, 12), zero_stage=0), None)
-    assert nothing.text.splitlines() == [
-        "# the plan recomputes nothing: leave activation_checkpointing off",
-        "arguments = TrainingArguments(gradient_accumulation_steps=8, per_device_train_batch_size=1)",
-    ]
+    assert "apply_recompute" not in nothing.text
+    assert "gradient_accumulation_steps=8, per_device_train_batch_size=1" in nothing.text.splitlines()[-1]
 
 
 def test_a_frozen_tower_and_tensor_parallelism_are_named():
@@ -40,16 +38,16 @@ def test_a_frozen_tower_and_tensor_parallelism_are_named():
 @pytest.mark.parametrize(
     ("name", "zero_stage", "line"),
     [
-        ("transformers", 3, "per_device_train_batch_size=1, fsdp=True)"),
-        ("trl", 0, 'dataset_kwargs={"skip_prepare_dataset": True})'),
-        ("accelerate", 0, "accelerator = Accelerator(gradient_accumulation_steps=8)"),
-        ("fsdp2", 3, "        fully_shard(module)  # from torch.distributed.fsdp"),
+        ("transformers", 3, "fsdp=True)"),
+        ("trl", 0, 'dataset_kwargs={"skip_prepare_dataset": True}'),
+        ("accelerate", 0, "gradient_accumulation_steps=8)"),
+        ("fsdp2", 3, "fully_shard(module, mp_policy=policy)"),
     ],
 )
 def test_each_host_is_told_its_steps_and_its_sharding(name: str, zero_stage: int, line: str):
     plan = decide(MODEL, by_counts(MODEL, 12), zero_stage=zero_stage)
     found = TARGETS[name].export(plan, None)
-    assert found.text.splitlines()[-1].endswith(line)
+    assert line in found.text
     assert found.warnings == ()
     compile(found.text, name, "exec")
 

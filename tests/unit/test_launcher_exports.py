@@ -107,7 +107,8 @@ def test_bridge_refuses_a_family_without_provider():
 
 def test_bridge_lines_set_the_configuration():
     export = bridge(MODEL, by_counts(MODEL, 2, 4, 6, recompute={0: full(*VISION, BLOCK)}))
-    cfg = SimpleNamespace(model=SimpleNamespace(params_dtype="bf16"), train=SimpleNamespace(), ddp=SimpleNamespace())
+    parts = {name: SimpleNamespace() for name in ("train", "ddp", "optimizer")}
+    cfg = SimpleNamespace(model=SimpleNamespace(params_dtype="bf16"), **parts)
     exec(export.text, {"cfg": cfg})
     assert cfg.model.pipeline_model_parallel_layout == "Et*2|t*4|t*6L"
     assert cfg.model.num_layers_in_first_pipeline_stage is None

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 
 from trimtab.adapters.blocks import count_by_tier, lost_tiers
-from trimtab.adapters.running import Decided, Exported, Target, refuse, schedule_problems
+from trimtab.adapters.running import IMPLEMENTATIONS, Decided, Exported, Target, refuse, schedule_problems
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import Stage, recomputing, tiers_of
 
@@ -31,6 +31,9 @@ PARTS = {parts}  # stage s holds LAYERS[PARTS[s]:PARTS[s + 1]]
 RECOMPUTE = {recompute}  # positions in LAYERS
 TIED = {tied}  # (owner, borrower): build both from TiedLayerSpec with one key
 CONFIG = {config}
+ATTENTION = "{attention}"  # attn_implementation of the model that the layers are taken from
+FUSED = {fused}  # layers with fused norms, rotary and gates, such as liger_kernel's
+FROZEN = {frozen}  # towers whose parameters get requires_grad_(False)
 
 
 class PlannedPipelineModule(PipelineModule):
@@ -75,7 +78,19 @@ def export(plan: Decided, _price: float | None) -> Exported:
             f"ZeRO stage {zero_stage} was planned, and DeepSpeed's pipeline engine works with 0 and 1: plan with ZeRO "
             "stage 1"
         )
-    refuse(problems)
+    refuse(
+        [
+            *problems,
+            *plan.launch.problems(
+                "DeepSpeed",
+                dtype=("bf16", "fp16", "fp32"),
+                attention=IMPLEMENTATIONS,
+                optimizer=("adamw",),
+                grad_dtype=("bf16", "fp16", "fp32"),
+                fused_kernels=(True, False),
+            ),
+        ]
+    )
 
     warnings = lost_tiers(count_by_tier(stages), "layers", "DeepSpeed checkpoints layers in full")
     if dims.tp > 1:
@@ -90,6 +105,10 @@ def export(plan: Decided, _price: float | None) -> Exported:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": plan.num_microbatches,
         "zero_optimization": {"stage": zero_stage},
+        "bf16": {"enabled": plan.launch.dtype == "bf16"},
+        "fp16": {"enabled": plan.launch.dtype == "fp16"},
+        "data_types": {"grad_accum_dtype": plan.launch.grad_dtype},
+        "optimizer": {"type": "AdamW"},
     }
     names = ",\n".join(f"    {json.dumps(layer.name)}" for layer in model.layers)
     python = _MODULE.format(
@@ -99,7 +118,10 @@ def export(plan: Decided, _price: float | None) -> Exported:
         recompute=f"frozenset({recompute})",
         tied=list(model.tied),
         tied_note="; the pairs of TIED as TiedLayerSpec" if model.tied else "",
-        config=json.dumps(config),
+        config=repr(config),
+        attention=IMPLEMENTATIONS[plan.launch.attention],
+        frozen=list(plan.frozen_towers),
+        fused=plan.launch.fused_kernels,
     )
     fields = {"parts": parts, "config": config, "python": python}
     return Exported(text=python, fields=fields, runs=runs, warnings=tuple(warnings))
@@ -108,6 +130,7 @@ def export(plan: Decided, _price: float | None) -> Exported:
 TARGETS = {
     "deepspeed": Target(
         title="DeepSpeed",
+        host="deepspeed",
         checked_with="DeepSpeed 0.19.8, trained on two CPU processes",
         packs="`PlanDataLoader`, handed to `train_batch`",
         can=lambda _model, _pp: Expressible(

@@ -7,13 +7,15 @@ towers alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from trimtab.adapters.blocks import TIERS
 from trimtab.adapters.lora import peft_config, peft_lines, quantisation_config
-from trimtab.adapters.running import Decided, Exported, Target, refuse
+from trimtab.adapters.running import IMPLEMENTATIONS, Decided, Exported, Target, refuse
+from trimtab.options import Optimizer
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.plan.file.yaml import fold_modules
 from trimtab.specs import ModelSpec, tiers_of
@@ -45,10 +47,23 @@ _OWN_DATA = (
 
 
 def _trainer_lines(arguments: str) -> Mapping[int, str]:
-    return {
-        0: f"arguments = {arguments}(gradient_accumulation_steps={{M}}, per_device_train_batch_size=1)",
-        3: f"arguments = {arguments}(gradient_accumulation_steps={{M}}, per_device_train_batch_size=1, fsdp=True)",
-    }
+    said = "gradient_accumulation_steps={M}, per_device_train_batch_size=1, {arguments}"
+    return {0: f"arguments = {arguments}({said})", 3: f"arguments = {arguments}({said}, fsdp=True)"}
+
+
+_OPTIMIZERS: Mapping[Optimizer, tuple[str, str]] = {  # of `TrainingArguments`, and the class
+    "adamw": ("adamw_torch_fused", "torch.optim.AdamW(model.parameters(), fused=True)"),
+    "adamw_8bit": ("adamw_bnb_8bit", "bitsandbytes.optim.AdamW8bit(model.parameters())"),
+    "sgd": ("sgd", "torch.optim.SGD(model.parameters())"),
+}
+_AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
+KNOWN: Mapping[str, Collection[object]] = {
+    "dtype": _AUTOCAST,
+    "attention": IMPLEMENTATIONS,
+    "optimizer": _OPTIMIZERS,
+    "fused_kernels": (True, False),
+    "sequence_parallel": (True, False),  # of tp, which these hosts leave to the model
+}
 
 
 _HOSTS: Mapping[str, _Host] = {
@@ -74,9 +89,11 @@ _HOSTS: Mapping[str, _Host] = {
         checked_with="Accelerate 1.15, its loaders on CPU ranks",
         packs="`trimtab.balanced(loader, plan, model=model)`",
         lines={
-            0: "accelerator = Accelerator(gradient_accumulation_steps={M})",
-            3: "plugin = FullyShardedDataParallelPlugin(fsdp_version=2)\n"
-            "accelerator = Accelerator(gradient_accumulation_steps={M}, fsdp_plugin=plugin)",
+            0: "optimizer = {optimizer}\n"
+            "accelerator = Accelerator(mixed_precision='{autocast}', gradient_accumulation_steps={M})",
+            3: "optimizer = {optimizer}\nplugin = FullyShardedDataParallelPlugin(fsdp_version=2)\n"
+            "accelerator = Accelerator("
+            "mixed_precision='{autocast}', gradient_accumulation_steps={M}, fsdp_plugin=plugin)",
         },
     ),
     "fsdp2": _Host(
@@ -84,9 +101,11 @@ _HOSTS: Mapping[str, _Host] = {
         checked_with="torch 2.13, recompute under `fully_shard` on CPU ranks",
         packs="`PlanDataLoader`",
         lines={
-            3: "for name, module in reversed(list(model.named_modules())):\n"
+            3: "policy = MixedPrecisionPolicy({policy})  # this and fully_shard from torch.distributed.fsdp\n"
+            "for name, module in reversed(list(model.named_modules())):\n"
             "    if type(module).__name__ in model._no_split_modules or not name:\n"
-            "        fully_shard(module)  # from torch.distributed.fsdp"
+            "        fully_shard(module, mp_policy=policy)\n"
+            "optimizer = {optimizer}"
         },
     ),
 }
@@ -118,7 +137,8 @@ def check_whole(plan: Decided, title: str, zero_stages: Sequence[int]) -> tuple[
 def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transformers"]) -> Exported:
     """Lines to run once between making the model and training it: every layer that the plan recomputes, by tier, and
     how the host accumulates and shards."""
-    stages = plan.stages
+    stages, launch = plan.stages, plan.launch
+    refuse(launch.problems(host.title, **KNOWN))
     told, warnings = check_whole(plan, host.title, tuple(host.lines))
     beside = None
     if plan.frozen_towers and host.has_switch:
@@ -138,9 +158,39 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
         adapters = peft_lines(plan.model, plan.lora, sharded=told == 3) + "\n"
         quantised = quantisation_config(plan.model, plan.lora, sharded=told == 3)
         said = {"peft": peft_config(plan.model, plan.lora), "quantisation": quantised}
-    text = f"{recompute}\n{adapters}{host.lines[told].format(M=plan.num_microbatches)}"
+    name, optimizer = _OPTIMIZERS[launch.optimizer]
+    arguments = [f'optim="{name}"']
+    arguments += [f"{launch.dtype}=True"] if launch.dtype != "fp32" else []
+    arguments += ["use_liger_kernel=True"] if launch.fused_kernels else []
+    policy = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}[launch.dtype]
+    words = {
+        "M": plan.num_microbatches,
+        "arguments": ", ".join(arguments),
+        "autocast": _AUTOCAST[launch.dtype],
+        "optimizer": optimizer,
+        "policy": f"param_dtype={policy}, reduce_dtype=torch.float32",
+    }
+    # weights are loaded in 32 bits and run in 16 by autocast, as the plan prices them
+    load = f'MODEL = {{"dtype": "float32", "attn_implementation": "{IMPLEMENTATIONS[launch.attention]}"}}'
+    load += "  # model = AutoModelForImageTextToText.from_pretrained(..., **MODEL)"
+    if launch.fused_kernels and not host.has_switch:
+        load += "\nliger_kernel.transformers._apply_liger_kernel_to_instance(model=model)"
+    freeze = "".join(f"{line}\n" for line in _frozen_lines(plan))
+    text = f"{load}\n{freeze}{recompute}\n{adapters}{host.lines[told].format(**words)}"
     fields = {"recompute": modules, "python": text, **said}
     return Exported(text=text, fields=fields, runs=stages, warnings=tuple(warnings), beside=beside)
+
+
+def frozen_modules(plan: Decided) -> list[str]:
+    """Return the modules of the frozen towers, lists of blocks as one."""
+    names = [layer.name for layer in plan.model.layers if layer.tower in plan.frozen_towers]
+    return list(dict.fromkeys(re.sub(r"\.\d+$", "", name) for name in names))
+
+
+def _frozen_lines(plan: Decided) -> list[str]:
+    if not plan.frozen_towers:
+        return []
+    return [f"for name in {frozen_modules(plan)!r}:", "    model.get_submodule(name).requires_grad_(False)"]
 
 
 def whole(model: ModelSpec, zero_stages: Sequence[int]) -> Expressible:
@@ -152,6 +202,7 @@ def whole(model: ModelSpec, zero_stages: Sequence[int]) -> Expressible:
 def _target(host: _Host) -> Target:
     return Target(
         title=host.title,
+        host="eager",
         checked_with=host.checked_with,
         packs=host.packs,
         can=lambda model, _pp: whole(model, tuple(host.lines)),

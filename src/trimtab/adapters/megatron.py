@@ -34,11 +34,22 @@ from trimtab.adapters.running import (
     schedule_problems,
 )
 from trimtab.costs.profile import has_experts
+from trimtab.options import Attention, Optimizer, Precision, Tower
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import ModelSpec, Stage
 
 ENERGON = "`trimtab export energon-packs`: shards of packs that Megatron-Energon reads in order"
 SCHEDULES = ("1F1B", "Interleaved1F1B")
+_PRECISION: Mapping[Precision, Mapping[str, Setting]] = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "fp32": {},
+    "fp8": {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "delayed"},
+    "mxfp8": {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
+}
+_FREEZES: Mapping[Tower, str] = {"vision": "--freeze-ViT", "language": "--freeze-LM"}  # of examples/multimodal
+_ATTENTION: Mapping[Attention, str] = {"flash": "flash", "eager": "unfused"}
+_OPTIMIZER: Mapping[Optimizer, str] = {"adamw": "adam", "sgd_momentum": "sgd"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +109,17 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
             "runtime that makes them",
         ),
         *head_problems(model, dims.tp),
+        *plan.launch.problems(
+            "Megatron-Core",
+            dtype=_PRECISION,
+            attention=_ATTENTION,
+            optimizer=_OPTIMIZER,
+            grad_dtype=("fp32", "bf16") if plan.launch.dtype != "fp16" else ("fp16",),
+            fused_kernels=(True, False),
+            sequence_parallel=(True, False),
+            tp_overlap=(True, False),
+            ep_overlap=(True, False),
+        ),
     ]
     if plan.zero_stage > 1:
         problems.append(
@@ -124,11 +146,11 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
         if dims.ep > 1:
             settings["moe_token_dispatcher_type"] = {"alltoall": "alltoall", "deepep": "flex"}[plan.dispatcher]
             settings |= {"moe_enable_deepep": True} if plan.dispatcher == "deepep" else {}
-        if dims.tp > 1:  # Megatron-Core's layers of experts refuse to train without
-            settings["sequence_parallel"] = True
+        settings["moe_grouped_gemm"] = True
     if dims.pp > 1:
         settings["pipeline_model_parallel_layout"] = layout
     settings |= recompute | {"micro_batch_size": 1, "global_batch_size": plan.packs_per_step}
+    settings |= _launch(plan)
     if plan.zero_stage == 1:
         settings["use_distributed_optimizer"] = True
     return MegatronExport(
@@ -138,6 +160,25 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
         runs=as_run(model, stages, recompute),
         warnings=tuple(warnings),
     )
+
+
+def _launch(plan: Decided) -> dict[str, Setting]:
+    """Return what the memory and the time of the plan rest on, next to its decisions."""
+    launch = plan.launch
+    found: dict[str, Setting] = {
+        **_PRECISION[launch.dtype],
+        "attention_backend": _ATTENTION[launch.attention],
+        "optimizer": _OPTIMIZER[launch.optimizer],
+        "transformer_impl": "transformer_engine" if launch.fused_kernels else "local",
+    }
+    switches = {
+        # Megatron-Core's layers of experts refuse to train without, where tp is above 1
+        "sequence_parallel": plan.dims.tp > 1 and (launch.sequence_parallel or has_experts(plan.model)),
+        "grad_reduce_in_bf16": launch.grad_dtype == "bf16",
+        "tp_comm_overlap": launch.tp_overlap,
+        "overlap_moe_expert_parallel_comm": launch.ep_overlap,
+    }
+    return found | {name: True for name, on in switches.items() if on}
 
 
 def export(plan: Decided, price: float | None) -> Exported:
@@ -153,8 +194,14 @@ def export(plan: Decided, price: float | None) -> Exported:
             beside += "  # padded with zero weights, as Megatron-LM's InternViT does"
         if plan.num_chunks > 1:
             beside += "\nbuild the tower only in the first chunk of the first rank (NVIDIA/Megatron-LM#2866)"
-    fields = {"flags": flags.flags, "layout": flags.layout, "vision_config": flags.vision_fields}
-    return Exported(text=flags.shell(), fields=fields, runs=flags.runs, warnings=flags.warnings, beside=beside)
+    frozen = [_FREEZES[tower] for tower in plan.frozen_towers if tower in _FREEZES]
+    if set(plan.frozen_towers) - set(_FREEZES):
+        refuse(
+            ["a frozen projector was planned, and Megatron-LM freezes only vision tower and language model: train it"]
+        )
+    fields = {"flags": (*flags.flags, *frozen), "layout": flags.layout, "vision_config": flags.vision_fields}
+    text = " \\\n".join([flags.shell(), *frozen])
+    return Exported(text=text, fields=fields, runs=flags.runs, warnings=flags.warnings, beside=beside)
 
 
 def can_run(model: ModelSpec, _pp: int) -> Expressible:

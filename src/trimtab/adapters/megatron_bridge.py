@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from trimtab.adapters.blocks import blocks_of, recomputed_blocks
 from trimtab.adapters.lora import canonical_layers
 from trimtab.adapters.megatron import ENERGON, can_run, megatron_flags
 from trimtab.adapters.megatron_recompute import megatron_ladders
-from trimtab.adapters.running import Decided, Exported, Target, full_blocks
+from trimtab.adapters.running import Decided, Exported, Target, full_blocks, refuse
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import Lora
+from trimtab.options import Tower
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import LayerSpec, ModelSpec, Stage, recomputing
 
@@ -36,6 +38,19 @@ PROVIDERS: Mapping[str, str] = {  # model_type, and the class of Transformers th
 }
 COPIES_RECOMPUTE = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5", "ernie4_5_vl_moe")
 """Where the provider makes the tower's configuration with the language model's recompute settings, since 0.4."""
+_OWN_WORDS = ("bf16", "fp16", "fp8_format", "fp8_recipe", "grad_reduce_in_bf16", "optimizer")
+_PRECISION: Mapping[str, str | None] = {
+    "bf16": "bf16_mixed",
+    "fp16": "fp16_mixed",
+    "fp32": None,
+    "fp8": "bf16_with_fp8_delayed_scaling_mixed",
+    "mxfp8": "bf16_with_mxfp8_mixed",
+}
+_FREEZES: Mapping[str, Tower] = {
+    "language_model": "language",
+    "vision_model": "vision",
+    "vision_projection": "projector",
+}
 _LAYOUT = "cfg.model.pipeline_model_parallel_layout"
 
 
@@ -47,7 +62,9 @@ def export(plan: Decided, price: float | None) -> Exported:
     """
     _refuse_family(plan.model)
     flags = megatron_flags(plan, price)
-    fields = {f"{_TRAIN.get(name, 'cfg.model')}.{name}": setting for name, setting in flags.settings.items()}
+    settings = {name: setting for name, setting in flags.settings.items() if name not in _OWN_WORDS}
+    fields = {f"{_TRAIN.get(name, 'cfg.model')}.{name}": setting for name, setting in settings.items()}
+    fields |= _launch(plan)
     values: dict[str, object] = {
         name: list(setting) if isinstance(setting, tuple) else setting for name, setting in fields.items()
     }
@@ -74,6 +91,25 @@ def export(plan: Decided, price: float | None) -> Exported:
         runs=runs,
         warnings=(*flags.warnings, *_about_tower(plan, runs[0])),
     )
+
+
+def _launch(plan: Decided) -> dict[str, Any]:
+    """Return what Bridge says in words of its own."""
+    launch = plan.launch
+    overlaps = (("tp_overlap", launch.tp_overlap), ("ep_overlap", launch.ep_overlap))
+    refuse(
+        [
+            f"{name} was planned, and a recipe has it in cfg.comm_overlap: plan with --set {name}=false"
+            for name, on in overlaps
+            if on
+        ]
+    )
+    found: dict[str, Any] = {
+        "cfg.mixed_precision": _PRECISION[launch.dtype],
+        "cfg.ddp.grad_reduce_in_fp32": launch.grad_dtype == "fp32",
+        "cfg.optimizer.optimizer": {"adamw": "adam", "sgd_momentum": "sgd"}[launch.optimizer],
+    }
+    return found | {f"cfg.model.freeze_{name}": tower in plan.frozen_towers for name, tower in _FREEZES.items()}
 
 
 def _lora(model: ModelSpec, lora: Lora) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from trimtab.adapters.blocks import blocks_of, head_problems, is_block, recompute_first, recomputed_blocks
 from trimtab.adapters.megatron import SCHEDULES
@@ -32,6 +32,14 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 """Those whose weights its converter splits by both towers; it trains others by FSDP2, without stages."""
 _TOWERS: tuple[Tower, ...] = ("vision", "language")
 
+_KNOWN: Mapping[str, Collection[object]] = {
+    "dtype": ("bf16", "fp16", "fp32"),
+    "attention": ("flash", "eager"),
+    "grad_dtype": ("fp32", "fp16"),
+    "fused_kernels": (True, False),  # of the NPU, which its models call by themselves
+    "sequence_parallel": (True, False),
+}
+
 
 def export(plan: Decided, price: float | None) -> Exported:
     """Arguments to add to those of `pretrain_vlm.py`, and what to set in the file of `--mm-model`."""
@@ -49,6 +57,7 @@ def export(plan: Decided, price: float | None) -> Exported:
     ]
     if plan.zero_stage > 1:
         problems.append(f"ZeRO stage {plan.zero_stage} was planned, and its pipeline runs 0 and 1: plan with ZeRO 1")
+    problems += plan.launch.problems("MindSpeed-MM", **_KNOWN)
     if "language" in plan.frozen_towers:
         problems.append("a frozen language model was planned, and MindSpeed-MM has no field for it: train it, too")
     refuse(problems)
@@ -59,6 +68,15 @@ def export(plan: Decided, price: float | None) -> Exported:
     arguments |= {"micro_batch_size": 1, "global_batch_size": plan.samples_per_step, "variable_seq_lengths": True}
     if plan.zero_stage == 1:
         arguments["use_distributed_optimizer"] = True
+    launch = plan.launch
+    switches = {
+        launch.dtype: launch.dtype != "fp32",
+        "use_flash_attn": launch.attention == "flash",
+        "sequence_parallel": launch.sequence_parallel,
+        "accumulate_allreduce_grads_in_fp32": launch.grad_dtype == "fp32" and launch.dtype == "bf16",
+    }
+    arguments |= {name: True for name, on in switches.items() if on}
+    arguments |= {"optimizer": "adam", "transformer_impl": "local"}
 
     counts = {tower: _most(model, stages, tower) for tower in _TOWERS}
     fields = {tower: _fields(plan, tower, counts[tower]) for tower in _TOWERS}

@@ -8,17 +8,28 @@ tests/integration/test_megatron_launchers.py.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from trimtab.adapters.lora import joined_layers
 from trimtab.adapters.megatron import can_run, megatron_flags
-from trimtab.adapters.running import Decided, Exported, Target
+from trimtab.adapters.running import Decided, Exported, Target, refuse
 from trimtab.costs.profile import has_experts
 from trimtab.lora import ALL_LINEAR, Lora
 from trimtab.options import RecomputedTier, Tower
 from trimtab.specs import ModelSpec, Stage, recomputing, tiers_of
 
 _FULL: RecomputedTier = "full"
+_NOT_TAKEN = ("bf16", "fp16", "grad_reduce_in_bf16", "transformer_impl")  # it says them otherwise, or has one value
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16", "mxfp8": "bfloat16"}
+_KNOWN: Mapping[str, Collection[object]] = {
+    "dtype": _DTYPES,
+    "attention": ("flash", "eager"),
+    "optimizer": ("adamw", "sgd_momentum"),
+    "grad_dtype": ("fp32", "bf16", "fp16"),
+    "fused_kernels": (True,),
+    "sequence_parallel": (True, False),
+    "tp_overlap": (True, False),
+}
 _FREEZES: Mapping[str, Tower] = {"llm": "language", "vit": "vision", "aligner": "projector"}
 
 
@@ -30,7 +41,10 @@ def export(plan: Decided, price: float | None) -> Exported:
     plug-in that keeps them. The model is the user's own.
     """
     flags = megatron_flags(plan, price)
-    given: dict[str, object] = dict(flags.settings)
+    refuse(plan.launch.problems("ms-swift", **_KNOWN))
+    given: dict[str, object] = {name: x for name, x in flags.settings.items() if name not in _NOT_TAKEN}
+    given["torch_dtype"] = _DTYPES[plan.launch.dtype]
+    given["accumulate_allreduce_grads_in_fp32"] = plan.launch.grad_dtype == "fp32"
     given.setdefault("use_distributed_optimizer", False)
     given.setdefault("recompute_granularity", "none")
     given |= {f"freeze_{name}": tower in plan.frozen_towers for name, tower in _FREEZES.items()}

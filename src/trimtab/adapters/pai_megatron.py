@@ -8,7 +8,7 @@ examples/qwen3_vl takes 26, with the experts' two degrees behind CP. `bench/host
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from trimtab.adapters.blocks import blocks_of, count_by_tier, head_problems, lost_tiers, recompute_first
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
@@ -33,6 +33,14 @@ SCRIPTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """By family the folder under examples/ and the names of its script's arguments, in their order."""
 
 _COPY_THE_COUNT = ("qwen2_vl",)  # the others clear num_layers_in_first_pipeline_stage in the vision tower's copy
+
+_KNOWN: Mapping[str, Collection[object]] = {
+    "dtype": ("bf16", "fp16", "fp8"),
+    "attention": ("flash", "eager"),
+    "grad_dtype": ("fp32", "fp16"),  # what Megatron-LM does by itself
+    "fused_kernels": (True,),
+    "sequence_parallel": (True, False),
+}
 
 
 def pai_splits(model: ModelSpec, pp: int) -> tuple[tuple[int, ...], ...]:
@@ -68,6 +76,9 @@ def export(plan: Decided, price: float | None) -> Exported:
     counts = [len(blocks_of(model, stage)) for stage in stages]
     if flags is not None:
         problems += _uneven(model, counts, price)
+    problems += plan.launch.problems("Pai-Megatron-Patch", **_KNOWN)
+    if plan.frozen_towers:
+        problems.append(f"frozen {' and '.join(plan.frozen_towers)} was planned, and the scripts train every tower")
     refuse(problems)
     assert flags is not None, "else there was a problem"
 
@@ -78,8 +89,8 @@ def export(plan: Decided, price: float | None) -> Exported:
         warnings += _recompute_warnings(stages, runs)
     folder, names = SCRIPTS[model.family]
     decided = {
-        "PR": "bf16",
-        "FL": "true",
+        "PR": plan.launch.dtype,
+        "FL": "true" if plan.launch.attention == "flash" else "false",
         "OPTIMIZER_OFFLOAD": "false",
         "SP": "true" if "sequence_parallel" in flags.settings else "false",
         "BATCH_SIZE": "1",

@@ -6,14 +6,15 @@ axolotl 0.21.0.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import yaml
 
-from trimtab.adapters.huggingface import check_whole, whole
-from trimtab.adapters.running import Decided, Exported, Target, refuse
+from trimtab.adapters.huggingface import KNOWN, check_whole, whole
+from trimtab.adapters.running import IMPLEMENTATIONS, Decided, Exported, Target, refuse
 from trimtab.lora import ALL_LINEAR
 from trimtab.options import Tower
 
@@ -78,15 +79,44 @@ def _llama_factory(plan: Decided, zero_stage: int) -> Settings:
         "packing": False,
         "neat_packing": False,
         "disable_gradient_checkpointing": True,
+        "flash_attn": {"flash": "fa2", "sdpa": "sdpa", "eager": "disabled"}[plan.launch.attention],
+        "enable_liger_kernel": plan.launch.fused_kernels,
+        **_precision(plan),
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": plan.num_microbatches,
         **_deepspeed(zero_stage),
     }
 
 
+def _precision(plan: Decided) -> Settings:
+    words = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "sgd": "sgd"}
+    dtype = plan.launch.dtype
+    optimizer = words[plan.launch.optimizer]
+    return {"bf16": dtype == "bf16", "fp16": dtype == "fp16", "optim": optimizer}
+
+
+_LIGER = ("axolotl.integrations.liger.LigerPlugin",)
+
+
+def _stem(name: str) -> str:
+    """Return the module list of a block, or the layer itself."""
+    return re.sub(r"\.\d+$", "", name)
+
+
 def _axolotl(plan: Decided, zero_stage: int) -> Settings:
+    precision, fused = _precision(plan), plan.launch.fused_kernels
+    trained = {}
+    if plan.frozen_towers:
+        names = [layer.name for layer in plan.model.layers if layer.tower not in plan.frozen_towers]
+        trained = {"unfrozen_parameters": [f"^{re.escape(x)}" for x in dict.fromkeys(map(_stem, names))]}
     return {
-        "plugins": ["trimtab.runtime.training.axolotl_plugin.PlannedPacks"],
+        "bf16": precision["bf16"],
+        "fp16": precision["fp16"],
+        "optimizer": precision["optim"],
+        "attn_implementation": IMPLEMENTATIONS[plan.launch.attention],
+        **trained,
+        "plugins": ["trimtab.runtime.training.axolotl_plugin.PlannedPacks", *(_LIGER if fused else ())],
+        **({"liger_rms_norm": True, "liger_rope": True, "liger_glu_activation": True} if fused else {}),
         "datasets": [{"path": "PLAN", "type": "chat_template"}],
         "skip_prepare_dataset": True,
         "sample_packing": False,
@@ -120,6 +150,7 @@ _HOSTS: Mapping[str, _Host] = {
 
 def export(plan: Decided, _price: float | None, *, host: _Host) -> Exported:
     """The settings that the plan decides, to be merged into a file that names model, data and learning rate."""
+    refuse(plan.launch.problems(host.title, **KNOWN))
     zero_stage, warnings = check_whole(plan, host.title, _ZERO_STAGES)
     settings = host.settings(plan, zero_stage)
     text = yaml.safe_dump(settings, sort_keys=False).rstrip()
@@ -129,6 +160,7 @@ def export(plan: Decided, _price: float | None, *, host: _Host) -> Exported:
 TARGETS = {
     name: Target(
         title=host.title,
+        host="eager",
         checked_with=host.checked_with,
         packs=host.packs,
         can=lambda model, _pp: whole(model, _ZERO_STAGES),

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from trimtab.balance.packing import pack_samples
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
 from trimtab.lora import Lora
-from trimtab.options import Dispatcher, RecomputedTier, ScheduleName, Tower
+from trimtab.options import (
+    Attention,
+    Dispatcher,
+    DType,
+    HostName,
+    Optimizer,
+    Precision,
+    RecomputedTier,
+    ScheduleName,
+    Tower,
+)
 from trimtab.partition.schedules import check_schedule, microbatch_unit
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.expressible import (
@@ -26,8 +36,44 @@ from trimtab.plan.decide.stages import epoch_s
 from trimtab.plan.decide.work import above_all, packed_work, select_rows
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan, replan
+from trimtab.plan.options import PlanOptions
 from trimtab.specs import LayerSpec, ModelSpec, ParallelDims, Stage
 from trimtab.units import format_bytes, format_seconds
+
+IMPLEMENTATIONS: Mapping[Attention, str] = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
+"""Attention as Transformers spells it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The settings of a run, next to the plan's decisions, on which its memory and time rest.
+
+    Every export prints each of them in its host's words, or refuses it (`refuse_words`).
+    """
+
+    dtype: Precision = "bf16"
+    attention: Attention = "flash"
+    optimizer: Optimizer = "adamw"
+    grad_dtype: DType = "fp32"
+    fused_kernels: bool = True
+    sequence_parallel: bool = False  # of the language model, where tp is above 1
+    tp_overlap: bool = False
+    ep_overlap: bool = False
+
+    def problems(self, host: str, **known: Collection[object]) -> list[str]:
+        """Return a sentence for each setting for which the host has no word: `known` are the values that it has.
+
+        A field that is not named can only be as by default.
+        """
+        plain, found = Launch(), []
+        for field in fields(self):
+            value, words = getattr(self, field.name), known.get(field.name, (getattr(plain, field.name),))
+            if value not in words:
+                found.append(
+                    f"{field.name} {value} was planned, and the export to {host} has no word for it: plan with --set "
+                    f"{field.name}={' or '.join(map(str, words))}"
+                )
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +90,7 @@ class Decided:
     frozen_towers: tuple[Tower, ...] = ()
     dispatcher: Dispatcher = "alltoall"
     lora: Lora | None = None  # only adapters are trained
+    launch: Launch = Launch()
     max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
     samples_per_pack: float = 1.0  # the mean
 
@@ -89,6 +136,7 @@ class Target:
     export: Callable[[Decided, float | None], Exported]
     """Raises `UnsupportedPlanError` with everything that the framework cannot express. The price that a refusal quotes
     is the step time of the best plan that it can run, relative to this plan's; infinite where none fits."""
+    host: HostName = "megatron"  # what it does by itself, which is priced where the plan says nothing
     lora: tuple[int, ...] = ()  # bits of frozen weights beside which its export tells adapters; none: it cannot
 
     def refuse_lora(self, lora: Lora | None) -> None:
@@ -107,10 +155,12 @@ class Target:
         )
 
 
-def decided(found: ReloadedPlan) -> Decided:
-    """The decisions of a plan that was read back."""
-    case, schedule = found.case, found.case.options.schedule
+def decided(found: ReloadedPlan, host: HostName) -> Decided:
+    """Return the decisions of a plan that was read back; what it leaves open is as `host` has it."""
+    case, schedule, options = found.case, found.case.options.schedule, replace(found.case.options, host=host).of_host()
     assert schedule != "auto", "a plan says which one was chosen"
+    dims = case.setting.dims
+    shared = dims.tp > 1 and (bool(options.sequence_parallel) or dims.is_folded)
     return Decided(
         model=case.model,
         stages=found.stages,
@@ -122,6 +172,9 @@ def decided(found: ReloadedPlan) -> Decided:
         frozen_towers=case.options.frozen_towers,
         dispatcher=case.options.of_host().dispatcher or "alltoall",
         lora=case.options.lora,
+        launch=Launch(
+            **{field.name: getattr(options, field.name) for field in fields(Launch)} | {"sequence_parallel": shared}
+        ),
         max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
         samples_per_pack=len(case.packing.indices) / case.packing.num_packs,
     )
@@ -219,16 +272,18 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     can, said = target.can(case.model, case.setting.dims.pp), []
     refuse(degree_problems(case.setting.dims, target.title, can.degrees))
     try:
-        exported = target.export(decided(found), None)
+        exported = target.export(decided(found, target.host), None)
     except UnsupportedPlanError:
         best = best_expressible(case, can)
-        exported = target.export(decided(found), math.inf if best is None else relative_time(case, best, planned))
+        price = math.inf if best is None else relative_time(case, best, planned)
+        exported = target.export(decided(found, target.host), price)
     if case.vision is not None:
         said.append(
             f"the plan's {case.vision.decision.group} ranks share images, which {target.title} is not told here: share "
             "them with trimtab.vision_dp_from_plan, or plan with --vision-dp none, or its times and "
             "memory do not hold"
         )
+    said += _other_habits(case.options, target)
     text = exported.text
     if target.packs is None:
         ratio = time_without_packs(case, planned)
@@ -237,6 +292,18 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
             f"these the data set is predicted to take {ratio:.2f} x as long as planned\n{text}"
         )
     return replace(exported, text=text, warnings=(*said, *exported.warnings))
+
+
+def _other_habits(options: PlanOptions, target: Target) -> list[str]:
+    """Return a sentence if the plan priced what another host does by itself."""
+    priced, own = options.of_host(), replace(options, host=target.host).of_host()
+    pairs = {field.name: (getattr(priced, field.name), getattr(own, field.name)) for field in fields(options)}
+    unlike = [
+        f"{name} {one} (there {other})" for name, (one, other) in pairs.items() if one != other and name != "host"
+    ]
+    if not unlike:
+        return []
+    return [f"{', '.join(unlike)} was priced: plan with --for this framework, or times and memory do not hold"]
 
 
 def time_without_packs(case: Case, stages: Sequence[Stage]) -> float:

@@ -175,7 +175,7 @@ def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[
     launcher: Launcher | None = next((name for name in LAUNCHERS if name == framework), None)
     if launcher is None:
         return [], warnings
-    parsed = parse_megatron_flags(" ".join(megatron_flags(decided(found)).flags))
+    parsed = parse_megatron_flags(" ".join(megatron_flags(decided(found, "megatron")).flags))
     if launcher == "pai-megatron":  # its scripts have no layout
         first = cast("dict[str, str]", exported.fields["environment"]).get("MP_PP0_LAYERS")
         count = None if first is None else int(first)

@@ -105,11 +105,14 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
         from trimtab.runtime.training.target import can_train, refuse_quantised
 
         refuse_quantised(options.lora)
+        options = replace(options, host="eager") if options.host == PlanOptions().host else options
         return _Narrowed(tried=within_choices(options, can_train(model), target))
     from trimtab.adapters.frameworks import find_target
 
     framework = find_target(target)
     framework.refuse_lora(options.lora)
+    if options.host == PlanOptions().host:  # what the framework does by itself, unless another was named
+        options = replace(options, host=framework.host)
     can = framework.can
     return _Narrowed(tried=within_choices(options, can(model, options.pp or 1), target), within=can)
 
