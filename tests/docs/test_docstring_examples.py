@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from trimtab import errors
+from trimtab import errors, public
 
 SOURCE = Path(trimtab.__file__).parent
 EXAMPLES = Path(__file__).parents[2] / "examples"
