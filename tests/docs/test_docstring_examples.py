@@ -42,7 +42,11 @@ SHOWN_BY = {  # what a function takes or returns is shown where that function is
     "Placement": "place",
 }
 HOMES = {name: home for home in map(importlib.import_module, public.MODULES) for name in home.__all__}
-HOMES |= {name: errors for name, value in vars(errors).items() if inspect.isclass(value)}
+HOMES |= {
+    name: errors
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and issubclass(value, errors.TrimtabError)
+}
 PUBLIC = [name for name, home in HOMES.items() if callable(getattr(home, name))]
 
 
