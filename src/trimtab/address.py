@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from trimtab.errors import SampleError
 from trimtab.files import blake2b
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+_BUFFER_BYTES = 1 << 16  # small: fsspec keeps blocks as well
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created")
 """What drivers call the time, or another mark, of a file's last change."""
 
@@ -64,9 +66,12 @@ class Address(PosixPath):
         return Path(self.name.partition("?")[0]).suffix
 
     def open(self, mode: str = "rb", *_: Any, block_bytes: int | None = None, **__: Any) -> Any:
-        """The file as fsspec opens it: seekable, fetched in blocks."""
+        """The file, seekable, fetched in blocks: fsspec's own files lack half of what a file does, such as a limit of
+        `readline`.
+        """
         with self._driver() as (driver, path):
-            return driver.open(path, mode, block_size=block_bytes)
+            file = driver.open(path, mode, block_size=block_bytes)
+        return io.BufferedReader(file, _BUFFER_BYTES) if mode == "rb" else file
 
     def stat(self, **_: Any) -> AddressStat:  # type: ignore[override]
         with self._driver() as (driver, path):

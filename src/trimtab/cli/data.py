@@ -22,7 +22,7 @@ DataArgument = Annotated[
         parser=place_of,
         metavar="DATA",
         help="JSONL, JSON, Parquet, Arrow, tar, InternVL's meta file, or ready-made lengths: files, folders, "
-        "addresses (s3://, hf://), names of cached hub data sets; or saved tables.",
+        "addresses (s3://, hf://); or saved tables.",
     ),
 ]
 WORKERS = Option("Processes; default: one per core. The result is the same.", least=1, most=1024)

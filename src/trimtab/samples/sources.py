@@ -1,4 +1,4 @@
-"""What a user names as data - files, folders, addresses, hub names, lists of data sets - as files of records.
+"""What a user names as data - files, folders, addresses, lists of data sets - as files of records.
 
 `_FOLDERS` lists the kinds of folders and how each is recognised; formats of files are in `records.FORMATS`.
 """
@@ -16,7 +16,6 @@ from trimtab.address import Address, place_of
 from trimtab.errors import SampleError, refuse_type
 from trimtab.files import read_small
 from trimtab.samples.chunks import parse_record
-from trimtab.samples.hub import cached_place
 from trimtab.samples.meta_file import MetaSource, read_meta
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.records import format_of_name, refuse_mosaic
@@ -118,12 +117,7 @@ def _names_of(source: SourceFile) -> tuple[str, ...]:
 
 def _sources_of(name: Path | str, *, listed_in: Path | None = None) -> Iterator[SourceFile]:
     place = place_of(name)
-    local = cached_place(place)
-    if local is not None:
-        told = f"{place} is read from the hub's cache, as far as it is there: {local}"
-        found = _in_folder(local, place, 0) if local.is_dir() else [SourceFile(file=local, named=place)]
-        yield from (replace(source, note=f"{told}; {source.note}" if source.note else told) for source in found)
-    elif is_saved_table(place) or (isinstance(place, Address) and format_of_name(place) not in (None, "json")):
+    if is_saved_table(place) or (isinstance(place, Address) and format_of_name(place) not in (None, "json")):
         yield SourceFile(file=place, named=place)
     elif place.is_dir():
         yield from _in_folder(place, place if place.stem.strip(".") else place.resolve(), 0)
