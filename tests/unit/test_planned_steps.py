@@ -8,9 +8,7 @@ from plan_cases import tile_samples
 
 import trimtab
 from trimtab.plan.decide.planned_steps import planned_steps
-from trimtab.plan.decide.stages import candidate_splits
 from trimtab.plan.decide.times import rank_step_s
-from trimtab.plan.file.reload import reload_plan
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +38,3 @@ def test_a_step_on_one_rank_of_twice_as_many_microbatches_takes_longer(written):
     assert planned.step_s(together) > 1.5 * planned.step_s(packs)
     empty = np.full_like(packs, -1)
     assert planned.step_s(empty) == pytest.approx(rank_step_s(planned.problem, planned.stages))
-
-
-def test_candidates_are_ordered_by_their_epoch_and_hold_the_plans_own(written):
-    folder, details = written
-    found = reload_plan(folder)
-    candidates = candidate_splits(found.case, found.stages, 4)
-    assert [candidate.step_s for candidate in candidates] == sorted(candidate.step_s for candidate in candidates)
-    own = next(candidate for candidate in candidates if candidate.stages == found.stages)
-    assert own.step_s == pytest.approx(float(details.variants[-1].step_s.mean()))
-    assert len({tuple(stage.start for stage in candidate.stages) for candidate in candidates}) == 4

@@ -13,7 +13,6 @@ from trimtab.cli.data import ClusterOptions, DataArgument, ImageOptions, SizingO
 from trimtab.cli.describe import ConfigArgument
 from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, given_command, print_json
-from trimtab.options import Option, ReadingOptions, TorchDevice
 from trimtab.plan.options import PlanOptions
 
 if TYPE_CHECKING:
@@ -22,20 +21,6 @@ if TYPE_CHECKING:
     from trimtab.specs import ModelSpec, Profile
 
 _NOT_IN_THE_PLAN = {"out", "workers", "resume", "as_json"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefineOptions:
-    """Whether the best splits are run on this machine, and how."""
-
-    refine: Annotated[
-        int | None, Option("Time this many of the best splits on this machine and keep the fastest.", least=2)
-    ] = None
-    refine_steps: Annotated[int, Option("Timed steps of each split that --refine runs.", least=1)] = 5
-    model_dir: Annotated[
-        Path | None, Option("Folder of the model that --refine runs; else CONFIG. As for `trimtab train`.")
-    ] = None
-    refine_on: Annotated[TorchDevice | None, Option("Where --refine runs; default: cuda where there is one.")] = None
 
 
 @verb
@@ -61,12 +46,10 @@ def plan(
     ] = None,
     sizing: SizingOptions,
     images: ImageOptions,
-    refining: RefineOptions,
 ) -> None:
     """Plan the training of CONFIG on DATA: packs, stages and recompute, beside the unbalanced baseline."""
     from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.profile import load_profile
-    from trimtab.plan.measured.check import refuse_broken
     from trimtab.plan.options import PlanOrigin
     from trimtab.samples.sources import find_sources
 
@@ -88,10 +71,6 @@ def plan(
     details = _first_that_fits(narrowed, saved, partial(plan_with_progress, model, sized.table, devices, origin=origin))
     _refuse_untrainable(details, target)
     paths = write_all(details, out)
-    if refining.refine is not None:
-        details = _refined(out, refining.model_dir or Path(config), refining.refine, refining, sizing.reading)
-        paths = write_all(details, out)
-        refuse_broken(out)
     if as_json:
         print_json(plan_json(details, paths))
     else:
@@ -160,31 +139,3 @@ def _refuse_untrainable(details: "PlanDetails", target: str | None) -> None:
         from trimtab.runtime.layout import read_layout
 
         read_layout(details.plan)
-
-
-def _refined(
-    folder: Path, model: Path, num_candidates: int, refining: RefineOptions, reading: ReadingOptions
-) -> "PlanDetails":
-    """The plan in `folder` with the split that ran fastest; what was measured goes to stderr."""
-    from trimtab.cli.output import log, progress
-    from trimtab.runtime.training.refine import RefineSettings, refine
-    from trimtab.units import format_bytes, format_seconds
-
-    settings = RefineSettings(
-        model=model,
-        num_candidates=num_candidates,
-        num_steps=refining.refine_steps,
-        reading=reading,
-        device=refining.refine_on,
-    )
-    with progress("timing splits") as advance:
-        found = refine(folder, settings, progress=advance)
-    for trial in found.trials:
-        simulated = f"simulated {format_seconds(trial.candidate.step_s)}"
-        measured = trial.problem
-        if trial.median_step_s is not None and trial.peak_memory_bytes is not None:
-            peak = format_bytes(trial.peak_memory_bytes)
-            measured = f"measured {format_seconds(trial.median_step_s)}, at most {peak}"
-        log(f"split of {trial.layers} layers: {simulated}, {measured}")
-    log(f"timing {len(found.trials)} splits took {format_seconds(found.wall_s)}")
-    return found.details

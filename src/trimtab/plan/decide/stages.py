@@ -121,7 +121,7 @@ def _omnibal_split(case: Case) -> SplitChoice:
         note=(
             f"Splits were searched as OmniBal published it: {found.num_candidates} within {options.radius} layers of "
             f"the anchor {'/'.join(map(str, found.anchor))}, ranked by uneven forward time and bytes sent, and the "
-            f"{len(found.timed)} best simulated (not run: --refine runs them). The fastest runs its micro-batches in "
+            f"{len(found.timed)} best simulated. The fastest runs its micro-batches in "
             f"{format_seconds(found.seconds)}, the split of --search exact in {format_seconds(exact_s)}."
         ),
     )
@@ -148,29 +148,6 @@ def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
     """Seconds of the whole data set on these stages."""
     times = times_of(case.work, stages, case.setting.profile, case.cluster)
     return float(steps_of(times, case.schedule.table, stages, case.problem).sum())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """Stages, and the mean simulated step of the whole data set on them."""
-
-    stages: tuple[Stage, ...]
-    step_s: float
-
-
-def candidate_splits(case: Case, stages: Sequence[Stage], k: int) -> tuple[Candidate, ...]:
-    """`stages` and the best other cuts, `k` in all or as many as there are; the least simulated epoch first."""
-    others: list[tuple[Stage, ...]] = []
-    evaluator = _evaluator(case) if k > 1 else None
-    if evaluator is not None:
-        if case.options.search == "omnibal":
-            others = [split.stages for split in timed_near_anchor(case, k)[0].splits]
-        else:
-            others = [candidate.split.stages for candidate in search_makespan(evaluator, keep=k).candidates]
-    found = [tuple(stages), *(other for other in others if cuts_of(other) != cuts_of(stages))]
-    num_steps = case.schedule.num_steps
-    priced = [Candidate(stages=x, step_s=epoch_s(case, x) / num_steps) for x in found[:k]]
-    return tuple(sorted(priced, key=lambda candidate: candidate.step_s))
 
 
 def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:

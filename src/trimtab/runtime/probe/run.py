@@ -134,7 +134,7 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
         )
     with process_group(settings.device, timeout_s=settings.timeout_s, again="start the probe again") as ranks:
         device = ranks.device
-        ranks.come_to("the probe")
+        ranks.arrive()
         case = with_budget(
             found.case,
             memory_bytes=settings.memory_bytes,

@@ -57,7 +57,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
     plan = load_plan(settings.plan)
     with process_group(settings.device, timeout_s=settings.timeout_s, words=words_of(settings, plan)) as ranks:
         device = ranks.device
-        ranks.come_to("reading the plan, the data and the model")
+        ranks.arrive()
         checkpoint = find_checkpoint(settings, device)
         run = open_run(settings, plan, ranks)
         torch.manual_seed(settings.seed + 1 + dist.get_rank())  # dropout
@@ -76,10 +76,9 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         records = []
         for step in range(start + 1, num_steps + 1):
             recorder.begin(run.loader.state_dict())
-            ranks.come_to(f"reading the samples of step {step}", waits=False)
             microbatches = [next(batches) for _ in range(run.pipeline.layout.num_microbatches)]
             recorder.loaded()
-            ranks.come_to(f"step {step}")
+            ranks.arrive()
             with autocast(settings, device):
                 result = run.pipeline.step(microbatches)
             norm = update(run, settings, step, num_steps, result)
@@ -93,14 +92,14 @@ def train(settings: TrainSettings) -> list[StepRecord]:
             )
             records.append(record)
             if settings.saves_at(step, num_steps):
-                ranks.come_to(f"the checkpoint of step {step}")
+                ranks.arrive()
                 progress = Progress(step=step, loader=run.loader.state_dict(), optimizer=settings.optimizer)
                 save_checkpoint(settings.out, run.parameters, run.buffers, run.optimizer, progress, keep=settings.keep)
         num_fillers = sum(record.num_fillers for record in records)
         if num_fillers:
             tell(f"{num_fillers} samples could not be read, and fillers without weight took their places")
         if settings.export is not None:
-            ranks.come_to("the export")
+            ranks.arrive()
             tensors: dict[str, Tensor] = {**run.parameters, **run.buffers}
             lora = plan.inputs.training.lora
             export_model(

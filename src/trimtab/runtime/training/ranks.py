@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trimtab.errors import PlanError, TrimtabError
-from trimtab.runtime.watch import Late, Watch, say
+from trimtab.runtime.watch import Late, Watch, join_words, say
 
 Result = TypeVar("Result")
 
@@ -35,10 +35,10 @@ class Ranks:
     watch: Watch | None = None
     timeout_s: float = 1800.0
 
-    def come_to(self, place: str, *, waits: bool = True) -> None:
-        """For the others: where this rank is from now on."""
+    def arrive(self) -> None:
+        """Say that this rank has come to the next place where all wait for one another."""
         if self.watch is not None:
-            self.watch.come_to(place, waits=waits)
+            self.watch.arrive()
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def process_group(
     try:
         # the signal outside: whoever tells of a lost rank is sent it meanwhile
         with _ended_by_signal(watch, told, again), _told_once(watch, told, again):
-            watch.meet("the start", words or {}, timeout_s)
+            watch.meet(words or {}, timeout_s)
             timeout = timedelta(seconds=timeout_s + MARGIN_S)
             dist.init_process_group(backend, store=store, rank=watch.rank, world_size=watch.num_ranks, timeout=timeout)
             yield Ranks(device, watch, timeout_s)
@@ -156,16 +156,16 @@ def _others_left(watch: Watch) -> bool:
     return any(watch.has_left(rank) for rank in range(watch.num_ranks))
 
 
-def _explain(watch: Watch, missing: Sequence[Late], again: str) -> str:
-    """Whom a wait that failed was for."""
-    if not missing:
+def _explain(watch: Watch, lost: Sequence[Late], again: str) -> str:
+    """Name the ranks that a wait which failed was for."""
+    if not lost:
         return (
-            f"rank {watch.rank} lost its connections at {watch.place}, and every rank is there: see whether the "
-            "network holds, or allow longer waits (--timeout)"
+            f"rank {watch.rank} lost its connections, and every rank is there: see whether the network holds, or allow "
+            "longer waits (--timeout)"
         )
     return (
-        f"at {watch.place} the run has lost {watch.describe(missing)}: see its messages and the system's log (did it "
-        f"exceed the memory?), and {again}"
+        f"the run has lost {join_words(lost)}: see its messages and the system's log (did it exceed the memory?), and "
+        f"{again}"
     )
 
 
@@ -216,7 +216,7 @@ def _forget(writes: int) -> None:
 def _wait_for_signal(reads: int, watch: Watch, store: Any, again: str) -> None:
     while told := os.read(reads, 1):
         if told[0] == signal.SIGTERM and watch.ending.acquire(blocking=False):
-            lost = [late for late in watch.find_missing() if late.is_silent]
+            lost = [x for x in watch.find_missing() if x.is_silent]
             if lost and not _others_left(watch) and _is_first(store):
                 say(_explain(watch, lost, again))
             watch.close()  # so that the others do not take this one for lost

@@ -239,11 +239,7 @@ class _WatchRanks(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         if self._watch is not None:
-            self._watch.come_to(f"step {state.global_step + 1}")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        if self._watch is not None:
-            self._watch.come_to(None)
+            self._watch.arrive()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         if self._watch is not None:

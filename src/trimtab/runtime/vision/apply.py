@@ -20,7 +20,6 @@ from trimtab.runtime.vision.gradients import Loss, Reduction, check_convention
 from trimtab.runtime.vision.handle import Exchange, Settings, VisionDataParallel
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
 from trimtab.runtime.vision.seams import Place, Seam, find_seams, holder_of
-from trimtab.runtime.watch import PATIENCE_S
 from trimtab.specs import IntArray
 
 
@@ -37,7 +36,6 @@ def vision_dp(
     family: Family | None = None,
     at: Place | None = None,
     timeout_s: float = 600.0,
-    patience_s: float = PATIENCE_S,
 ) -> VisionDataParallel:
     """Call this where ranks would encode the same images, or unequal ones: each of `group` then encodes its share.
 
@@ -56,9 +54,8 @@ def vision_dp(
     `forward`.
     Compared are, before each forward, which kinds of images the ranks hold and, before each call, the images: all
     shapes and 64 elements of each tensor. Ranks that differ all raise, at once. One that does not come at all, busy or
-    at another call, cannot be told from a slow one: those that wait name it after `patience_s` and raise after
-    `timeout_s`, by default what NCCL's own watchdog waits. So does a rank that waits in a backward for one that skipped
-    it, where the host's group ends the wait.
+    at another call, cannot be told from a slow one: those that wait name it after 10 s and raise after `timeout_s`, by
+    default what NCCL's own watchdog waits.
     """
     problems = []
     if exchange not in get_args(Exchange):
@@ -79,7 +76,7 @@ def vision_dp(
     seams = find_seams(model, at)
     cost = cost or tower_flops(seams[0].module.config)
     settings = Settings(exchange=exchange, rule=rule, cost=cost, loss=loss, reduction=reduction)
-    waits = partial(open_control, timeout_s=timeout_s, patience_s=patience_s)
+    waits = partial(open_control, timeout_s=timeout_s)
     return _put_on(model, seams, settings, group or dist.group.WORLD, heartbeat, family, waits)
 
 

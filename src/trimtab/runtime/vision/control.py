@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.watch import PATIENCE_S, Watch, listed, open_watch
+from trimtab.runtime.watch import Watch, join_words, listed, open_watch
 
 _FIRST_BYTES = 256  # of the first exchange: a value that is no longer needs no second one
 _LENGTH_BYTES = 8
@@ -30,7 +30,6 @@ class Control:
     rank: int  # within the group
     num_ranks: int
     watch: Watch
-    num_exchanges: int = 0  # so far, the same on every rank
 
     def gather(self, what: str, value: object) -> list[Any]:
         """The value of every rank, in rank order.
@@ -95,29 +94,27 @@ class Control:
         return tensor
 
     def _run(self, collective: Callable[[], Any], what: str) -> None:
-        self.num_exchanges += 1
         start = time.monotonic()
-        self.watch.come_to(what)
+        self.watch.arrive()
         try:
             collective().wait()
         except RuntimeError as error:
             waited_s, missing = time.monotonic() - start, self.watch.find_missing()
             raise TrimtabError(
                 f"rank {self.rank} of {self.num_ranks} waited {waited_s:.0f} s at {what} for "
-                f"{self.watch.describe(missing) or 'the others'}: every rank must run the same calls; where some have "
-                "no image, use `vision_heartbeat`"
+                f"{join_words(missing) or 'the others'}: every rank must run the same calls; where some have no image, "
+                "use `vision_heartbeat`"
             ) from error
-        self.watch.come_to(None)
 
 
-def open_control(group: Any, timeout_s: float, patience_s: float = PATIENCE_S) -> Control:
+def open_control(group: Any, timeout_s: float) -> Control:
     """Connects the ranks of `group`; all of them must call this, others need not. Closed when nothing holds it.
 
     Not by `new_group`: that names a group of some ranks by how many groups each of them is in, and ranks in unequally
     many would wait for one another.
     """
     name, timeout = "sharing images", timedelta(seconds=timeout_s)
-    watch = open_watch(group, name, timeout_s=timeout_s, patience_s=patience_s)
+    watch = open_watch(group, name, timeout_s=timeout_s)
     gloo = dist.ProcessGroupGloo(watch.store, watch.rank, watch.num_ranks, timeout)
     control = Control(gloo=gloo, rank=watch.rank, num_ranks=watch.num_ranks, watch=watch)
     control.gather(f"the start of {name}", None)  # a rank that closes early would break others off that connect

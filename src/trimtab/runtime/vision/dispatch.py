@@ -19,7 +19,7 @@ from trimtab.balance.images import ImageShares, keep_at_home, share_images
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.runtime.vision.control import Control
-from trimtab.runtime.vision.exchange import Waiting, just_wait, move_rows
+from trimtab.runtime.vision.exchange import move_rows
 from trimtab.runtime.vision.inputs import Part, VisionInputs, join_inputs
 from trimtab.specs import IntArray
 
@@ -60,7 +60,7 @@ def pool_images(
 
 
 def move_images(
-    inputs: VisionInputs | None, template: VisionInputs, pool: Pool, *, rank: int, group: Any, wait: Waiting = just_wait
+    inputs: VisionInputs | None, template: VisionInputs, pool: Pool, *, rank: int, group: Any
 ) -> VisionInputs:
     """The atoms that this rank encodes; `template` shows the parts where `inputs` is None."""
     shares, home, sizes = pool.shares, pool.home, pool.sizes
@@ -74,7 +74,7 @@ def move_images(
     for own, there in zip((template if inputs is None else inputs).parts, sizes.parts, strict=True):
         sent = np.bincount(mine, there.lengths[home == rank], N).astype(np.int64)
         arriving = np.bincount(home[incoming], there.lengths[incoming], N).astype(np.int64)
-        moved = move_rows(own.take(outgoing), sent.tolist(), arriving.tolist(), group, wait)
+        moved = move_rows(own.take(outgoing), sent.tolist(), arriving.tolist(), group)
         parts.append(Part(name=own.name, rows=moved, lengths=there.lengths[incoming]))
     return VisionInputs(
         parts=tuple(parts),

@@ -16,7 +16,6 @@ Symbols: N ranks, T rows in all, D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,26 +67,7 @@ def lay_out_rows(order: IntArray, offsets: IntArray, rows: IntArray) -> RowLayou
     )
 
 
-Waiting = Callable[[Any, Tensor], None]
-"""(work of a collective, its result): waits for it."""
-
-
-def just_wait(work: Any, _result: Tensor) -> None:
-    work.wait()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
-    """For the collective of a forward, to which every rank comes, and for that of its backward, which one may skip."""
-
-    forward: Waiting = just_wait
-    backward: Waiting = just_wait
-
-
-UNWATCHED = Waits()
-
-
-def gather_rows(rows: Tensor, layout: RowLayout, group: Any, waits: Waits = UNWATCHED) -> Tensor:
+def gather_rows(rows: Tensor, layout: RowLayout, group: Any) -> Tensor:
     """All rows (T, D) in the batch's order on every rank, from the `counts[rank]` rows this one made.
 
     One collective forward and one backward, of (N - 1) / N T D elements received by each rank.
@@ -95,14 +75,14 @@ def gather_rows(rows: Tensor, layout: RowLayout, group: Any, waits: Waits = UNWA
     num_ranks = dist.get_world_size(group)
     if not layout.is_padded_cheaply:
         everything = np.arange(len(layout))
-        return route_rows(rows, layout, [everything] * num_ranks, group, waits)
+        return route_rows(rows, layout, [everything] * num_ranks, group)
     padded = int(layout.counts.max())
     index = torch.from_numpy(layout.owner * padded + layout.position).to(rows.device)
-    result: Tensor = _GatherRows.apply(rows, index, padded, group, waits)  # type: ignore[no-untyped-call]
+    result: Tensor = _GatherRows.apply(rows, index, padded, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: Any, waits: Waits = UNWATCHED) -> Tensor:
+def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: Any) -> Tensor:
     """Rows `wanted[rank]` of the batch, in that order, from the rows this rank made; every rank knows all of `wanted`.
 
     One all-to-all forward and one backward. A row several ranks want gets the sum of their gradients, added in the
@@ -115,15 +95,15 @@ def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: A
     places = np.argsort(owners, kind="stable")  # rows come rank after rank
     indices = [torch.from_numpy(np.ascontiguousarray(ids)).to(rows.device) for ids in (*send, places)]
     result: Tensor = _RouteRows.apply(  # type: ignore[no-untyped-call]
-        rows, indices[:-1], received.tolist(), indices[-1], group, waits
+        rows, indices[:-1], received.tolist(), indices[-1], group
     )
     return result
 
 
-def move_rows(rows: Tensor, sent: list[int], received: list[int], group: Any, wait: Waiting = just_wait) -> Tensor:
+def move_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     """Rows to other ranks, `sent[r]` of them to rank r in order; no gradient flows back."""
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    wait(dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group, async_op=True), arrived)
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
 
 
@@ -131,13 +111,13 @@ class _GatherRows(torch.autograd.Function):
     """All-gather of padded rows, put in order; backward: reduce-scatter (sum)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, padded: int, group: Any, waits: Waits) -> Tensor:
-        ctx.index, ctx.padded, ctx.num_rows, ctx.group, ctx.wait = index, padded, len(rows), group, waits.backward
+    def forward(ctx: Any, rows: Tensor, index: Tensor, padded: int, group: Any) -> Tensor:
+        ctx.index, ctx.padded, ctx.num_rows, ctx.group = index, padded, len(rows), group
         num_ranks = dist.get_world_size(group)
         own = rows.new_zeros(padded, rows.shape[1])
         own[: len(rows)] = rows
         gathered = rows.new_empty(num_ranks * padded, rows.shape[1])
-        waits.forward(_gather(gathered, own, group=group, async_op=True), gathered)
+        _gather(gathered, own, group=group)
         return gathered.index_select(0, index)
 
     @staticmethod
@@ -146,30 +126,27 @@ class _GatherRows(torch.autograd.Function):
         spread = grad.new_zeros(dist.get_world_size(ctx.group) * ctx.padded, grad.shape[1])
         spread.index_copy_(0, ctx.index, grad)
         own = grad.new_empty(ctx.padded, grad.shape[1])
-        ctx.wait(_reduce_scatter(own, spread, group=ctx.group, async_op=True), own)
-        return own[: ctx.num_rows], None, None, None, None
+        _reduce_scatter(own, spread, group=ctx.group)
+        return own[: ctx.num_rows], None, None, None
 
 
 class _RouteRows(torch.autograd.Function):
     """All-to-all of chosen rows; backward: the reverse, and the sum over the ranks a row went to, in rank order."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, send: list[Tensor], received: list[int], places: Tensor, group: Any, waits: Waits
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, send: list[Tensor], received: list[int], places: Tensor, group: Any) -> Tensor:
         """Own rows `send[r]` go to rank r, `received[r]` come from it; of those arriving row i goes to `places[i]`."""
-        ctx.wait = waits.backward
         ctx.send, ctx.received, ctx.places, ctx.group, ctx.num_rows = send, received, places, group, len(rows)
         sent = [len(ids) for ids in send]
-        arrived = move_rows(rows.index_select(0, torch.cat(send)), sent, received, group, waits.forward)
+        arrived = move_rows(rows.index_select(0, torch.cat(send)), sent, received, group)
         return torch.empty_like(arrived).index_copy_(0, places, arrived)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         sent = [len(ids) for ids in ctx.send]
-        returned = move_rows(grad.index_select(0, ctx.places), ctx.received, sent, ctx.group, ctx.wait)
+        returned = move_rows(grad.index_select(0, ctx.places), ctx.received, sent, ctx.group)
         own = grad.new_zeros(ctx.num_rows, grad.shape[1])
         for ids, part in zip(ctx.send, torch.split(returned, sent), strict=True):
             own.index_add_(0, ids, part)  # ids are distinct within one rank: no order of additions to depend on
-        return own, None, None, None, None, None
+        return own, None, None, None, None

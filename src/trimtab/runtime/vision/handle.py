@@ -19,7 +19,7 @@ from trimtab.options import Rule
 from trimtab.runtime.vision.agree import agree_on_inputs, agree_on_kinds, agree_on_rows
 from trimtab.runtime.vision.control import Control
 from trimtab.runtime.vision.dispatch import move_images, pool_images
-from trimtab.runtime.vision.exchange import RowLayout, Waits, gather_rows, lay_out_rows, route_rows
+from trimtab.runtime.vision.exchange import RowLayout, gather_rows, lay_out_rows, route_rows
 from trimtab.runtime.vision.families import PIXELS, Family, Kind
 from trimtab.runtime.vision.gradients import Loss, Reduction, sum_in_place
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
@@ -267,11 +267,11 @@ class VisionDataParallel:
         features, num_rows = self._encode_own(seam, inputs.take(shares.atoms_of(control.rank)), inputs, shares, control)
         layout = lay_out_rows(shares.order, shares.offsets, num_rows)
         self.load.add(inputs.patches, shares, control.rank)
-        is_routed, waits = self.settings.exchange == "routed", self._watched(seam, control)
+        is_routed = self.settings.exchange == "routed"
         if is_routed:
-            rows = route_rows(features.rows, layout, self._find_wanted(seam, layout), self.group, waits)
+            rows = route_rows(features.rows, layout, self._find_wanted(seam, layout), self.group)
         else:
-            rows = gather_rows(features.rows, layout, self.group, waits)
+            rows = gather_rows(features.rows, layout, self.group)
         entries = num_rows if is_routed else _sum_entries(num_rows, inputs.entries)
         return write_features(features, rows, entries, whole=not is_routed)
 
@@ -284,28 +284,14 @@ class VisionDataParallel:
             template = self.family.smallest(inputs, self.config)
         own = inputs if inputs is not None and len(inputs) else None
         (pool,) = pool_images([own], template, control=control, cost=self.settings.cost, rule=self.settings.rule)
-        waits = self._watched(seam, control)
-        received = move_images(own, template, pool, rank=control.rank, group=self.group, wait=waits.forward)
+        received = move_images(own, template, pool, rank=control.rank, group=self.group)
         features, num_rows = self._encode_own(seam, received, template, pool.shares, control)
         layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
         self.load.add(pool.sizes.patches, pool.shares, control.rank)
-        rows = route_rows(features.rows, layout, pool.rows_by_home(num_rows), self.group, waits)
+        rows = route_rows(features.rows, layout, pool.rows_by_home(num_rows), self.group)
         if inputs is None:
             return rows.sum()
         return write_features(features, rows, _sum_entries(num_rows[pool.home == control.rank], inputs.entries))
-
-    @staticmethod
-    def _watched(seam: Seam, control: Control) -> Waits:
-        """For the collectives of this call on the host's group, whose ends `control` does not see."""
-        call = f"{seam.name}, exchange {control.num_exchanges}"
-        advice = ": run the backward of every forward on every rank, with a loss of zero where it has nothing to learn"
-        wait_for = control.watch.wait_for
-        return Waits(
-            forward=lambda work, result: wait_for(work, f"the forward of {call}", result, may_skip=False),
-            backward=lambda work, result: wait_for(
-                work, f"the backward of {call}", result, may_skip=True, advice=advice
-            ),
-        )
 
     def _encode_own(
         self, seam: Seam, own: VisionInputs, like: VisionInputs, shares: ImageShares, control: Control

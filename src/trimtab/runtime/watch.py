@@ -1,0 +1,237 @@
+"""Name the rank that the others of a group wait for.
+
+A collective does not say who is missing. So a thread of every rank writes once a second into the store of torch's
+processes: that the rank is alive, and how many common places of the program it has come to. The first and the last rank
+read what all have written. A rank that has stopped writing, or has not come as far as one that waits, is named once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from trimtab.errors import TrimtabError
+
+PATIENCE_S = 10.0  # after so long a rank is named that others wait for
+BEAT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """What a rank writes about itself."""
+
+    who: str  # "process 412 on node-3"
+    number: int  # of this beat
+    places: int  # common places that the rank has come to
+    has_left: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Late:
+    """A rank that others wait for."""
+
+    rank: int
+    waited_s: float
+    is_silent: bool  # it writes no more: it is stopped or has ended
+    words: str  # "rank 1 of 2 (process 412 on node-3), which does not answer"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Watch:
+    """One rank's beat, and what it has read of the others; `meet` begins it, `close` ends it."""
+
+    rank: int
+    num_ranks: int
+    store: Any  # a connection of its own: the main thread may wait in another one
+    patience_s: float = PATIENCE_S
+    give_up_s: float = float("inf")
+    give_up: Callable[[str], object] = print  # called by the thread, with the sentence, after so long
+    ending: threading.Lock = field(default_factory=threading.Lock)  # of the thread that ends this rank; never let go
+    _places: int = 0
+    _since: float = field(default_factory=time.monotonic)  # at the last place
+    _awake: float = field(default_factory=time.monotonic)  # since then this process was not stopped itself
+    _number: int = 0
+    _reads: bool = False
+    _is_cut_off: bool = False  # the store does not answer
+    _heard: dict[int, tuple[Beat, float]] = field(default_factory=dict)  # and when this rank first read it
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def meet(self, words: Mapping[str, str], timeout_s: float) -> None:
+        """Wait until all ranks have begun; raises, on each of them, where one has other `words` or does not come."""
+        self._reads = self.rank in (0, self.num_ranks - 1)
+        self.store.set(f"words/{self.rank}", json.dumps(words))
+        began, is_named = time.monotonic(), False
+        while not self.store.check(["met"]):
+            waited_s = time.monotonic() - began
+            missing = [r for r in range(self.num_ranks) if not self.store.check([f"words/{r}"])] if self._reads else []
+            if self.rank == 0 and not missing:
+                self.store.set("met", _difference([self.store.get(f"words/{r}") for r in range(self.num_ranks)]))
+            whom = f"rank {listed(missing)} of {self.num_ranks}" if missing else "the others"
+            sentence = f"rank {self.rank} has waited {waited_s:.0f} s at the start for {whom}"
+            if waited_s >= timeout_s:
+                raise TrimtabError(f"{sentence}: start every rank, or wait longer where starting takes so long")
+            if missing and waited_s >= self.patience_s and not is_named and self.rank not in range(1, missing[0]):
+                is_named = True
+                say(sentence)
+            time.sleep(min(0.01 + waited_s / 10, BEAT_S))
+        if problem := self.store.get("met").decode():
+            raise TrimtabError(problem)
+        self._thread = threading.Thread(target=self._run, name="trimtab watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a process that ends while a thread of it is in the store's code is aborted
+
+    def arrive(self) -> None:
+        """Say that the main thread has come to the next place where ranks wait for one another, the same on each."""
+        self._places, self._since = self._places + 1, time.monotonic()
+
+    def beat(self, *, has_left: bool = False) -> None:
+        self._number += 1
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        own = Beat(who=who, number=self._number, places=self._places, has_left=has_left)
+        self.store.set(f"beat/{self.rank}", json.dumps(asdict(own)))
+
+    def read(self) -> None:
+        """Take in what the others have written; one that has written nothing yet is left out."""
+        ranks = [r for r in range(self.num_ranks) if r != self.rank]
+        ranks = [r for r in ranks if r in self._heard or self.store.check([f"beat/{r}"])]
+        texts = self.store.multi_get([f"beat/{r}" for r in ranks]) if ranks else []
+        for rank, text in zip(ranks, texts, strict=True):
+            beat = Beat(**json.loads(text))
+            if rank not in self._heard or beat.number != self._heard[rank][0].number:
+                self._heard[rank] = beat, time.monotonic()
+
+    def late(self) -> list[Late]:
+        """Return the ranks that have kept this one waiting for `patience_s`."""
+        now, found = time.monotonic(), []
+        for rank, (beat, changed) in sorted(self._heard.items()):
+            silent_s, waited_s = now - max(changed, self._awake), now - max(self._since, self._awake)
+            if not beat.has_left and silent_s >= self.patience_s:
+                found.append(self._late(rank, silent_s, is_silent=True))
+            elif beat.places < self._places and waited_s >= self.patience_s:
+                found.append(self._late(rank, waited_s, is_silent=False))
+        return found
+
+    def name(self) -> None:
+        """Name the ranks that this one waits for, each once over all ranks; give up after `give_up_s`."""
+        if not (late := self.late()):
+            return
+        waited_s = max(x.waited_s for x in late)
+        sentence = f"rank {self.rank} has waited {waited_s:.0f} s for "
+        if waited_s >= self.give_up_s:
+            self.give_up(sentence + join_words(late))
+        new = [
+            x for x in late if self.store.add(f"named/{x.rank}/{x.is_silent}/{self._heard[x.rank][0].places}", 1) == 1
+        ]
+        if new:
+            say(sentence + join_words(new))
+
+    def find_missing(self) -> list[Late]:
+        """Return the ranks that have ended or not come, once a wait has failed; takes `PATIENCE_S` at most."""
+        self._reads, began = True, time.monotonic()
+        first: dict[int, int] = {}  # beat of each rank; what a rank wrote before it ended does not count
+        silent = {r for r in range(self.num_ranks) if r != self.rank}
+        while silent and not self._is_cut_off and time.monotonic() - began < PATIENCE_S:
+            time.sleep(self._period / 4)
+            for rank, (beat, _) in list(self._heard.items()):
+                if beat.has_left or beat.number > first.setdefault(rank, beat.number):
+                    silent.discard(rank)
+        if self._is_cut_off:  # rank 0 keeps the store, or torchrun next to it does
+            silent = {0} - {self.rank}
+        behind = {r for r, (beat, _) in self._heard.items() if beat.places < self._places}
+        waited_s = time.monotonic() - began
+        return [self._late(rank, waited_s, is_silent=rank in silent) for rank in sorted(silent | behind)]
+
+    def has_left(self, rank: int) -> bool:
+        return rank in self._heard and self._heard[rank][0].has_left
+
+    def close(self) -> None:
+        """Say that this rank has left; harmless when it was closed already."""
+        atexit.unregister(self.close)
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout=PATIENCE_S)  # not longer: it may wait for a store that is gone
+        self._thread = self.store = None
+
+    @property
+    def _period(self) -> float:
+        return min(BEAT_S, self.patience_s / 4)
+
+    def _run(self) -> None:
+        is_last, last = False, time.monotonic()
+        while not is_last:
+            is_last, now = self._closing.wait(self._period), time.monotonic()
+            if now - last > self._period + BEAT_S:
+                self._awake = now
+            last = now
+            try:
+                self.beat(has_left=is_last)
+                if self._reads:
+                    self.read()
+                    if not is_last:
+                        self.name()
+            except RuntimeError:  # who keeps the store has ended, and with it the run
+                self._is_cut_off = True
+                return
+
+    def _late(self, rank: int, waited_s: float, *, is_silent: bool) -> Late:
+        beat = self._heard[rank][0] if rank in self._heard else None
+        state = "does not answer" if is_silent else "has left" if beat and beat.has_left else "has not come"
+        who = f" ({beat.who})" if beat else ""
+        words = f"rank {rank} of {self.num_ranks}{who}, which {state}"
+        return Late(rank=rank, waited_s=waited_s, is_silent=is_silent, words=words)
+
+
+def open_watch(group: Any, name: str, *, timeout_s: float) -> Watch:
+    """Watch the ranks of a group that is there (None: all), which all call this.
+
+    Raises where a rank has not come after `timeout_s`.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    rank, members = ranks.index(dist.get_rank()), "-".join(map(str, ranks))
+    # private: the only store that all processes share, torch 2.6 to 2.13
+    store: Any = dist.distributed_c10d._get_default_store()
+    opened = store.add(f"trimtab/{name}/{members}/{rank}", 1)  # by this rank, for these: the same number on each
+    # a connection serves one thread at a time, and torch's own may wait in it for minutes
+    own = PrefixStore(f"trimtab/{name}/{members}/{opened}", store.clone())
+    watch = Watch(rank=rank, num_ranks=len(ranks), store=own)
+    watch.meet({}, timeout_s)
+    return watch
+
+
+def _difference(words: list[bytes]) -> str:
+    """Return a sentence about the first rank whose words are not those of rank 0; empty where all are alike."""
+    first, *others = map(json.loads, words)
+    for rank, own in enumerate(others, 1):
+        for name, value in first.items():
+            if own[name] != value:
+                return (
+                    f"rank {rank} was started with {name} {own[name]}, and rank 0 with {value}: start every rank by "
+                    "the same command, with the same files"
+                )
+    return ""
+
+
+def join_words(late: Iterable[Late]) -> str:
+    words = [x.words for x in late]
+    return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
+
+
+def listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def say(sentence: str) -> None:
+    """Print on this rank, whatever the others print."""
+    print(f"trimtab: {sentence}", file=sys.stderr, flush=True)
