@@ -23,7 +23,7 @@ from trimtab.costs.observed import FORWARD_SHARE, Observed
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitProblem
-from trimtab.plan.measured.calibrate import calibrate_profile, default_terms, simulate_logged
+from trimtab.plan.runs import calibrate_profile, default_terms, simulate_logged
 from trimtab.specs import ModelSpec, ParallelDims, evaluate
 from trimtab.units import MIB
 

@@ -12,7 +12,7 @@ import pytest
 from trimtab.demo.draw import write_model
 from trimtab.demo.tokenizer import SPECIAL_TOKENS
 from trimtab.errors import PlanError, SampleError
-from trimtab.plan.file.data import find_data_files
+from trimtab.plan.file.reload import find_data_files
 from trimtab.plan.file.yaml import load_plan
 
 Run = Any

@@ -22,9 +22,8 @@ from trimtab.lora import parse_lora
 from trimtab.models.describe import describe
 from trimtab.placement.machine import parse_machine
 from trimtab.placement.workload import parse_images
-from trimtab.plan.baseline import parse_baseline
 from trimtab.plan.given import GivenRun
-from trimtab.plan.options import parse_share, parse_weights
+from trimtab.plan.options import parse_baseline, parse_share, parse_weights
 from trimtab.plan.predict import parse_stages
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.problems import BadRecordError

@@ -28,7 +28,7 @@ from train_runs import (
     write_variant,
 )
 
-from trimtab.plan.measured.run_log import read_run_log
+from trimtab.plan.runs import read_run_log
 from trimtab.runtime.training.checkpoint import list_checkpoints
 from trimtab.runtime.training.settings import TrainSettings
 

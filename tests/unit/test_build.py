@@ -13,10 +13,10 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PackingError, PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.check import check_plan
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import plan_to_yaml
-from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
 
 MODEL = describe("InternVL-Chat-V1-5")

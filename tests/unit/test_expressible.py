@@ -24,8 +24,8 @@ from trimtab.plan.decide.expressible import (
     relative_time,
 )
 from trimtab.plan.decide.stages import epoch_s
+from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
-from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import RecomputeChoice, stages_between
 

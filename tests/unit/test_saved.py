@@ -18,8 +18,8 @@ from trimtab.costs.saved import carry_bytes, carry_seconds, refuse_unlike
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import load_details
-from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import DeviceSpec, ParallelDims, Profile
 

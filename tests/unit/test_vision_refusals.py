@@ -14,11 +14,10 @@ from vision_cases import CLUSTER, QWEN, TILES, image_samples, table_of, with_vis
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.check import check_plan
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.yaml import plan_from_yaml
-from trimtab.plan.measured.check import check_plan
-from trimtab.plan.options import PlanOptions
-from trimtab.plan.sharing.choice import VisionChoice
+from trimtab.plan.options import PlanOptions, VisionChoice
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_v1_0_shared_images.yaml"
 

@@ -19,9 +19,8 @@ import numpy.typing as npt
 from trimtab.adapters.record_files import Records, find_records, open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file, open_atomically, write_atomically, written_together
-from trimtab.plan.decide.packs import load_packs, pack_contents, read_samples
-from trimtab.plan.file.data import find_data_files, refuse_no_records
-from trimtab.plan.file.yaml import array_bytes, open_plan
+from trimtab.plan.file.reload import find_data_files, load_packs, read_samples, refuse_no_records
+from trimtab.plan.file.yaml import array_bytes, open_plan, pack_contents
 from trimtab.plan.plan import Plan
 from trimtab.samples.record_lines import places_of
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources

@@ -15,7 +15,7 @@ from trimtab.adapters.blocks import TIERS
 from trimtab.adapters.lora import peft_config, peft_lines, quantisation_config
 from trimtab.adapters.running import Decided, Exported, Target, refuse
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.plan.file.modules import fold_modules
+from trimtab.plan.file.yaml import fold_modules
 from trimtab.specs import ModelSpec, tiers_of
 
 _APPLY = """from trimtab import apply_recompute

@@ -38,8 +38,8 @@ def _export(name: str, plan: Path, out: Path | None, fit: Path | None, as_json: 
     from trimtab.files import refuse_folder, write_atomically
     from trimtab.plan.build import write_plan
     from trimtab.plan.decide.expressible import relative_time
+    from trimtab.plan.file.check import refuse_broken
     from trimtab.plan.file.reload import reload_plan
-    from trimtab.plan.measured.check import refuse_broken
 
     if out is not None:
         refuse_folder(out)

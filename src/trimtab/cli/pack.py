@@ -82,8 +82,8 @@ def pack(
 
     from trimtab.balance.packing import pack_samples, refuse_empty, report_packing, warm_up
     from trimtab.files import write_atomically, written_together
-    from trimtab.plan.decide.mixture import describe_draw, draw_epoch
-    from trimtab.plan.decide.packs import pack_contents
+    from trimtab.plan.decide.epoch import describe_draw, draw_epoch
+    from trimtab.plan.file.yaml import pack_contents
     from trimtab.samples.read import read_lengths
 
     samples = read_lengths(sizes)

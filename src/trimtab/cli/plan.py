@@ -17,7 +17,7 @@ from trimtab.plan.options import PlanOptions
 
 if TYPE_CHECKING:
     from trimtab.plan.build import Within
-    from trimtab.plan.file.details import PlanDetails
+    from trimtab.plan.file.figures import PlanDetails
     from trimtab.specs import ModelSpec, Profile
 
 _NOT_IN_THE_PLAN = {"out", "workers", "resume", "as_json"}
@@ -78,7 +78,7 @@ def plan(
 
 
 def _print(details: "PlanDetails", paths: Mapping[str, Path]) -> None:
-    from trimtab.plan.decide.mixture import describe_draw
+    from trimtab.plan.decide.epoch import describe_draw
     from trimtab.report.text import print_plan
 
     for sentence in describe_draw(details.plan.inputs.data.mixture):

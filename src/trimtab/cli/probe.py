@@ -30,7 +30,7 @@ def probe(
     is a budget that is counted.
     """
     from trimtab.cli.show import plan_json, write_all
-    from trimtab.plan.measured.check import refuse_broken
+    from trimtab.plan.file.check import refuse_broken
     from trimtab.runtime.probe.run import probe as run  # torch: only for what can be run
 
     result = run(settings, progress=log)

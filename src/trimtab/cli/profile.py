@@ -142,7 +142,7 @@ def profile(
             counts = profile_traced(read_config(config), model, device, **given)
             result = counts.profile
         elif options.from_logs is not None:
-            from trimtab.plan.measured.calibrate import profile_from_logs
+            from trimtab.plan.runs import profile_from_logs
 
             calibration = profile_from_logs(options.from_logs, model, device, dims=ParallelDims(tp=options.tp), **given)
             result = calibration.profile

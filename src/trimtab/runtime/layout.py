@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
 from trimtab.options import RecomputedTier, ScheduleName
 from trimtab.partition.schedules import check_schedule, device_of_stage
-from trimtab.plan.file.modules import unfold_modules
+from trimtab.plan.file.yaml import unfold_modules
 from trimtab.plan.plan import Plan, VisionDecision
 
 TorchSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]

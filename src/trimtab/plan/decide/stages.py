@@ -14,9 +14,9 @@ from trimtab.partition.bmp import BmpResult, bmp_split, rank_cuts
 from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import SearchResult, search_makespan
 from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.plan.case import Case
-from trimtab.plan.decide.times import stage_link, steps_of, times_of
-from trimtab.plan.estimates import SearchedSplit
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.work import stage_link, steps_of, times_of
+from trimtab.plan.plan import SearchedSplit
 from trimtab.specs import IntArray, Stage
 from trimtab.units import format_seconds, round_digits
 

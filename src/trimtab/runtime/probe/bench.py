@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from trimtab.costs.profile import with_tiers
 from trimtab.errors import UnsupportedPlanError
-from trimtab.plan.case import Case
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.probed import heaviest_packs
 from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.plan.measured.probed import heaviest_packs
 from trimtab.plan.plan import Plan
 from trimtab.runtime.layout import SPLIT_BACKWARD
 from trimtab.runtime.pipeline import PipelineLayout, read_layout

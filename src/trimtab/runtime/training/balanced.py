@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
-from trimtab.plan.file.modules import unfold_modules
-from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.file.yaml import load_plan, unfold_modules
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.dataset import PlanBatchSampler

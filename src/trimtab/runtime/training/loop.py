@@ -21,11 +21,11 @@ from trimtab.balance.images import tower_bytes, tower_seconds
 from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.options import AttentionImplementation
+from trimtab.plan.file.check import verify_plan
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan
-from trimtab.plan.measured.check import verify_plan
-from trimtab.plan.measured.run_log import StepRecord
 from trimtab.plan.plan import Plan, VisionDecision
+from trimtab.plan.runs import StepRecord
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset

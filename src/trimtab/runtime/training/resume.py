@@ -11,8 +11,8 @@ import torch.distributed as dist
 from trimtab.errors import PlanError
 from trimtab.files import blake2b
 from trimtab.options import ReadingOptions
-from trimtab.plan.measured.run_log import digest_of
 from trimtab.plan.plan import Plan
+from trimtab.plan.runs import digest_of
 from trimtab.runtime.training.checkpoint import Progress, check_checkpoint, list_checkpoints
 from trimtab.runtime.training.ranks import on_first_rank, tell
 from trimtab.runtime.training.settings import TrainSettings

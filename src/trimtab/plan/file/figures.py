@@ -1,9 +1,9 @@
-"""What was decided and expected, as the plan file says it: names, exact integers, rounded estimates, sentences."""
+"""What stands behind a plan's figures: the tables, timelines and pack sizes that the report draws."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from trimtab import __version__
@@ -15,27 +15,19 @@ from trimtab.costs.profile import profile_bytes
 from trimtab.files import blake2b
 from trimtab.options import same_fields
 from trimtab.partition.assess import SplitResult
-from trimtab.plan.case import Case
-from trimtab.plan.decide.packs import pack_contents
-from trimtab.plan.decide.times import spread_of
-from trimtab.plan.decide.work import price_samples
-from trimtab.plan.estimates import (
-    BalanceEstimate,
-    Estimates,
-    SearchedSplit,
-    SettingEstimate,
-    StageEstimate,
-    VariantEstimate,
-)
-from trimtab.plan.file.details import PlanDetails, Variant
-from trimtab.plan.file.modules import fold_modules
-from trimtab.plan.file.yaml import name_table
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.compare import Variant
+from trimtab.plan.decide.sharing import with_memory
+from trimtab.plan.decide.work import price_samples, spread_of
+from trimtab.plan.file.yaml import fold_modules, name_table, pack_contents
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import (
     PLAN_VERSION,
+    BalanceEstimate,
     ClusterInput,
     DataInput,
     Decisions,
+    Estimates,
     Inputs,
     MixedSource,
     ModelInput,
@@ -44,13 +36,17 @@ from trimtab.plan.plan import (
     Plan,
     RecomputeDecision,
     ScheduleDecision,
+    SearchedSplit,
+    SettingEstimate,
     StageDecision,
+    StageEstimate,
     TableFile,
     TrainingInput,
+    VariantEstimate,
+    find_baseline,
 )
-from trimtab.plan.sharing.decision import with_memory
 from trimtab.samples.table import table_bytes
-from trimtab.specs import DeviceSpec, ModelSpec, Stage
+from trimtab.specs import DeviceSpec, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
 from trimtab.units import (
     format_bytes,
     format_count,
@@ -61,6 +57,40 @@ from trimtab.units import (
     round_digits,
     round_gib,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanDetails:
+    """A plan with everything it was computed from; what `make_plan` returns and `write_plan` saves.
+
+    Use `plan` for the decisions and `variants` for the figures beside the baseline; `make_plan` has an example.
+    """
+
+    plan: Plan
+    model: ModelSpec
+    samples: SampleTable
+    packing: Packing
+    schedule: Schedule
+    profile: Profile
+    memory_cap_bytes: float  # per device: what it may be expected to hold
+    variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
+    # file name -> content of what lies beside the plan file, as its hashes name it
+    tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        return f"PlanDetails: {self.plan!r}"
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+    @property
+    def baseline(self) -> Variant:
+        """What the plan is told against."""
+        return self.variants[find_baseline([variant.name for variant in self.variants])]
+
+
+# What was decided and expected, as the plan file says it: names, exact integers, rounded estimates, sentences.
+
 
 _LONGER = 1.01  # a step that takes less above the baseline's is as long
 SAMPLES_FILE = "samples.npz"

@@ -14,8 +14,7 @@ from trimtab.costs.memory_band import measured_band
 from trimtab.errors import PlanError
 from trimtab.partition.baselines import full_recompute
 from trimtab.partition.schedules import splits_backward
-from trimtab.plan.case import Case
-from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.case import Case, MemoryBudget
 from trimtab.plan.options import risk_problems
 from trimtab.specs import FloatArray, LayerCost, Profile, Stage
 from trimtab.units import format_bytes

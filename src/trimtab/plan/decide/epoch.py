@@ -1,4 +1,4 @@
-"""Sources drawn by weight: how often each row of a sample table is in an epoch."""
+"""One epoch of the data: how often each row of a sample table is in it; sources drawn by weight."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.balance.packing import PackResult
+from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.errors import PlanError, join_problems
-from trimtab.plan.decide.work import select_rows
-from trimtab.plan.options import Weights, weight_problems
+from trimtab.plan.decide.work import in_patches, select_rows
+from trimtab.plan.options import PlanOptions, Weights, weight_problems
 from trimtab.plan.plan import MixedSource
-from trimtab.specs import FloatArray, IntArray, SampleTable
+from trimtab.specs import FloatArray, IntArray, ModelSpec, SampleTable
 
+TILES_ASSUMPTION = ("The data gives tiles: each is taken as one tile of the model's own image rule.",)
 _MOST_REPEATS = 1000  # times as many samples as there are that may be drawn
 
 
@@ -44,6 +45,34 @@ class Epoch:
         """Packs of `drawn` as packs of `samples`."""
         packing, rows = packed.packing, self.rows
         return replace(packed, packing=replace(packing, indices=rows[packing.indices], oversize=rows[packing.oversize]))
+
+
+def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> Epoch:
+    """What one epoch holds: samples in the model's patches, as often as their weights draw them, none over a limit."""
+    if len(samples) == 0:
+        raise PlanError("there is no sample to plan: give a data set that holds some")
+    notes = TILES_ASSUMPTION if samples.patch_unit == "tiles" else ()
+    epoch = draw_epoch(
+        in_patches(samples, model), options.weights, num_drawn=options.num_drawn, seed=options.seed, notes=notes
+    )
+    if options.global_batch is not None and options.global_batch > epoch.num_drawn:
+        raise PlanError(
+            f"global_batch {options.global_batch} was asked for, and the data holds {epoch.num_drawn} samples: "
+            "ask for that or fewer"
+        )
+    refuse_oversize(epoch, options)
+    return epoch
+
+
+def refuse_oversize(epoch: Epoch, options: PlanOptions) -> None:
+    """Name the samples above limits that were given, before anything is chosen for them."""
+    if options.oversize != "error" or options.max_patches is None or options.max_tokens is None:
+        return
+    samples = epoch.samples
+    over = (samples.num_patches > options.max_patches) | (samples.num_tokens > options.max_tokens)
+    over &= epoch.times > 0
+    if over.any():
+        pack_samples(select_rows(samples, np.flatnonzero(over)), limits=(options.max_patches, options.max_tokens))
 
 
 def draw_epoch(
