@@ -25,7 +25,7 @@ from trimtab.options import Dispatcher, RecomputedTier, ScheduleName
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.simulate import simulate, stage_times
 from trimtab.plan.decide.setting import link_rates
-from trimtab.plan.decide.times import stage_link
+from trimtab.plan.decide.work import stage_link
 from trimtab.specs import (
     AttentionSpec,
     ClusterSpec,

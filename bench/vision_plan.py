@@ -20,9 +20,8 @@ from trimtab.costs.devices import find_device, parse_cluster
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
-from trimtab.plan.decide.image_sizes import image_sizes
-from trimtab.plan.options import PlanOptions
-from trimtab.plan.sharing.choice import VisionChoice
+from trimtab.plan.decide.exchange import image_sizes
+from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.specs import FloatArray, IntArray, SampleTable
 from vision_load import MIXES, NUM_BATCHES, PATCHES, Batch
 

@@ -20,7 +20,7 @@ from timed_profile import make_cases
 from trimtab.models.describe import describe
 from trimtab.models.shipped import read_shipped
 from trimtab.partition.stages import split_stages
-from trimtab.plan.measured.probed import freed_bytes
+from trimtab.plan.decide.probed import freed_bytes
 from trimtab.specs import Profile, Stage, recomputing
 
 

@@ -24,8 +24,8 @@ from trimtab.errors import TrimtabError
 from trimtab.models.describe import describe
 from trimtab.models.description import description_bytes
 from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.placement import load_placement
-from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.samples.read import read_lengths
 from trimtab.samples.records import read_records

@@ -19,7 +19,7 @@ import pytest
 from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.options import PlanOptions
 from trimtab.report.html import html_report
 

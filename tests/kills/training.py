@@ -20,7 +20,7 @@ def attack(folder: Path, times: int, draw: random.Random) -> int:
     sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
     from train_runs import settings_of, start_training, write_run, write_variant
 
-    from trimtab.plan.measured.run_log import read_run_log
+    from trimtab.plan.runs import read_run_log
 
     write_run(folder / "trained", "internvl")
     plan = write_variant(folder / "trained", "alone", num_stages=1)

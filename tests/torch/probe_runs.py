@@ -9,8 +9,8 @@ from pathlib import Path
 from train_runs import write_run
 
 import trimtab
+from trimtab.plan.decide.probed import with_budget
 from trimtab.plan.file.reload import reload_plan
-from trimtab.plan.measured.probed import with_budget
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.runtime.probe.bench import Bench, open_bench
 from trimtab.runtime.probe.settings import ProbeSettings

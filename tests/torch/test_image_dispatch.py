@@ -16,7 +16,7 @@ from train_runs import run_on_ranks, settings_of, values_of, write_run, write_va
 from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import load_plan
-from trimtab.plan.measured.run_log import read_run_of
+from trimtab.plan.runs import read_run_of
 from trimtab.report.run import run_sentences
 from trimtab.runtime.pipeline import read_layout
 from trimtab.runtime.training.loop import train

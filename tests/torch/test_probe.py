@@ -23,11 +23,11 @@ from trimtab.costs.traced_step import trace_step
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.partition.baselines import full_recompute
 from trimtab.plan.build import write_plan
+from trimtab.plan.decide.probed import with_profile
+from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
-from trimtab.plan.measured.check import check_plan
-from trimtab.plan.measured.probed import with_profile
-from trimtab.plan.sharing.choice import VisionChoice
+from trimtab.plan.options import VisionChoice
 from trimtab.runtime.probe.measure import FULL
 from trimtab.runtime.probe.meter import CpuMeter
 from trimtab.runtime.probe.run import CHOICE, probe, settle

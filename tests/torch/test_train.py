@@ -22,7 +22,7 @@ from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError, Un
 from trimtab.options import ReadingOptions
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import load_plan
-from trimtab.plan.measured.run_log import compare_times, read_run_log, read_run_of
+from trimtab.plan.runs import compare_times, read_run_log, read_run_of
 from trimtab.report.html import html_report
 from trimtab.report.run import run_lines
 from trimtab.runtime.pipeline import Pipeline, StepResult

@@ -22,8 +22,7 @@ from model_folders import write_data, write_model, write_plan_of
 
 from trimtab.models.describe import describe
 from trimtab.options import Tower
-from trimtab.plan.file.modules import fold_modules
-from trimtab.plan.file.yaml import load_plan, plan_to_yaml
+from trimtab.plan.file.yaml import fold_modules, load_plan, plan_to_yaml
 from trimtab.plan.plan import RecomputeDecision, StageDecision, VisionDecision
 from trimtab.runtime.training.loop import train
 from trimtab.runtime.training.settings import TrainSettings
@@ -152,7 +151,15 @@ class Torchrun:
 
 def start_training(settings: TrainSettings, num_ranks: int, *more: str) -> Torchrun:
     given = [str(settings.plan), str(settings.model), "--out", str(settings.out), "--steps", str(settings.steps)]
-    given += ["--random-weights", "--dtype", settings.dtype, "--device", "cpu", "--lr", str(settings.learning_rate)]
+    given += [
+        "--random-weights",
+        "--set",
+        f"dtype={settings.dtype}",
+        "--device",
+        "cpu",
+        "--lr",
+        str(settings.learning_rate),
+    ]
     given += ["--save-every", str(settings.save_every)]
     return Torchrun(["train", *given, *more], settings.out, num_ranks)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.files import write_atomically
-from trimtab.plan.decide.packs import even_steps, pack_contents
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.decide.case import even_steps
+from trimtab.plan.file.check import check_plan
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import load_details
-from trimtab.plan.measured.check import check_plan
+from trimtab.plan.file.yaml import pack_contents
 from trimtab.specs import Packing, SampleTable, Schedule
 
 

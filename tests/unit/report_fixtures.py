@@ -15,11 +15,10 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.partition.timeline import Timeline
 from trimtab.plan.build import make_plan
-from trimtab.plan.decide.assemble import describe_variant
-from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.measured.run_log import RunHeader, RunLog, StepRecord
+from trimtab.plan.file.figures import PlanDetails, describe_variant
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
+from trimtab.plan.runs import RunHeader, RunLog, StepRecord
 from trimtab.report.text import print_plan
 from trimtab.specs import SampleTable, stages_between
 

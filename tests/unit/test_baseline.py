@@ -13,14 +13,13 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.partition.simulate import simulate
-from trimtab.plan.baseline import Baseline, parse_baseline
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide import compare
 from trimtab.plan.decide.compare import explain_losses
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.check import check_plan
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import load_details
-from trimtab.plan.measured.check import check_plan
-from trimtab.plan.options import PlanOptions
+from trimtab.plan.options import Baseline, PlanOptions, parse_baseline
 from trimtab.report.html import html_report
 
 PAPER = "random,batch=4,padded,equal-layers,full-recompute"  # OmniBal's own case

@@ -1,4 +1,4 @@
-"""Tests of plan/measured/check.py: a plan that was changed by hand, or whose tables or data were, is not run."""
+"""Tests of plan/file/check.py: a plan that was changed by hand, or whose tables or data were, is not run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.file.check import check_plan, verify_plan
 from trimtab.plan.file.yaml import load_plan, name_table, plan_to_yaml
-from trimtab.plan.measured.check import check_plan, verify_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import RecomputeDecision
 

@@ -1,4 +1,4 @@
-"""plan/measured/check_memory.py without torch: a plan replayed with bytes that were counted before."""
+"""plan/file/check.py without torch: a plan replayed with bytes that were counted before."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from trimtab.costs.traced_fit import TracedProfile
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe, read_config
 from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.file.check import MemoryCheck, find_traced_model, replay_plan
 from trimtab.plan.file.reload import reload_plan
-from trimtab.plan.measured.check_memory import MemoryCheck, find_traced_model, replay_plan
-from trimtab.plan.options import PlanOptions
-from trimtab.plan.sharing.choice import VisionChoice
+from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.specs import DeviceSpec, Profile
 
 CLUSTER = parse_cluster("16xA100")

@@ -40,6 +40,17 @@ FLOORS = {
     "serve": 6,
     "cli": 7,
 }
+INNER_FLOORS = {
+    "plan/options": 0,  # no NumPy: `--help` reads it
+    "plan/given": 0,
+    "plan/plan": 0,  # the nouns of the file
+    "plan/decide": 1,
+    "plan/file": 2,  # a decided case as a plan, and back
+    "plan/build": 3,
+    "plan/predict": 3,
+    "plan/runs": 3,
+}
+"""The same inside the larger folders: a part imports from itself and from lower parts."""
 TORCH_FILES = {
     *("costs/traced.py", "costs/traced_step.py", "costs/traced_mode.py", "costs/traced_kernels.py"),
     "costs/traced_lora.py",
@@ -58,12 +69,12 @@ def files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Absolute names of everything a file imports, inside functions too; type-only imports left out."""
+def imported_modules(path: Path, *, with_types: bool = False) -> set[str]:
+    """Absolute names of everything a file imports, inside functions too; type-only imports `with_types` alone."""
     modules: set[str] = set()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if not with_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             for child in node.orelse:
                 visit(child)
             return
@@ -92,6 +103,24 @@ def test_a_file_imports_from_lower_floors_and_its_own_folder() -> None:
             above = FLOORS[module.split(".")[1]]
             if above > FLOORS[room] or above == FLOORS[room] > 0:  # floor 0: the nouns
                 wrong.append(f"{path.relative_to(SOURCE)} (floor {FLOORS[room]}) imports {module} (floor {above})")
+    assert not wrong
+
+
+def test_a_part_of_a_folder_imports_from_lower_parts_and_itself() -> None:
+    wrong = []
+    folders = {part.partition("/")[0] for part in INNER_FLOORS}
+    for path in files():
+        room, *rest = path.relative_to(SOURCE).with_suffix("").parts
+        if room not in folders or rest == ["__init__"]:
+            continue
+        part = f"{room}/{rest[0]}"
+        assert part in INNER_FLOORS, f"{path} stands on no floor of {room}"
+        for module in sorted(imported_modules(path, with_types=True)):
+            _, _, inside = module.partition(f"trimtab.{room}.")
+            other = f"{room}/{inside.partition('.')[0]}"
+            # floor 0: options and nouns
+            if inside and other != part and INNER_FLOORS[other] >= max(1, INNER_FLOORS[part]):
+                wrong.append(f"{path.relative_to(SOURCE)} imports {module}")
     assert not wrong
 
 

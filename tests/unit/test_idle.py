@@ -1,4 +1,4 @@
-"""Tests of plan/decide/idle.py: idle time falls to its causes, and the parts add up."""
+"""Tests of plan/decide/compare.py: idle time falls to its causes, and the parts add up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from partition_cases import layer, problem_of, profile_of
 
 from trimtab.partition.simulate import StageTimes, simulate, simulate_steps
-from trimtab.plan.decide.idle import split_idle
+from trimtab.plan.decide.compare import split_idle
 
 
 def times_of(forward, sends=0.0):

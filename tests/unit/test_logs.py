@@ -20,7 +20,7 @@ from trimtab.costs.least_squares import least_squares
 from trimtab.costs.logs import LoggedRun, place_blocks, read_runs
 from trimtab.costs.profile import TIME_ERROR, profile_model
 from trimtab.errors import TrimtabError
-from trimtab.plan.measured.calibrate import calibrate_profile, default_terms, profile_from_logs, simulate_logged
+from trimtab.plan.runs import calibrate_profile, default_terms, profile_from_logs, simulate_logged
 from trimtab.specs import ParallelDims
 
 A100 = DEVICES["A100-80GB"]

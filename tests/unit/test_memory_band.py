@@ -14,7 +14,7 @@ from trimtab.costs.memory_band import COUNTED_ERROR, FORMULAS_ERROR, OUTSIDE, SL
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
-from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.case import MemoryBudget
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import Profile
 

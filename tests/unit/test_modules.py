@@ -1,4 +1,4 @@
-"""plan/file/modules.py: short module paths."""
+"""plan/file/yaml.py: short module paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.errors import PlanError
-from trimtab.plan.file.modules import fold_modules, unfold_modules
+from trimtab.plan.file.yaml import fold_modules, unfold_modules
 
 
 def test_runs_become_ranges_and_singles_stay() -> None:

@@ -1,4 +1,4 @@
-"""plan/decide/packs.py: packs as tables, and steps of equal length."""
+"""plan/file/reload.py: packs as tables, and steps of equal length."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from plans import small_plan
 
 from trimtab.errors import PlanError
-from trimtab.plan.decide.packs import even_steps, load_packs, pack_contents
-from trimtab.plan.file.yaml import name_table
+from trimtab.plan.decide.case import even_steps
+from trimtab.plan.file.reload import load_packs
+from trimtab.plan.file.yaml import name_table, pack_contents
 from trimtab.plan.plan import PackingDecision
 from trimtab.specs import Packing, Schedule
 

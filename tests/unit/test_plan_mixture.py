@@ -1,4 +1,4 @@
-"""plan/decide/mixture.py: sources drawn by weight, in a plan and in what is read from it."""
+"""plan/decide/epoch.py: sources drawn by weight, in a plan and in what is read from it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PackingError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.expressible import replan
-from trimtab.plan.decide.mixture import describe_draw, draw_epoch, share_exactly
-from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.file.reload import reload_plan
+from trimtab.plan.decide.epoch import describe_draw, draw_epoch, share_exactly
+from trimtab.plan.file.check import check_plan, refuse_broken
+from trimtab.plan.file.figures import PlanDetails
+from trimtab.plan.file.reload import reload_plan, replan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
-from trimtab.plan.measured.check import check_plan, refuse_broken
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import MixedSource
 from trimtab.specs import SampleTable
@@ -177,8 +176,7 @@ def test_a_pack_too_many_of_a_sample_is_found(made: PlanDetails, tmp_path: Path)
     left_out = int(np.flatnonzero(np.bincount(indices, minlength=len(made.samples)) == 0)[0])
     indices[0] = left_out
     packing = dataclasses.replace(made.packing, indices=indices)
-    from trimtab.plan.decide.packs import pack_contents
-    from trimtab.plan.file.yaml import name_table
+    from trimtab.plan.file.yaml import name_table, pack_contents
 
     contents = pack_contents(packing, made.schedule)
     table = name_table("indices.npy", contents["indices.npy"])

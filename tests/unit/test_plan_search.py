@@ -1,4 +1,4 @@
-"""Tests of `plan --search omnibal`: the published search as a plan's own, its table, and what it refuses."""
+"""Tests of `plan --set search=omnibal`: the published search as a plan's own, its table, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.check import check_plan
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import reload_plan
-from trimtab.plan.measured.check import check_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.report.html import html_report
 

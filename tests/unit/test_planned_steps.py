@@ -7,8 +7,8 @@ import pytest
 from plan_cases import tile_samples
 
 import trimtab
-from trimtab.plan.decide.planned_steps import planned_steps
-from trimtab.plan.decide.times import rank_step_s
+from trimtab.plan.decide.work import rank_step_s
+from trimtab.plan.file.reload import planned_steps
 
 
 @pytest.fixture(scope="module")

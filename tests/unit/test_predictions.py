@@ -13,7 +13,7 @@ from trimtab.costs import analytic
 from trimtab.costs.curves import efficiency_of
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import TIME_ERROR
-from trimtab.plan.decide.times import _SHORTEST_S
+from trimtab.plan.decide.work import _SHORTEST_S
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "bench"))

@@ -1,4 +1,4 @@
-"""plan/measured/probed.py: what a probe measured, in a plan's profile."""
+"""plan/decide/probed.py: what a probe measured, in a plan's profile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from trimtab.models.describe import describe
 from trimtab.partition.baselines import full_recompute
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.case import Case
-from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.file.reload import ReloadedPlan, reload_plan
-from trimtab.plan.measured.probed import (
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.probed import (
     DeviceProbe,
     KeptProbe,
     add_transient,
@@ -31,6 +29,8 @@ from trimtab.plan.measured.probed import (
     with_budget,
     with_profile,
 )
+from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import LayerCost, ParallelDims, Profile
 from trimtab.units import GIB

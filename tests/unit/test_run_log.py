@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.errors import PlanError
-from trimtab.plan.measured.run_log import compare_times, digest_of, line_of, read_run_log, read_run_of
+from trimtab.plan.runs import compare_times, digest_of, line_of, read_run_log, read_run_of
 
 
 def write(path, records):

@@ -13,13 +13,13 @@ from trimtab.adapters.running import full_blocks
 from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.case import MemoryBudget
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.plan.decide.setting import choose_setting, profile_setting
 from trimtab.plan.decide.simplest import ChosenSetting, complexity
-from trimtab.plan.estimates import SettingEstimate
-from trimtab.plan.measured.check import check_plan
+from trimtab.plan.file.check import check_plan
 from trimtab.plan.options import PlanOptions
+from trimtab.plan.plan import SettingEstimate
 from trimtab.specs import ClusterSpec, ParallelDims, SampleTable
 
 MODEL = describe("InternVL-Chat-V1-5")

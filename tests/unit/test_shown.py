@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import trimtab
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.samples.table import SizingResult
 from trimtab.shown import html_table
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from plans import small_plan
 
-from trimtab.plan.decide.assemble import summarise
-from trimtab.plan.estimates import BASELINE, SettingEstimate
-from trimtab.plan.plan import Plan
+from trimtab.plan.file.figures import summarise
+from trimtab.plan.plan import BASELINE, Plan, SettingEstimate
 
 
 def headline(plan: Plan, **changed: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from described_configs import qwen3
+from described_configs import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import read_back, tile_samples
@@ -20,19 +20,16 @@ from trimtab.adapters.running import export_plan
 from trimtab.balance.image_pools import share_pools
 from trimtab.balance.images import share_images, tower_seconds
 from trimtab.costs.devices import parse_cluster
-from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.case import Case
-from trimtab.plan.decide.expressible import Expressible, best_expressible, replan
-from trimtab.plan.decide.image_sizes import image_sizes
-from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.file.reload import load_details, options_of, reload_plan
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.exchange import feature_values, image_sizes
+from trimtab.plan.decide.expressible import Expressible, best_expressible
+from trimtab.plan.decide.sharing import share_vision
+from trimtab.plan.file.check import check_plan
+from trimtab.plan.file.figures import PlanDetails
+from trimtab.plan.file.reload import load_details, options_of, reload_plan, replan
 from trimtab.plan.file.yaml import plan_to_yaml
-from trimtab.plan.measured.check import check_plan
-from trimtab.plan.options import PlanOptions
-from trimtab.plan.sharing.choice import VisionChoice
-from trimtab.plan.sharing.decision import share_vision
-from trimtab.plan.sharing.exchange import feature_values
+from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.report.html import html_report
 from trimtab.report.words import time_scale
 
@@ -147,7 +144,7 @@ def test_equal_images_are_shared_to_the_last_one(tmp_path):
 
 
 def test_deepstack_features_travel_with_the_others():
-    assert feature_values(describe(qwen3())) == 3 * 64 / 4
+    assert feature_values(small("qwen3")) == 3 * 64 / 4
     assert feature_values(QWEN) == 3584 / 4
     assert feature_values(TILES) == pytest.approx(6144 * 256 / 1025)
 

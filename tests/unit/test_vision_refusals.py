@@ -14,11 +14,10 @@ from vision_cases import CLUSTER, QWEN, TILES, image_samples, table_of, with_vis
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.check import check_plan
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.yaml import plan_from_yaml
-from trimtab.plan.measured.check import check_plan
-from trimtab.plan.options import PlanOptions
-from trimtab.plan.sharing.choice import VisionChoice
+from trimtab.plan.options import PlanOptions, VisionChoice
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_v1_0_shared_images.yaml"
 
@@ -34,13 +33,13 @@ def shared() -> PlanDetails:
         ({"group": "ep"}, "group (--vision-dp) 'ep' was asked for: choose one of none, auto, tp, dp"),
         (
             {"group": "tp", "rule": "random"},
-            "(--vision-rule) 'random' was asked for: choose one of balanced, contiguous",
+            "(--set vision_rule) 'random' was asked for: choose one of balanced, contiguous",
         ),
         (
             {"group": "tp", "objective": "fun"},
-            "(--vision-objective) 'fun' was asked for: choose one of time, memory",
+            "(--set vision_objective) 'fun' was asked for: choose one of time, memory",
         ),
-        ({"group": "tp", "pooling": 0}, "pooling (--vision-pooling) 0 was asked for: give 1 or more"),
+        ({"group": "tp", "pooling": 0}, "pooling (--set vision_pooling) 0 was asked for: give 1 or more"),
         ({"pooling": 2}, "described without a group to share the images: give --vision-dp too"),
     ],
 )

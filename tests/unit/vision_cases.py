@@ -8,8 +8,7 @@ import numpy as np
 
 from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
-from trimtab.plan.options import PlanOptions
-from trimtab.plan.sharing.choice import VisionChoice
+from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.specs import SampleTable
 
 QWEN, TILES = describe("Qwen2.5-VL-7B"), describe("InternVL-Chat-V1-5")

@@ -13,7 +13,7 @@ from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
 from trimtab.lora import Lora
 from trimtab.options import Dispatcher, RecomputedTier, ScheduleName, Tower
 from trimtab.partition.schedules import check_schedule, microbatch_unit
-from trimtab.plan.case import Case
+from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.expressible import (
     Expressible,
     best_expressible,
@@ -21,12 +21,11 @@ from trimtab.plan.decide.expressible import (
     overfull_ranks,
     rank_bytes,
     relative_time,
-    replan,
 )
 from trimtab.plan.decide.stages import epoch_s
 from trimtab.plan.decide.work import above_all, packed_work, select_rows
-from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.file.reload import ReloadedPlan
+from trimtab.plan.file.figures import PlanDetails
+from trimtab.plan.file.reload import ReloadedPlan, replan
 from trimtab.specs import LayerSpec, ModelSpec, ParallelDims, Stage
 from trimtab.units import format_bytes, format_seconds
 
@@ -159,7 +158,7 @@ def degree_problems(dims: ParallelDims, title: str, degrees: Sequence[str]) -> l
     """A sentence for each degree beside dp, pp and tp that the framework does not have."""
     planned = {"cp": dims.cp, "ep": dims.ep, "etp": dims.etp or 1}
     return [
-        f"{axis} {degree} was planned, which this export cannot say for {title}: plan with --{axis} 1"
+        f"{axis} {degree} was planned, which this export cannot say for {title}: plan with {axis} 1"
         for axis, degree in planned.items()
         if degree > 1 and axis not in degrees
     ]

@@ -13,7 +13,7 @@ from trimtab.cli.output import JsonOption, console, print_json
 
 if TYPE_CHECKING:
     from trimtab.adapters.megatron_check import Finding, Launcher
-    from trimtab.plan.measured.check_memory import MemoryCheck
+    from trimtab.plan.file.check import MemoryCheck
 
 PlanArgument = Annotated[Path, typer.Argument(help="plan.yaml, or the folder that `trimtab plan` wrote.")]
 OWN_LOOP = "trimtab"  # `trimtab train`
@@ -92,8 +92,7 @@ def _praise(plan: Path | None, framework: str | None, memory: bool) -> str:
 def _check_plan(plan: Path, config: str | None, memory: bool) -> tuple[list[str], MemoryCheck | None]:
     """What does not hold; and the count of bytes, where it was asked for and the plan can be read back."""
     from trimtab.errors import PlanError, TrimtabError
-    from trimtab.plan.measured.check import check_plan
-    from trimtab.plan.measured.check_memory import check_memory, find_traced_model
+    from trimtab.plan.file.check import check_memory, check_plan, find_traced_model
 
     if not memory:
         if config is not None:

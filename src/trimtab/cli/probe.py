@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.cli.settings import verb
 from trimtab.runtime.probe.settings import ProbeSettings
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def probe(
     is a budget that is counted.
     """
     from trimtab.cli.show import plan_json, write_all
-    from trimtab.plan.measured.check import refuse_broken
+    from trimtab.plan.file.check import refuse_broken
     from trimtab.runtime.probe.run import probe as run  # torch: only for what can be run
 
     result = run(settings, progress=log)

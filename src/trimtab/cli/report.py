@@ -23,7 +23,7 @@ def report(
     from trimtab.files import write_atomically, written_together
     from trimtab.plan.file.reload import load_details
     from trimtab.plan.file.yaml import plan_folder
-    from trimtab.plan.measured.run_log import read_run_of
+    from trimtab.plan.runs import read_run_of
     from trimtab.report.html import html_report
     from trimtab.report.run import run_lines
     from trimtab.report.text import print_plan

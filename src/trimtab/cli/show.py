@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.files import fingerprint_file, write_atomically, written_together
 from trimtab.plan.build import Within, make_plan, write_plan
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.report.html import html_report

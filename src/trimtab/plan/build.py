@@ -6,29 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
-from trimtab.balance.packing import PackResult, pack_samples, refuse_empty
 from trimtab.errors import PartitionError, PlanError, refuse_type
 from trimtab.files import write_atomically, written_together
 from trimtab.partition.assess import SplitResult
-from trimtab.plan.case import Case, Setting
-from trimtab.plan.decide.assemble import assemble_plan
-from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
+from trimtab.plan.decide.epoch import Epoch, describe_draw, open_epoch
 from trimtab.plan.decide.expressible import Expressible, best_split
-from trimtab.plan.decide.mixture import Epoch, describe_draw, draw_epoch
-from trimtab.plan.decide.packs import even_steps
 from trimtab.plan.decide.setting import choose_setting, default_global_batch
+from trimtab.plan.decide.sharing import VisionChosen, choose_vision
 from trimtab.plan.decide.simplest import ChosenSetting
 from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
-from trimtab.plan.decide.times import host_sentences
-from trimtab.plan.decide.work import in_patches, packed_work, pad_documents, price_samples, select_rows
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.decide.work import host_sentences
+from trimtab.plan.file.figures import PlanDetails, assemble_plan
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.sharing.search import VisionChosen, choose_vision
-from trimtab.specs import ClusterSpec, FloatArray, ModelSpec, SampleTable
+from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, what is done of it, and how much there is."""
@@ -37,7 +30,6 @@ Within = Callable[[ModelSpec, int], Expressible]
 """What may be decided of a model at a pipeline degree."""
 
 _NARROWED = f"{ABOUT_SPLIT[1]}with the same packs, within what the framework of --for can run."
-TILES_ASSUMPTION = ("The data gives tiles: each is taken as one tile of the model's own image rule.",)
 
 
 _MOST_DEVICES_A_SAMPLE = 128  # a replica of the model is no larger: tp 8 x pp 16
@@ -88,13 +80,12 @@ def make_plan(
             f"the cluster has {cluster.num_devices} devices, and the data {len(rows)} samples: most devices would have "
             "nothing to do; give more data, or a smaller cluster"
         )
-    samples_work = samples.work(token_window=model.token_window)
     budget = MemoryBudget.of(cluster, options)
 
     chosen = choose_setting(
         model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=_step(progress, "settings")
     )
-    settled = _settle(model, epoch, samples_work, cluster, budget, chosen, within)
+    settled = _settle(model, epoch, cluster, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options = case.setting, case.options
     variants = compare_variants(
@@ -137,7 +128,6 @@ class _Settled:
 def _settle(
     model: ModelSpec,
     epoch: Epoch,
-    samples_work: FloatArray,
     cluster: ClusterSpec,
     budget: MemoryBudget,
     chosen: ChosenSetting,
@@ -146,7 +136,7 @@ def _settle(
     """The best setting; with `within` the best at which something of that fits."""
     tried = chosen
     while True:
-        case = _pack_case(model, epoch, samples_work, cluster, budget, tried.best.setting, tried.best.options)
+        case = pack_case(model, epoch, cluster, budget, tried.best.setting, tried.best.options)
         without = choose_split(case)
         vision = choose_vision(case, without)
         case, split = vision.best.case, vision.best.found.split
@@ -160,82 +150,6 @@ def _settle(
                 "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
             )
         tried = replace(tried, considered=rest)
-
-
-def _pack_case(
-    model: ModelSpec,
-    epoch: Epoch,
-    samples_work: FloatArray,
-    cluster: ClusterSpec,
-    budget: MemoryBudget,
-    setting: Setting,
-    options: PlanOptions,
-) -> Case:
-    """The epoch in packs for this setting; stages are still to come."""
-    if setting.dims.cp > 1:
-        samples_work = pad_documents(epoch.samples, setting.dims).work(token_window=model.token_window)
-    packed = pack_epoch(epoch, setting, options, cost=price_samples(setting.profile, samples_work)[epoch.rows])
-    return Case(
-        model=model,
-        samples=epoch.samples,
-        samples_work=samples_work,
-        cluster=cluster,
-        options=options,
-        budget=budget,
-        setting=replace(setting, num_microbatches=packed.schedule.table.shape[2]),
-        packing=packed.packing,
-        schedule=packed.schedule,
-        work=packed_work(packed.packing, samples_work),
-    )
-
-
-def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> Epoch:
-    """What one epoch holds: samples in the model's patches, as often as their weights draw them, none over a limit."""
-    if len(samples) == 0:
-        raise PlanError("there is no sample to plan: give a data set that holds some")
-    notes = TILES_ASSUMPTION if samples.patch_unit == "tiles" else ()
-    epoch = draw_epoch(
-        in_patches(samples, model), options.weights, num_drawn=options.num_drawn, seed=options.seed, notes=notes
-    )
-    if options.global_batch is not None and options.global_batch > epoch.num_drawn:
-        raise PlanError(
-            f"global_batch {options.global_batch} was asked for, and the data holds {epoch.num_drawn} samples: "
-            "ask for that or fewer"
-        )
-    refuse_oversize(epoch, options)
-    return epoch
-
-
-def pack_epoch(epoch: Epoch, setting: Setting, options: PlanOptions, *, cost: FloatArray) -> PackResult:
-    """Packs within the setting's limits, and steps of equal length where their number of packs was left open."""
-    packed = epoch.of_table(
-        pack_samples(
-            pad_documents(epoch.drawn, setting.dims),
-            limits=(setting.max_patches, setting.max_tokens),
-            dp=setting.dims.dp,
-            num_microbatches=setting.num_microbatches,
-            method=options.method,
-            order=options.order,
-            cost=cost,
-            seed=options.seed,
-            oversize=options.oversize,
-        )
-    )
-    refuse_empty(packed.packing)
-    if not options.leaves_steps_open:
-        return packed
-    return replace(packed, schedule=even_steps(packed.schedule, setting.num_microbatches))
-
-
-def refuse_oversize(epoch: Epoch, options: PlanOptions) -> None:
-    """Name the samples above limits that were given, before anything is chosen for them."""
-    if options.oversize != "error" or options.max_patches is None or options.max_tokens is None:
-        return
-    samples = epoch.samples
-    over = (samples.num_patches > options.max_patches) | (samples.num_tokens > options.max_tokens)
-    over &= epoch.times > 0
-    if over.any():
-        pack_samples(select_rows(samples, np.flatnonzero(over)), limits=(options.max_patches, options.max_tokens))
 
 
 def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: int) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from trimtab.balance.packing import PackResult, pack_samples
@@ -17,17 +17,13 @@ from trimtab.options import RecomputedTier
 from trimtab.partition.baselines import even_stages
 from trimtab.partition.jitter import StepSpread
 from trimtab.partition.stages import SplitProblem
-from trimtab.plan.baseline import PADDED
-from trimtab.plan.build import open_epoch
-from trimtab.plan.case import split_problem
-from trimtab.plan.decide.budget import MemoryBudget
-from trimtab.plan.decide.compare import Run, simulate_run
-from trimtab.plan.decide.mixture import Epoch
+from trimtab.plan.decide.case import MemoryBudget, Setting, make_case
+from trimtab.plan.decide.compare import Run, Variant, simulate_run
+from trimtab.plan.decide.epoch import Epoch, open_epoch
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.times import host_sentences, spread_of
-from trimtab.plan.decide.work import above_all, join_samples, joins_samples, packed_work, pad_documents, padded_work
-from trimtab.plan.file.details import Variant
+from trimtab.plan.decide.work import above_all, host_sentences, join_samples, joins_samples, spread_of
 from trimtab.plan.given import GivenRun
+from trimtab.plan.options import PADDED
 from trimtab.specs import ClusterSpec, ModelSpec, ParallelDims, Profile, SampleTable, Stage, recomputing
 
 _STAGE = re.compile(r"\s*(?:(?P<vision>[0-9]{1,5})v)?(?:\s*\+\s*)?(?:(?P<language>[0-9]{1,5})l)?\s*")
@@ -95,18 +91,17 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
     epoch = open_epoch(model, samples, options)
     profile, budget = profile_setting(model, cluster, options, dims), MemoryBudget.of(cluster, options)
     made, padded = _batches(epoch, run, dims)
-    sample_work = pad_documents(epoch.samples, dims).work(token_window=model.token_window)
-    work = padded_work(made.packing, sample_work) if padded else packed_work(made.packing, sample_work)
-    joined = not padded and joins_samples(options.attention)
-    problem = split_problem(
-        model,
-        profile,
-        options,
-        budget,
-        work_mean=work.mean(axis=0),
-        work_max=(join_samples(work) if joined else work).max(axis=0),
+    setting = Setting(
+        dims=dims,
+        max_patches=made.packing.limits[0],
+        max_tokens=made.packing.limits[1],
         num_microbatches=made.schedule.table.shape[2],
+        profile=profile,
     )
+    case = make_case(model, epoch.samples, cluster, options, budget, setting, made, padded=padded)
+    # memory at the largest of the packs there are: their limits may be far above
+    work, joined = case.work, not padded and joins_samples(options.attention)
+    problem = replace(case.problem, work_max=(join_samples(work) if joined else work).max(axis=0))
     stages = _recomputed(problem, _stages(problem, model, run), run)
     ran = Run(
         name="your run",
@@ -169,10 +164,12 @@ def _dims(run: GivenRun, cluster: ClusterSpec) -> ParallelDims:
 def _batches(epoch: Epoch, run: GivenRun, dims: ParallelDims) -> tuple[PackResult, bool]:
     """Its micro-batches and their order, and whether they are padded."""
     if run.batch is None and run.max_tokens is None:
-        raise PlanError("it is not said what a micro-batch holds: give --batch (samples) or --max-tokens (of a pack)")
+        raise PlanError(
+            "it is not said what a micro-batch holds: give --batch (samples) or --set max_tokens (of a pack)"
+        )
     method = run.method or ("balanced" if run.batch is None else "random")
     if (method in PADDED) != (run.batch is not None):
-        needs = "batches of a size: give --batch" if method in PADDED else "packs up to limits: give --max-tokens"
+        needs = "batches of a size: give --batch" if method in PADDED else "packs up to limits: give --set max_tokens"
         raise PlanError(f"method {method} makes {needs}")
     samples = epoch.samples
     made = pack_samples(

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from trimtab.partition.schedules import WEIGHT
 from trimtab.partition.timeline import Timeline
-from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.decide.compare import Variant
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.report import plots, svg
 from trimtab.report.markup import esc, legend, section
 from trimtab.report.words import IDLE_PARTS, Scale, before_after, idle_sentence, memory_scale, percent, time_scale

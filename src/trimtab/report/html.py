@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from html import escape
 
-from trimtab.plan.file.details import PlanDetails
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.yaml import plan_to_yaml
-from trimtab.plan.measured.run_log import RunLog
+from trimtab.plan.runs import RunLog
 from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, rank_columns, timelines
 from trimtab.report.markup import esc, page, section, tile
 from trimtab.report.plan_tables import (

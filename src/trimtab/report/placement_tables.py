@@ -8,11 +8,11 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from trimtab.placement.device_bytes import DeviceUse
+from trimtab.placement.bytes import DeviceUse
 from trimtab.placement.placed import Placement
 from trimtab.placement.split_model import Assessed
-from trimtab.plan.file.modules import fold_modules
 from trimtab.plan.file.placement import summary
+from trimtab.plan.file.yaml import fold_modules
 from trimtab.report.table import Cell, Column, Table, numeric, print_table
 from trimtab.report.words import clean, memory_scale
 from trimtab.units import format_bytes

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from trimtab.plan.decide.compare import Variant
 from trimtab.plan.decide.simplest import complexity
-from trimtab.plan.estimates import Estimates, VisionEstimate
-from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.file.figures import PlanDetails
+from trimtab.plan.plan import Estimates, VisionEstimate
 from trimtab.report.table import Cell, Cells, Column, Table, numeric
 from trimtab.report.words import (
     balance_rows,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.measured.run_log import RunLog, StepRecord, TimeComparison, compare_times
+from trimtab.plan.file.figures import PlanDetails
+from trimtab.plan.runs import RunLog, StepRecord, TimeComparison, compare_times
 from trimtab.report.markup import esc, section, tile
 from trimtab.report.words import clean, count_scale, memory_scale, percent, time_scale
 from trimtab.units import format_ratio

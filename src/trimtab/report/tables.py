@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trimtab.balance.metrics import BalanceReport
-from trimtab.plan.file.modules import fold_modules
+from trimtab.plan.file.yaml import fold_modules
 from trimtab.report.table import Column, Table, numeric, print_table
 from trimtab.report.words import balance_rows
 from trimtab.samples.table import SizingResult

@@ -7,8 +7,8 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.measured.check_memory import MemoryCheck
+from trimtab.plan.file.check import MemoryCheck
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.predict import Prediction
 from trimtab.report.plan_tables import (
     SEARCHED_NOTE,

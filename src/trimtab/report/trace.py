@@ -9,7 +9,8 @@ import json
 
 import numpy as np
 
-from trimtab.plan.file.details import PlanDetails, Variant
+from trimtab.plan.decide.compare import Variant
+from trimtab.plan.file.figures import PlanDetails
 from trimtab.report.words import before_after, clean
 
 Event = dict[str, object]

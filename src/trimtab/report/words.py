@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from trimtab.balance.metrics import BalanceReport
-from trimtab.plan.estimates import BalanceEstimate
-from trimtab.plan.file.details import PlanDetails, Variant
-from trimtab.plan.plan import VisionDecision
+from trimtab.plan.decide.compare import Variant
+from trimtab.plan.file.figures import PlanDetails
+from trimtab.plan.plan import BalanceEstimate, VisionDecision
 from trimtab.specs import FloatArray, LayerSpec, ModelSpec, Stage, tiers_of
 from trimtab.units import GIB, KIB, MIB
 

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
 from trimtab.options import RecomputedTier, ScheduleName
 from trimtab.partition.schedules import check_schedule, device_of_stage
-from trimtab.plan.file.modules import unfold_modules
+from trimtab.plan.file.yaml import unfold_modules
 from trimtab.plan.plan import Plan, VisionDecision
 
 TorchSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
@@ -76,7 +76,7 @@ def read_layout(plan: Plan) -> PipelineLayout:
         if degree > 1:
             raise UnsupportedPlanError(
                 f"a plan with {axis} {degree} was given, but this runtime divides a model among dp x pp devices only: "
-                f"plan with --{axis} 1, or export the plan to a framework that has it"
+                f"plan with {axis} 1, or export the plan to a framework that has it"
             )
     images = decisions.vision_data_parallel
     if images is not None and (images.group, images.exchange) != ("dp", "dispatch"):

@@ -10,13 +10,9 @@ from trimtab.costs.profile import with_tiers
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.plan.case import Case
-from trimtab.plan.decide.assemble import assemble_plan
-from trimtab.plan.decide.compare import compare_variants
-from trimtab.plan.decide.stages import ABOUT_SPLIT, cuts_of, epoch_s, split_case, uniform_splits
-from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.plan.options import PlanOptions, PlanOrigin
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.stages import cuts_of, epoch_s, split_case, uniform_splits
+from trimtab.plan.options import PlanOptions
 from trimtab.specs import LayerSpec, Profile, Stage, recomputing, stages_between, tiers_of
 
 Stages = tuple[Stage, ...]
@@ -67,7 +63,7 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> tuple
         if getattr(options, axis) not in (None, 1):
             problems.append(
                 f"{axis} {getattr(options, axis)} was asked for with --for {target}, which has no such degree: leave "
-                f"--{axis} out"
+                f"{axis} out"
             )
     for name, values in choices.items():
         given = getattr(options, name)
@@ -76,7 +72,7 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> tuple
         if given != getattr(left_open, name):
             problems.append(
                 f"{name} {given} was asked for with --for {target}, which runs {name} "
-                f"{' or '.join(map(str, values))}: give that, or leave --{name.replace('_', '-')} out"
+                f"{' or '.join(map(str, values))}: give that, or leave {name} out"
             )
         settled[name] = values[0]
         if name == "zero_stage":
@@ -223,25 +219,3 @@ def overfull_ranks(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
     """Pipeline ranks that would hold more than the plan's memory."""
     most = case.problem.memory_bytes
     return tuple(rank for rank, held in enumerate(rank_bytes(case, stages)) if held > most)
-
-
-def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: frozenset[int], note: str) -> PlanDetails:
-    """The plan with other stages: packs, degrees and inputs unchanged, new estimates; `write_plan` saves it.
-
-    What the plan assumed is kept, but for how its old split was found; `note` says how the new one was.
-    """
-    plan = found.plan
-    model = replace(found.case.model, forbidden_cuts=found.case.model.forbidden_cuts | forbidden_cuts)
-    case = replace(found.case, model=model)
-    return assemble_plan(
-        case,
-        case.problem.assess(stages),
-        compare_variants(case, stages, elsewhere=plan.estimates.settings),
-        origin=PlanOrigin(
-            command=plan.command, data_files=plan.inputs.data.files, num_skipped=plan.inputs.data.num_skipped
-        ),
-        mixture=plan.inputs.data.mixture,
-        settings=plan.estimates.settings,
-        setting_error=plan.estimates.setting_error,
-        assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
-    )

@@ -29,13 +29,18 @@ from trimtab.options import ScheduleName, same_fields
 from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.simulate import simulate
 from trimtab.partition.stages import split_stages
-from trimtab.plan.case import Setting, split_problem
-from trimtab.plan.decide.budget import MemoryBudget
-from trimtab.plan.decide.degrees import parallel_dims
-from trimtab.plan.decide.limits import TriedLimits, try_limits
+from trimtab.plan.decide.candidates import TriedLimits, parallel_dims, try_limits
+from trimtab.plan.decide.case import MemoryBudget, Setting, split_problem
 from trimtab.plan.decide.simplest import CHOICE_ERROR, ChosenSetting, Priced
-from trimtab.plan.decide.times import rank_step_s, times_of
-from trimtab.plan.decide.work import MICROBATCHES, joins_samples, limit_work, pad_documents, price_samples
+from trimtab.plan.decide.work import (
+    MICROBATCHES,
+    joins_samples,
+    limit_work,
+    pad_documents,
+    price_samples,
+    rank_step_s,
+    times_of,
+)
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import ClusterSpec, DeviceSpec, LayerSpec, ModelSpec, ParallelDims, Profile, SampleTable
 from trimtab.units import format_degrees, format_number
@@ -330,7 +335,7 @@ def _smallest_good(priced: Sequence[Priced]) -> Priced:
 def _unfilled(num_microbatches: int, num_stages: int) -> PartitionError:
     return PartitionError(
         f"1F1B with {num_microbatches} micro-batches on {num_stages} stages was asked for, and torch's schedule "
-        "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --schedule GPipe"
+        "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --set schedule=GPipe"
     )
 
 

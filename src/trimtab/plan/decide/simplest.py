@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trimtab.options import same_fields
-from trimtab.plan.case import Setting
-from trimtab.plan.estimates import SettingEstimate
+from trimtab.plan.decide.case import Setting
 from trimtab.plan.options import PlanOptions
+from trimtab.plan.plan import SettingEstimate
 from trimtab.units import format_bytes, format_number, round_digits, round_gib
 
 CHOICE_ERROR = 0.05

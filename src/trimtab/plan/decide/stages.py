@@ -14,9 +14,9 @@ from trimtab.partition.bmp import BmpResult, bmp_split, rank_cuts
 from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import SearchResult, search_makespan
 from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.plan.case import Case
-from trimtab.plan.decide.times import stage_link, steps_of, times_of
-from trimtab.plan.estimates import SearchedSplit
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.work import stage_link, steps_of, times_of
+from trimtab.plan.plan import SearchedSplit
 from trimtab.specs import IntArray, Stage
 from trimtab.units import format_seconds, round_digits
 
@@ -91,7 +91,7 @@ def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Evaluator]
         raise PlanError(
             f"OmniBal's search moves cuts between stages, and there are {case.problem.num_stages} stages and "
             f"{len(_full_rows(case.schedule.table))} full rows of packs: plan with pp 2 or more and enough samples, or "
-            "with --search exact"
+            "with --set search=exact"
         )
     radius = case.options.radius
     return bmp_split(case.problem, clock.makespan_of, radius=radius, num_timed=num_timed), clock
@@ -122,7 +122,7 @@ def _omnibal_split(case: Case) -> SplitChoice:
             f"Splits were searched as OmniBal published it: {found.num_candidates} within {options.radius} layers of "
             f"the anchor {'/'.join(map(str, found.anchor))}, ranked by uneven forward time and bytes sent, and the "
             f"{len(found.timed)} best simulated. The fastest runs its micro-batches in "
-            f"{format_seconds(found.seconds)}, the split of --search exact in {format_seconds(exact_s)}."
+            f"{format_seconds(found.seconds)}, the split of --set search=exact in {format_seconds(exact_s)}."
         ),
     )
 

@@ -2,33 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from trimtab.address import Address, Allowed, place_of
+from trimtab.balance.packing import PackResult
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_from_bytes
-from trimtab.errors import PlanError
-from trimtab.files import is_there
+from trimtab.errors import PlanError, SampleError
+from trimtab.files import fingerprint_file, is_there
 from trimtab.models.describe import describe
 from trimtab.models.shipped import find_shipped
 from trimtab.options import RecomputedTier, same_fields
-from trimtab.plan.case import Case, Setting
-from trimtab.plan.decide.assemble import device_fingerprint, plan_details
-from trimtab.plan.decide.budget import MemoryBudget
+from trimtab.partition.simulate import StageTimes
+from trimtab.partition.stages import SplitProblem
+from trimtab.plan.decide.case import Case, MemoryBudget, Setting, make_case
 from trimtab.plan.decide.compare import compare_variants
-from trimtab.plan.decide.mixture import draw_epoch
-from trimtab.plan.decide.packs import load_packs, read_samples, sizes_file
+from trimtab.plan.decide.epoch import Epoch, draw_epoch
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import packed_work, pad_documents
-from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.file.modules import unfold_modules
-from trimtab.plan.file.yaml import open_plan, plan_folder, read_table
-from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import Plan
-from trimtab.plan.sharing.choice import VisionChoice, raise_problems
-from trimtab.plan.sharing.decision import share_vision
-from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile, Stage, recomputing
+from trimtab.plan.decide.sharing import raise_problems, share_vision
+from trimtab.plan.decide.stages import ABOUT_SPLIT
+from trimtab.plan.decide.work import steps_of, times_of
+from trimtab.plan.file.figures import PlanDetails, assemble_plan, device_fingerprint, plan_details
+from trimtab.plan.file.yaml import load_array, open_plan, plan_folder, read_table, unfold_modules
+from trimtab.plan.options import PlanOptions, PlanOrigin, VisionChoice
+from trimtab.plan.plan import DataFile, PackingDecision, Plan, TableFile
+from trimtab.samples.lengths import holds_lengths
+from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, state_roots
+from trimtab.samples.table import SizedFile, is_saved_table, sized_files, table_from_bytes
+from trimtab.specs import (
+    ClusterSpec,
+    DeviceSpec,
+    IntArray,
+    ModelSpec,
+    Packing,
+    ParallelDims,
+    Profile,
+    SampleTable,
+    Schedule,
+    Stage,
+    recomputing,
+)
+
+# Packs and schedule as three .npy tables.
+
+
+def sizes_file(plan: Plan) -> TableFile:
+    """The table of sizes beside the plan."""
+    return TableFile(file=plan.inputs.data.table, blake2b=plan.inputs.data.table_blake2b)
+
+
+def read_samples(plan: Plan, folder: Path) -> SampleTable:
+    """The sizes that the plan was made from; refused if they are others."""
+    table = sizes_file(plan)
+    return table_from_bytes(read_table(folder, table), origin=str(folder / table.file))
+
+
+def cover_problems(plan: Plan, epoch: Epoch, packed: PackResult) -> Iterator[str]:
+    """Unless every sample is in a pack as often as it is drawn, or left out as oversize, and every pack in one slot."""
+    packing, table, mixture = packed.packing, packed.schedule.table, plan.inputs.data.mixture
+    often = "more often than the weights draw them" if mixture else "more than once"
+    if epoch.sources != mixture:
+        yield "the mixture has other counts in the plan than its weights give: run `trimtab plan` again"
+    missing_times = epoch.times - np.bincount(packing.indices, minlength=len(epoch.times))
+    if (missing_times < 0).any():
+        yield f"{int((missing_times < 0).sum())} samples are packed {often}: run `trimtab plan` again"
+    missing = int(missing_times[missing_times > 0].sum())
+    if missing != plan.decisions.packing.num_oversize:
+        yield (
+            f"{missing} samples are in no pack, and the plan says that {plan.decisions.packing.num_oversize} were left "
+            "out: run `trimtab plan` again"
+        )
+    runs = np.bincount(table[table >= 0], minlength=packing.num_packs)
+    if (runs != 1).any():
+        yield f"{int((runs != 1).sum())} packs are not run exactly once: run `trimtab plan` again"
+
+
+def load_packs(folder: Path, decision: PackingDecision, *, times: IntArray) -> PackResult:
+    """The tables a plan names; their hashes and shapes are checked before anything indexes with them.
+
+    `times` is how often each sample of the plan's table is in an epoch.
+    """
+    num_samples = len(times)
+    offsets, indices, table = (load_array(folder, t) for t in (decision.offsets, decision.indices, decision.schedule))
+    whole = all(a.dtype == np.int64 for a in (offsets, indices, table))
+    if not whole or offsets.ndim != 1 or indices.ndim != 1 or table.ndim != 3 or len(offsets) == 0:
+        raise PlanError(f"the packs in {folder} have other shapes than a plan's: run `trimtab plan` again")
+    ascending = offsets[0] == 0 and offsets[-1] == len(indices) and bool(np.all(np.diff(offsets) > 0))
+    in_range = (len(indices) == 0 or (indices.min() >= 0 and indices.max() < num_samples)) and (
+        table.size == 0 or (table.min() >= -1 and table.max() < len(offsets) - 1)
+    )
+    if not (ascending and in_range):
+        raise PlanError(f"the packs in {folder} point outside the sample table: run `trimtab plan` again")
+    oversize = np.empty(0, np.int64)
+    if decision.num_oversize:
+        missing = times - np.bincount(indices, minlength=num_samples)
+        oversize = np.repeat(np.arange(num_samples), np.maximum(missing, 0))
+    packing = Packing(
+        offsets=offsets,
+        indices=indices,
+        limits=(decision.max_patches, decision.max_tokens),
+        oversize=oversize,
+        method=decision.method,
+        seed=decision.seed,
+    )
+    return PackResult(packing=packing, schedule=Schedule(table=table, order=decision.order))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,25 +145,14 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     packs = load_packs(folder, decisions.packing, times=epoch.times)
     parallel = decisions.parallel
     dims = ParallelDims(**same_fields(parallel, ParallelDims))
-    samples_work = pad_documents(samples, dims).work(token_window=model.token_window)
-    case = Case(
-        model=model,
-        samples=samples,
-        samples_work=samples_work,
-        cluster=cluster,
-        options=options,
-        budget=MemoryBudget.of(cluster, options),
-        setting=Setting(
-            dims=dims,
-            max_patches=decisions.packing.max_patches,
-            max_tokens=decisions.packing.max_tokens,
-            num_microbatches=decisions.schedule.num_microbatches,
-            profile=profile_setting(model, cluster, options, dims),
-        ),
-        packing=packs.packing,
-        schedule=packs.schedule,
-        work=packed_work(packs.packing, samples_work),
+    setting = Setting(
+        dims=dims,
+        max_patches=decisions.packing.max_patches,
+        max_tokens=decisions.packing.max_tokens,
+        num_microbatches=decisions.schedule.num_microbatches,
+        profile=profile_setting(model, cluster, options, dims),
     )
+    case = make_case(model, samples, cluster, options, MemoryBudget.of(cluster, options), setting, packs)
     if decisions.vision_data_parallel is not None:
         raise_problems(decisions.vision_data_parallel, parallel, decisions.schedule, model)
         num_ranks, num_slots = packs.schedule.table.shape[1:]
@@ -196,3 +267,153 @@ def load_details(path: Path | str) -> PlanDetails:
     tables = {table.file: read_table(folder, table) for table in files}
     variants = compare_variants(case, found.stages, elsewhere=plan.estimates.settings)
     return plan_details(plan, case, variants, tables=tables)
+
+
+def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: frozenset[int], note: str) -> PlanDetails:
+    """The plan with other stages: packs, degrees and inputs unchanged, new estimates; `write_plan` saves it.
+
+    What the plan assumed is kept, but for how its old split was found; `note` says how the new one was.
+    """
+    plan = found.plan
+    model = replace(found.case.model, forbidden_cuts=found.case.model.forbidden_cuts | forbidden_cuts)
+    case = replace(found.case, model=model)
+    return assemble_plan(
+        case,
+        case.problem.assess(stages),
+        compare_variants(case, stages, elsewhere=plan.estimates.settings),
+        origin=PlanOrigin(
+            command=plan.command, data_files=plan.inputs.data.files, num_skipped=plan.inputs.data.num_skipped
+        ),
+        mixture=plan.inputs.data.mixture,
+        settings=plan.estimates.settings,
+        setting_error=plan.estimates.setting_error,
+        assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
+    )
+
+
+# Where the records of a plan are: in the data files it was made from, or in those behind its saved sizes.
+
+
+def find_data_files(
+    plan: Plan,
+    folder: Path,
+    given: Sequence[Path] | None = None,
+    media_root: MediaRoot = None,
+    *,
+    allowed: Allowed | None = None,
+) -> list[SourceFile]:
+    """The files that were sized, in their order: `given`, or those that the plan in `folder` leads to.
+
+    Each says which media folder is stated for it: by `media_root` as FILE=FOLDER, by what was given, or by the plan.
+
+    A plan made from tables that `trimtab size` saved leads through them to the files that were sized. An address that
+    the plan names is opened only if that is `allowed`. Raises `SampleError` where a file is missing or holds no
+    records, and `PlanError` where it is not the one that was sized.
+    """
+    allowed = allowed or Allowed()
+    # 1. path and fingerprint of every file that was sized; unknown behind a table that is gone or does not say it
+    sized: list[SizedFile] | None = []
+    for file in plan.inputs.data.files:
+        found = _behind(file, folder, allowed) if is_saved_table(place_of(file.path)) else [_sized(file)]
+        sized = None if found is None or sized is None else [*sized, *found]
+    # 2. where they are
+    if given is None:
+        known = sized if sized is not None else list(map(_sized, plan.inputs.data.files))
+        sources = [_source(file, folder, allowed) for file in known]
+        sources = state_roots(sources, media_root)
+    else:
+        sources = find_sources(given, media_root, allowed)
+    files = [source.file for source in sources]
+    (refuse_absent if given is None else refuse_no_records)(files)
+    # 3. whether they are what was sized
+    if sized is not None:
+        if len(sized) != len(files):
+            named = ", ".join(file.path for file in sized)
+            raise PlanError(
+                f"{len(files)} data files were named, and the plan was sized from {len(sized)} ({named}): name those, "
+                "in the same order (--data)"
+            )
+        for place, told in zip(files, sized, strict=True):
+            if fingerprint_file(place) != told.blake2b:
+                raise PlanError(
+                    f"{place} is not what {told.path} was when it was sized: name that file (--data), or size and plan "
+                    "again"
+                )
+    refuse_no_records(files)  # only now: what a plan leads to is not parsed before it is known to be what was sized
+    return sources
+
+
+def refuse_absent(files: Sequence[Path]) -> None:
+    """Raises `SampleError` where a file is missing."""
+    gone = [str(file) for file in files if not is_there(file)]
+    if gone or not files:
+        raise SampleError(
+            f"the records of the plan were looked for in {', '.join(gone) or 'no file'}, which is not there: name the "
+            "data files that were sized, in the same order (--data)"
+        )
+
+
+def refuse_no_records(files: Sequence[Path]) -> None:
+    """Raises `SampleError` where a file is missing, or holds sizes and no records."""
+    refuse_absent(files)
+    bare = [str(file) for file in files if holds_lengths(file)]
+    if bare:
+        raise SampleError(
+            f"{', '.join(bare)} holds sizes and no records: name the data files that were sized, in the same order "
+            "(--data)"
+        )
+
+
+def _place(path: str, folder: Path, allowed: Allowed) -> Path:
+    """A file as the plan names it: from the working folder, or else from the plan's; or an address, if allowed."""
+    place = place_of(path)
+    if isinstance(place, Address):
+        if not allowed.remote:
+            raise SampleError(
+                f"the plan in {folder} names the address {path}, and no file may make us connect: name the data "
+                "yourself (--data), or give --allow-remote if you trust the plan"
+            )
+        return place
+    return place if is_there(place) else folder / path
+
+
+def _source(file: SizedFile, folder: Path, allowed: Allowed) -> SourceFile:
+    place = _place(file.path, folder, allowed)
+    root = None if file.media_root is None else place_of(file.media_root)
+    if isinstance(root, Address):
+        _place(str(root), folder, allowed)
+    return SourceFile(file=place, named=place, media_root=root)
+
+
+def _sized(file: DataFile) -> SizedFile:
+    return SizedFile(path=file.path, blake2b=file.blake2b, media_root=file.media_root)
+
+
+def _behind(file: DataFile, folder: Path, allowed: Allowed) -> list[SizedFile] | None:
+    """The files behind a saved table of the plan; None where that cannot be told."""
+    place = _place(file.path, folder, allowed)
+    return (list(sized_files(place)) or None) if place.is_file() else None
+
+
+# What a plan expects of the very packs that a run puts into one step, on any number of data-parallel ranks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedSteps:
+    """Seconds of every pack on every stage of a plan, ready to be put together into steps."""
+
+    times: StageTimes  # (num_stages, num_packs)
+    stages: tuple[Stage, ...]
+    problem: SplitProblem  # at the plan's own dp, whose gradient exchange counts
+
+    def step_s(self, packs: IntArray) -> float:
+        """Simulated seconds of a step of `packs` (dp, num_microbatches), -1 for an empty slot."""
+        return float(steps_of(self.times, np.asarray(packs, np.int64)[None], self.stages, self.problem)[0])
+
+
+def planned_steps(path: Path, *, model: ModelSpec | None = None) -> PlannedSteps:
+    """Of the plan at `path`; `model` stands in for its own config where that has moved. Raises as `reload_plan`."""
+    found = reload_plan(path, model=model)
+    case = found.case
+    times = times_of(case.work, found.stages, case.setting.profile, case.cluster)
+    return PlannedSteps(times=times, stages=found.stages, problem=case.problem)

@@ -21,7 +21,7 @@ from trimtab.models.families.known import family_of
 from trimtab.models.images.apply import rule_in_sample
 from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.options import ReadingOptions
-from trimtab.plan.decide.assemble import model_fingerprint
+from trimtab.plan.file.figures import model_fingerprint
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import ModelInput
 from trimtab.runtime.data.formats import pack_format

@@ -13,8 +13,7 @@ import numpy as np
 from trimtab.address import Allowed
 from trimtab.errors import SampleError
 from trimtab.files import blake2b, fingerprint_file, write_atomically
-from trimtab.plan.decide.packs import read_samples
-from trimtab.plan.file.data import find_data_files
+from trimtab.plan.file.reload import find_data_files, read_samples
 from trimtab.plan.file.yaml import array_bytes, load_plan
 from trimtab.samples.chunks import parse_record
 from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts

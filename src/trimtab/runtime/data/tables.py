@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from trimtab.errors import PlanError
 from trimtab.files import blake2b, fingerprint_file
-from trimtab.plan.decide.packs import pack_contents
-from trimtab.plan.file.yaml import load_plan, read_npy, table_path
+from trimtab.plan.file.yaml import load_plan, pack_contents, read_npy, table_path
 from trimtab.specs import IntArray, Packing, Schedule
 
 _NAMES = ("offsets.npy", "indices.npy", "schedule.npy")

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from trimtab.costs.profile import with_tiers
 from trimtab.errors import UnsupportedPlanError
-from trimtab.plan.case import Case
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.probed import heaviest_packs
 from trimtab.plan.file.reload import ReloadedPlan
-from trimtab.plan.measured.probed import heaviest_packs
 from trimtab.plan.plan import Plan
 from trimtab.runtime.layout import SPLIT_BACKWARD
 from trimtab.runtime.pipeline import PipelineLayout, read_layout
@@ -118,7 +118,7 @@ def _training(settings: ProbeSettings, plan: Plan) -> TrainSettings:
     planned = plan.inputs.training.optimizer
     if planned not in _OPTIMIZERS:
         raise UnsupportedPlanError(
-            f"the plan counts the state of {planned}, which torch.optim has not: plan with --optimizer "
+            f"the plan counts the state of {planned}, which torch.optim has not: plan with --set optimizer "
             f"{', '.join(_OPTIMIZERS)}"
         )
     name, options = _OPTIMIZERS[planned]

@@ -10,8 +10,8 @@ from trimtab.errors import PlanError
 from trimtab.options import RecomputedTier
 from trimtab.partition.baselines import full_recompute
 from trimtab.partition.schedules import splits_backward
-from trimtab.plan.case import Case
-from trimtab.plan.measured.probed import DeviceProbe, KeptProbe, freed_bytes
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.probed import DeviceProbe, KeptProbe, freed_bytes
 from trimtab.runtime.probe.bench import Bench
 from trimtab.runtime.probe.trial import CURES
 from trimtab.specs import RecomputeChoice, Stage

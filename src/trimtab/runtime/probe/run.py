@@ -17,11 +17,8 @@ from trimtab.errors import PartitionError, PlanError
 from trimtab.options import Tower
 from trimtab.partition.baselines import full_recompute
 from trimtab.partition.stages import recompute_stages
-from trimtab.plan.case import Case
-from trimtab.plan.decide.expressible import replan
-from trimtab.plan.file.details import PlanDetails
-from trimtab.plan.file.reload import ReloadedPlan, reload_plan
-from trimtab.plan.measured.probed import (
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.probed import (
     ABOUT_BYTES,
     DeviceProbe,
     KeptProbe,
@@ -32,6 +29,8 @@ from trimtab.plan.measured.probed import (
     with_budget,
     with_profile,
 )
+from trimtab.plan.file.figures import PlanDetails
+from trimtab.plan.file.reload import ReloadedPlan, reload_plan, replan
 from trimtab.runtime.probe.bench import Bench, ProbeRun, open_bench
 from trimtab.runtime.probe.measure import measure_full, measure_kinds
 from trimtab.runtime.probe.settings import ProbeSettings

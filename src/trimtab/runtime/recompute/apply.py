@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.options import RecomputedTier
-from trimtab.plan.file.modules import unfold_modules
+from trimtab.plan.file.yaml import unfold_modules
 from trimtab.plan.plan import Plan, RecomputeDecision
 
 Granularity: TypeAlias = RecomputedTier

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
-from trimtab.plan.file.modules import unfold_modules
-from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.file.yaml import load_plan, unfold_modules
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.dataset import PlanBatchSampler
@@ -27,8 +26,8 @@ from trimtab.runtime.recompute.apply import applied_to
 from trimtab.runtime.recompute.apply import apply as apply_recompute
 from trimtab.runtime.training.loader import StepLoader, refuse_loss_of_its_own, step_loader
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
+from trimtab.runtime.vision.apply import vision_dp_from_plan
 from trimtab.runtime.vision.callback import VisionDataParallelCallback
-from trimtab.runtime.vision.from_plan import vision_dp_from_plan
 
 LOG = logging.getLogger("trimtab")
 
@@ -229,7 +228,7 @@ def _problems_of_steps(trainer: Any, tables: PlanTables) -> Iterator[str]:
     if ranks * accumulated == packs:
         return
     advice = (
-        f"set gradient_accumulation_steps={packs // ranks}, or plan with --num-microbatches {accumulated}"
+        f"set gradient_accumulation_steps={packs // ranks}, or plan with --set num_microbatches={accumulated}"
         if packs % ranks == 0
         else f"start as many ranks as divide {packs}, or plan for {ranks}"
     )

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import trimtab
 from trimtab.errors import TrimtabError
 from trimtab.models.describe import describe
-from trimtab.plan.decide.planned_steps import PlannedSteps, planned_steps
-from trimtab.plan.measured.run_log import RunHeader, StepRecord, digest_of, line_of
+from trimtab.plan.file.reload import PlannedSteps, planned_steps
 from trimtab.plan.plan import Plan
+from trimtab.plan.runs import RunHeader, StepRecord, digest_of, line_of
 from trimtab.runtime.data.cursor import Deal
 from trimtab.runtime.pipeline import Pipeline, StepResult
 from trimtab.runtime.training.settings import TrainSettings

@@ -1,0 +1,174 @@
+"""One epoch of the data: how often each row of a sample table is in it; sources drawn by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.balance.packing import PackResult, pack_samples
+from trimtab.errors import PlanError, join_problems
+from trimtab.plan.decide.work import in_patches, select_rows
+from trimtab.plan.options import PlanOptions, Weights, weight_problems
+from trimtab.plan.plan import MixedSource
+from trimtab.specs import FloatArray, IntArray, ModelSpec, SampleTable
+
+TILES_ASSUMPTION = ("The data gives tiles: each is taken as one tile of the model's own image rule.",)
+_MOST_REPEATS = 1000  # times as many samples as there are that may be drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Epoch:
+    """What one epoch is made of: every sample of a table once, or as often as the weight of its source draws it."""
+
+    samples: SampleTable
+    times: IntArray  # (num_samples,) how often each row is in it
+    sources: tuple[MixedSource, ...] = ()  # none: nothing is drawn, every row is there once
+    notes: tuple[str, ...] = ()  # what was assumed of the table
+
+    @property
+    def rows(self) -> IntArray:
+        """Rows of the table, ascending, each as often as it is drawn."""
+        return np.repeat(np.arange(len(self.times)), self.times)
+
+    @property
+    def num_drawn(self) -> int:
+        return int(self.times.sum())
+
+    @property
+    def drawn(self) -> SampleTable:
+        """The table that is packed, a row for each time a sample is drawn."""
+        return select_rows(self.samples, self.rows) if self.sources else self.samples
+
+    def of_table(self, packed: PackResult) -> PackResult:
+        """Packs of `drawn` as packs of `samples`."""
+        packing, rows = packed.packing, self.rows
+        return replace(packed, packing=replace(packing, indices=rows[packing.indices], oversize=rows[packing.oversize]))
+
+
+def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> Epoch:
+    """What one epoch holds: samples in the model's patches, as often as their weights draw them, none over a limit."""
+    if len(samples) == 0:
+        raise PlanError("there is no sample to plan: give a data set that holds some")
+    notes = TILES_ASSUMPTION if samples.patch_unit == "tiles" else ()
+    epoch = draw_epoch(
+        in_patches(samples, model), options.weights, num_drawn=options.num_drawn, seed=options.seed, notes=notes
+    )
+    if options.global_batch is not None and options.global_batch > epoch.num_drawn:
+        raise PlanError(
+            f"global_batch {options.global_batch} was asked for, and the data holds {epoch.num_drawn} samples: "
+            "ask for that or fewer"
+        )
+    refuse_oversize(epoch, options)
+    return epoch
+
+
+def refuse_oversize(epoch: Epoch, options: PlanOptions) -> None:
+    """Name the samples above limits that were given, before anything is chosen for them."""
+    if options.oversize != "error" or options.max_patches is None or options.max_tokens is None:
+        return
+    samples = epoch.samples
+    over = (samples.num_patches > options.max_patches) | (samples.num_tokens > options.max_tokens)
+    over &= epoch.times > 0
+    if over.any():
+        pack_samples(select_rows(samples, np.flatnonzero(over)), limits=(options.max_patches, options.max_tokens))
+
+
+def draw_epoch(
+    samples: SampleTable,
+    weights: Weights,
+    *,
+    num_drawn: int | None = None,
+    seed: int = 0,
+    notes: tuple[str, ...] = (),
+) -> Epoch:
+    """`num_drawn` samples (None: as many as there are), of which a source gets the share w / sum w.
+
+    Exact: shares are met to less than one sample, and rows of one source are drawn equally often or once more. Every
+    source of the table needs a weight; 0 leaves it out. Without weights every sample is there once.
+    """
+    if not weights:
+        return Epoch(samples=samples, times=np.ones(len(samples), np.int64), notes=notes)
+    sizes = np.bincount(samples.source, minlength=len(samples.source_names)).tolist()
+    _refuse_names(dict(zip(samples.source_names, sizes, strict=True)), weights, num_drawn)
+    weight_of = dict(weights)
+    wanted = np.array([weight_of[name] for name in samples.source_names], np.float64)
+    counts = share_exactly(len(samples) if num_drawn is None else num_drawn, wanted / float(wanted.sum())).tolist()
+    times = np.zeros(len(samples), np.int64)
+    for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        if count:
+            times[samples.source == number] = _draw(size, count, seed, number)
+    return Epoch(
+        samples=samples,
+        notes=notes,
+        times=times,
+        sources=tuple(
+            MixedSource(name=name, weight=weight_of[name], num_rows=size, num_drawn=count)
+            for name, size, count in zip(samples.source_names, sizes, counts, strict=True)
+        ),
+    )
+
+
+def share_exactly(total: int, shares: FloatArray) -> IntArray:
+    """Whole numbers that add up to `total`, each within one of its share (largest remainders, first of equals)."""
+    exact = total * shares
+    counts = np.floor(exact).astype(np.int64)
+    order = np.lexsort((np.arange(len(shares)), counts - exact))
+    counts[order[: total - int(counts.sum())]] += 1
+    return counts
+
+
+def _draw(num_rows: int, count: int, seed: int, source: int) -> IntArray:
+    """(num_rows,) how often each row of a source is drawn: the first `count` of its shuffle, which repeats for ever."""
+    from trimtab.balance.rng import permutation
+
+    whole, rest = divmod(count, num_rows)
+    times = np.full(num_rows, whole, np.int64)
+    times[permutation(num_rows, seed, source, 0x6D6978)[:rest]] += 1
+    return times
+
+
+def _refuse_names(sizes: dict[str, int], weights: Weights, num_drawn: int | None) -> None:
+    problems, given = weight_problems(weights), dict(weights)
+    known = ", ".join(sizes)
+    problems += [
+        f"source {name!r} has a weight and no samples: name one of the sources of the data, {known}"
+        for name in given
+        if name not in sizes
+    ]
+    problems += [
+        f"source {name!r} has {size} samples and no weight: give it one, or 0 to leave it out"
+        for name, size in sizes.items()
+        if name not in given
+    ]
+    problems += [
+        f"source {name!r} was to have weight {given[name]:g}, and none of its samples is left: give it 0"
+        for name, size in sizes.items()
+        if size == 0 and given.get(name, 0) > 0
+    ]
+    if num_drawn is not None and num_drawn < 1:
+        problems.append(f"{num_drawn} samples were to be drawn, which is no epoch: draw 1 or more")
+    most = _MOST_REPEATS * sum(sizes.values())
+    if num_drawn is not None and num_drawn > most:
+        problems.append(f"{num_drawn} samples were to be drawn of {sum(sizes.values())}: draw up to {most:,}")
+    if problems:
+        raise PlanError(join_problems(problems))
+
+
+def describe_draw(sources: Sequence[MixedSource]) -> tuple[str, ...]:
+    """A sentence a source: its share, what repeats, what is left out."""
+    total = sum(source.num_drawn for source in sources)
+    return tuple(_describe(source, total) for source in sources)
+
+
+def _describe(source: MixedSource, total: int) -> str:
+    share = f"Source {source.name}, weight {source.weight:g}: {source.num_drawn:,} of {total:,} drawn samples, "
+    if source.num_drawn < source.num_rows:
+        return share + f"{source.num_rows - source.num_drawn:,} of its {source.num_rows:,} left out."
+    if source.num_rows == 0:
+        return share + "it has none."
+    times, more = divmod(source.num_drawn, source.num_rows)
+    often = "once" if times == 1 else f"{times} times"
+    extra = f", {more:,} of them once more" if more else ""
+    return share + f"each of its {source.num_rows:,} drawn {often}{extra}."

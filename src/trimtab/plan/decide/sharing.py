@@ -1,0 +1,421 @@
+"""A case whose ranks share the images of a micro-batch: other vision layers, and the slowest share as the work.
+
+Every cost is linear in the work terms, so the time of the slowest rank's share is that of a micro-batch that holds just
+this share: split, simulation and memory go on as ever. Each share follows from the plan's own packs, all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.balance.images import tower_seconds
+from trimtab.costs.settings import Efficiency
+from trimtab.errors import PartitionError, PlanError, join_problems
+from trimtab.options import VisionExchange, VisionGroup
+from trimtab.plan.decide.case import Case, SharedVision
+from trimtab.plan.decide.exchange import (
+    Exchange,
+    ImageSizes,
+    Shares,
+    image_sizes,
+    num_trained,
+    plus_constant,
+    pool_packs,
+    price_exchange,
+    share_calls,
+    tile_rows,
+    with_exchange,
+)
+from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
+from trimtab.plan.decide.work import MICROBATCHES, PATCHES, PATCHES_WINDOWED, limit_work
+from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision, VisionEstimate, VisionRankEstimate
+from trimtab.specs import ModelSpec, ParallelDims, Profile, Stage
+from trimtab.units import MIB, format_seconds, round_digits, round_gib
+
+_IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)
+_GRADIENT_BYTES = 4  # as `profile_model` keeps gradients
+
+
+def share_vision(case: Case, decision: VisionDecision) -> Case:
+    """`case` with images shared as decided; `decision` must be free of `decision_problems`.
+
+    Priced: the slowest share of every call, and what a call costs whatever is in it, which pooling saves; the whole
+    tower on every rank of tp, and the sum of its gradients over them; the exchange, which overlaps nothing; the
+    features each rank holds. Not priced: the few integers that ranks exchange before each call.
+    """
+    plain = case.without_vision()
+    profile = _whole_towers(plain) if decision.group == "tp" else plain.setting.profile
+    profile = _once_a_pool(profile, decision.pooling)
+    sizes = image_sizes(plain.samples, plain.model)
+    pools = pool_packs(plain.schedule.table, decision)
+    found = share_calls(plain, profile, decision, sizes, pools)
+
+    work = plain.work.copy()
+    work[:, _IMAGE_TERMS] = 0.0
+    in_slot = pools >= 0
+    by_rank = in_slot.reshape(len(pools), -1, decision.pooling).sum(axis=2)  # each of a dispatch has slots of its own
+    calls = np.repeat(np.maximum(by_rank, 1), decision.pooling, axis=1)
+    work[pools[in_slot], _IMAGE_TERMS] = (found.slowest[:, None, :] / calls[:, :, None])[in_slot]
+
+    held = plain.work.copy()
+    held[:, _IMAGE_TERMS] = 0.0
+    held[pools[in_slot], _IMAGE_TERMS] = np.broadcast_to(found.largest[:, None, :], (*pools.shape, 3))[in_slot]
+
+    most = limit_work(plain.work, plain.setting.max_patches, plain.setting.max_tokens)[_IMAGE_TERMS]
+    packed = plain.work[:, _IMAGE_TERMS].max(axis=0)
+    margin = np.divide(most, packed, out=np.ones(3), where=packed > 0)  # of the limits over the largest pack
+    exchange = price_exchange(plain, decision, sizes, pools, margin=float(margin[0]))
+    setting = replace(plain.setting, profile=with_exchange(profile, plain, decision, exchange))
+    return replace(
+        plain,
+        work=work,
+        setting=setting,
+        vision=SharedVision(
+            decision=decision,
+            work=plain.work,
+            held=held,
+            profile=plain.setting.profile,
+            largest=found.largest.max(axis=0) * np.maximum(margin, 1.0),
+            estimate=_summarise(plain, profile, decision, found, exchange, sizes),
+        ),
+    )
+
+
+# -- the tower of a rank --------------------------------------------------------------------------------------------
+
+
+def _whole_towers(case: Case) -> Profile:
+    """The profile with every rank of tp holding the whole tower; its gradients are summed over them once a step."""
+    setting, tp = case.setting, case.setting.dims.tp
+    alone = profile_setting(case.model, case.cluster, case.options, replace(setting.dims, tp=1))
+    link = case.cluster.device.link_bytes_per_s * Efficiency().link
+    reduce_s = 2.0 * (tp - 1) / tp * _GRADIENT_BYTES / link  # ring
+    layers = tuple(
+        ours if ours.tower == "language" else replace(whole, step_s=whole.step_s + num_trained(case, whole) * reduce_s)
+        for ours, whole in zip(setting.profile.layers, alone.layers, strict=True)
+    )
+    return replace(setting.profile, layers=layers)
+
+
+def _once_a_pool(profile: Profile, pooling: int) -> Profile:
+    """What a call of the tower costs whatever is in it, divided among the micro-batches that share the call."""
+
+    def pooled(terms: tuple[float, ...]) -> tuple[float, ...]:
+        return plus_constant(terms, terms[MICROBATCHES] / pooling - terms[MICROBATCHES]) if terms else ()
+
+    layers = tuple(
+        layer
+        if layer.tower == "language"
+        else replace(
+            layer,
+            forward_s=pooled(layer.forward_s),
+            backward_s=pooled(layer.backward_s),
+            weight_s=pooled(layer.weight_s),
+            tiers=tuple(replace(tier, extra_backward_s=pooled(tier.extra_backward_s)) for tier in layer.tiers),
+        )
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers)
+
+
+# -- figures --------------------------------------------------------------------------------------------------------
+
+
+def _summarise(
+    case: Case, profile: Profile, decision: VisionDecision, found: Shares, exchange: Exchange, sizes: ImageSizes
+) -> VisionEstimate:
+    """Of a mean step: forward and backward of vision tower and projector, without recompute; bytes of one rank."""
+    table = case.schedule.table
+    num_steps, dp, _ = table.shape
+    groups = 1 if decision.group == "dp" else dp
+    constant = _constant_s(profile) * decision.pooling
+    called = found.seconds.any(axis=1, keepdims=True) * constant
+    seconds = (found.seconds + called).reshape(num_steps, groups, -1, decision.degree)  # (steps, groups, calls, N)
+    without = tower_seconds(case.setting.profile).of_images(case.work[:, _IMAGE_TERMS])
+    without += (without > 0) * _constant_s(case.setting.profile)
+    per_step = np.where(table >= 0, without[np.maximum(table, 0)], 0.0).sum(axis=2)  # (steps, dp)
+    own = per_step.mean(axis=0)
+    packed = np.bincount(case.packing.indices, minlength=len(case.samples)) * case.samples.num_patches
+    rank_s = seconds.sum(axis=2).mean(axis=(0, 1))
+    rank_without_s = own if decision.group == "dp" else np.full(decision.degree, own.mean())
+    exchange_s = (exchange.forward_s + exchange.backward_s) / num_steps
+    return VisionEstimate(
+        tower_ms=_ms(float(seconds.max(axis=3).sum(axis=2).max(axis=1).mean()) + exchange_s),
+        tower_without_ms=_ms(float(per_step.max(axis=1).mean())),
+        ideal_ms=_ms(float(seconds.mean(axis=3).sum(axis=2).max(axis=1).mean())),
+        exchange_ms=_ms(exchange_s),
+        update_ms=_ms(_update_s(profile)),
+        update_without_ms=_ms(_update_s(case.setting.profile)),
+        exchange_mib=round_digits(exchange.received_bytes / num_steps / MIB),
+        features_mib=round_digits(exchange.largest_rows / MIB),
+        state_gib=0.0,
+        state_without_gib=0.0,
+        activations_gib=0.0,
+        activations_without_gib=0.0,
+        sizes_known=round(float(packed[sizes.known].sum() / max(1, packed.sum())), 4),
+        ranks=tuple(
+            VisionRankEstimate(rank=rank, tower_ms=_ms(shared), tower_without_ms=_ms(before))
+            for rank, (shared, before) in enumerate(zip(rank_s.tolist(), rank_without_s.tolist(), strict=True))
+        ),
+    )
+
+
+def with_memory(case: Case, stages: Sequence[Stage], without: Sequence[Stage]) -> VisionEstimate | None:
+    """The figures of a case whose images are shared, run on `stages`; it would run on `without` if they were not."""
+    if case.vision is None:
+        return None
+    (state, saved), (state_without, saved_without) = (
+        _tower_bytes(case, stages),
+        _tower_bytes(case.without_vision(), without),
+    )
+    return replace(
+        case.vision.estimate,
+        state_gib=round_gib(state),
+        state_without_gib=round_gib(state_without),
+        activations_gib=round_gib(saved),
+        activations_without_gib=round_gib(saved_without),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round_digits(seconds * 1e3)
+
+
+def _constant_s(profile: Profile) -> float:
+    """Forward and backward of vision tower and projector on a micro-batch of no size: kernels, weights read once."""
+    layers = (layer for layer in profile.layers if layer.tower != "language")
+    return sum(layer.forward_s[MICROBATCHES] + layer.backward_s[MICROBATCHES] for layer in layers)
+
+
+def _update_s(profile: Profile) -> float:
+    return sum(layer.step_s for layer in profile.layers if layer.tower != "language")
+
+
+def _tower_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
+    """State of vision tower and projector, and what all micro-batches in flight keep if no layer recomputes.
+
+    On the device of `stages` that holds most of them, at the largest micro-batch; workspace is not counted.
+    """
+    problem, profile = case.problem, case.setting.profile
+    split, work = problem.assess(stages), problem.work_max
+    state, saved = np.zeros(problem.num_stages), np.zeros(problem.num_stages)
+    for stage, device, in_flight in zip(stages, split.devices, split.in_flight, strict=True):
+        layers = profile.layers[stage.start : stage.stop]
+        for layer in layers:
+            if layer.tower != "language":
+                state[device] += layer.state_bytes
+                saved[device] += in_flight * max(0.0, float(np.dot(layer.tiers[0].saved_bytes, work)))
+    worst = int(np.argmax(state + saved))
+    return float(state[worst]), float(saved[worst])
+
+
+# Which plans can share images, and how: refusals in words.
+
+
+def exchange_of(group: VisionGroup) -> VisionExchange:
+    """How features come together among ranks that hold the same images, or images of their own."""
+    return "gather" if group == "tp" else "dispatch"
+
+
+def group_degree(group: VisionGroup, parallel: ParallelDecision | ParallelDims) -> int:
+    """Ranks of the group."""
+    return parallel.tp if group == "tp" else parallel.dp
+
+
+def decision_problems(
+    decision: VisionDecision,
+    parallel: ParallelDecision | ParallelDims,
+    schedule: ScheduleDecision,
+    model: ModelSpec,
+) -> Iterator[str]:
+    """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
+    group, degree = decision.group, group_degree(decision.group, parallel)
+    other: VisionGroup = "dp" if group == "tp" else "tp"
+    if degree == 1:
+        cure = f"choose {other}, or leave it out" if group_degree(other, parallel) > 1 else "leave it out"
+        yield (
+            f"vision data parallel over {group} was asked for, and the plan has {group} 1, a group of one that shares "
+            f"with no other rank: {cure}"
+        )
+    elif decision.degree != degree:
+        yield (
+            f"vision data parallel over {group} has degree {decision.degree}, and the plan has {group} {degree}: "
+            "make them equal"
+        )
+    reduction = "mean" if group == "tp" else None
+    if (decision.exchange, decision.reduction) != (exchange_of(group), reduction):
+        yield (
+            f"vision data parallel over {group} was asked for with exchange {decision.exchange} and reduction "
+            f"{decision.reduction or 'null'}: over {group} they are {exchange_of(group)} and {reduction or 'null'}"
+        )
+    if decision.pooling > 1:
+        if parallel.pp > 1 or schedule.name == "GPipe":
+            why = f"a pipeline of {parallel.pp} stages" if parallel.pp > 1 else "GPipe, which holds all micro-batches,"
+            yield (
+                f"vision pooling {decision.pooling} was asked for on {why} where the plan does not price it: "
+                "leave it out" + ("" if parallel.pp > 1 else ", or give --schedule 1F1B")
+            )
+        elif schedule.num_microbatches % decision.pooling:
+            yield (
+                f"vision pooling {decision.pooling} was asked for, and a step has {schedule.num_microbatches} "
+                "micro-batches a rank: choose a number that divides them"
+            )
+        if group != "dp" and tile_rows(model) is not None:  # a host's own loop pools what all of its ranks hold
+            yield (
+                f"vision pooling {decision.pooling} was asked for over {group}, and pools are known there for families "
+                f"with a grid of patches, while {model.name} cuts images into tiles: leave it out"
+            )
+
+
+def raise_problems(
+    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: ModelSpec
+) -> None:
+    """`PlanError` with all that keeps a plan of this model from sharing images so."""
+    problems = list(decision_problems(decision, parallel, schedule, model))
+    if problems:
+        raise PlanError(join_problems(problems))
+
+
+# Whether images are shared, over which group and how many micro-batches at a time: the shortest simulated epoch.
+
+
+_GOOD_ENOUGH = 1.005  # of the shortest epoch: then the smaller pool, and no sharing at all before some
+_DISPATCH_GAINS = 1.02  # asked of a dispatch: its ranks wait for each other at every call, which no simulated step does
+_MAX_POOLED = 8  # where the pool is left open: what larger ones gain is little, what they hold is not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedSplit:
+    """A case whose images are shared or not, and its split."""
+
+    case: Case
+    found: SplitChoice
+    epoch_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionChosen:
+    """What was chosen, and what else was tried."""
+
+    best: SharedSplit
+    tried: tuple[SharedSplit, ...]  # the one without sharing first
+    ruled_out: tuple[str, ...] = ()  # why others were not tried, or do not fit
+
+    def sentences(self) -> tuple[str, ...]:
+        """For the plan's reader; nothing where nothing was asked for."""
+        about = []
+        if len(self.tried) > 1:
+            said = [f"{_label(x.case)} {format_seconds(x.epoch_s)}" for x in self.tried]
+            about.append(f"Sharing the images was simulated over the whole data set: {', '.join(said)}.")
+        if self.ruled_out:
+            about.append(f"Sharing the images was not possible everywhere: {'; '.join(self.ruled_out)}.")
+        vision = self.best.case.vision
+        if vision is not None and vision.estimate.sizes_known < 1:
+            about.append(
+                f"The sizes of single images are known for {vision.estimate.sizes_known:.1%} of the patches; in "
+                "samples of three or more unlike images they are spread as log-normal sizes of such sums are: "
+                "`trimtab size` records them."
+            )
+        if vision is not None and vision.decision.group == "tp":
+            about.append(
+                f"Each of {vision.decision.degree} tensor-parallel ranks holds vision tower and projector whole."
+            )
+        return tuple(about)
+
+
+def choose_vision(case: Case, found: SplitChoice) -> VisionChosen:
+    """`case` with its images shared as `case.options.vision` asks; `found` is its split without that.
+
+    Where the group is left open, sharing must shorten the epoch by 0.5 %, over dp by 2 %. Of pools of 1, 2, ... 8
+    micro-batches that divide a step, the smallest within 0.5 % of the shortest epoch; recompute is decided again for
+    each, so that a pool whose activations cost more recompute than it saves is not taken. Raises `PlanError` where the
+    plan has no such group, `PartitionError` where nothing fits.
+    """
+    plain = SharedSplit(case=case, found=found, epoch_s=epoch_s(case, found.split.stages))
+    choice = case.options.vision
+    if choice.group == "none":
+        return VisionChosen(best=plain, tried=(plain,))
+    groups: tuple[VisionGroup, ...] = ("tp", "dp") if choice.group == "auto" else (choice.group,)
+    problem = _lacking(case)
+    if problem is not None and choice.group != "auto":
+        raise PlanError(problem)
+    tried, misfits, ruled_out = [plain], list[str](), [] if problem is None else [problem]
+    for group in groups if problem is None else ():
+        decisions, problems = _decisions(case, group)
+        if problems and not decisions:
+            if choice.group != "auto":
+                raise PlanError(join_problems(problems))
+            ruled_out += problems
+        for decision in decisions:
+            shared = share_vision(case, decision)
+            try:
+                split = choose_split(shared)
+            except PartitionError as error:
+                misfits.append(f"{_label(shared)}: {error}")
+                ruled_out.append(f"{_label(shared)} does not fit the memory, or leaves too few cuts")
+                continue
+            tried.append(SharedSplit(case=shared, found=split, epoch_s=epoch_s(shared, split.split.stages)))
+    if choice.group != "auto" and len(tried) == 1:
+        raise PartitionError(join_problems(misfits))
+    open_to = tried if choice.group == "auto" else tried[1:]
+    if choice.group == "auto":
+        open_to = [x for x in tried if not _is_dispatch(x.case) or x.epoch_s * _DISPATCH_GAINS <= plain.epoch_s]
+    shortest = min(x.epoch_s for x in open_to)
+    best = next(x for x in open_to if x.epoch_s <= _GOOD_ENOUGH * shortest)
+    return VisionChosen(best=best, tried=tuple(tried), ruled_out=tuple(ruled_out))
+
+
+def _lacking(case: Case) -> str | None:
+    if not case.model.indices("vision") or not case.model.indices("projector"):
+        return (
+            f"vision data parallel was asked for, and {case.model.name} has no vision tower with a projector whose "
+            "features could be exchanged: leave it out"
+        )
+    if not case.work[:, PATCHES].any():
+        return "vision data parallel was asked for, and the data holds no image to share: leave it out"
+    return None
+
+
+def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], list[str]]:
+    """What to try over this group, and why the first that cannot be cannot."""
+    choice, dims = case.options.vision, case.setting.dims
+    assert case.options.schedule != "auto", "it was chosen before"
+    schedule = ScheduleDecision(
+        name=case.options.schedule,
+        num_microbatches=case.setting.num_microbatches,
+        num_chunks=case.options.num_chunks,
+    )
+    degree = group_degree(group, dims)
+    decisions, first_problems = list[VisionDecision](), list[str]()
+    for pooling in [choice.pooling] if choice.pooling is not None else range(1, _MAX_POOLED + 1):
+        decision = VisionDecision(
+            group=group,
+            degree=degree,
+            exchange=exchange_of(group),
+            pooling=pooling,
+            rule=choice.rule,
+            objective=choice.objective,
+            reduction=None if group == "dp" else "mean",
+        )
+        problems = list(decision_problems(decision, dims, schedule, case.model))
+        if problems:
+            first_problems = first_problems or problems
+        else:
+            decisions.append(decision)
+    return decisions, first_problems
+
+
+def _is_dispatch(case: Case) -> bool:
+    return case.vision is not None and case.vision.decision.exchange == "dispatch"
+
+
+def _label(case: Case) -> str:
+    if case.vision is None:
+        return "not shared"
+    decision = case.vision.decision
+    pooled = f", {decision.pooling} micro-batches a call" if decision.pooling > 1 else ""
+    return f"over {decision.group} {decision.degree}{pooled}"

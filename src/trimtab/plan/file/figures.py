@@ -1,0 +1,393 @@
+"""What stands behind a plan's figures: the tables, timelines and pack sizes that the report draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from trimtab import __version__
+from trimtab.balance.packing import PackResult, report_packing
+from trimtab.costs.adapters import count_adapters
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.memory_band import MemoryBand
+from trimtab.costs.profile import profile_bytes
+from trimtab.files import blake2b
+from trimtab.options import same_fields
+from trimtab.partition.assess import SplitResult
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.compare import Variant
+from trimtab.plan.decide.sharing import with_memory
+from trimtab.plan.decide.work import price_samples, spread_of
+from trimtab.plan.file.yaml import fold_modules, name_table, pack_contents
+from trimtab.plan.options import PlanOrigin
+from trimtab.plan.plan import (
+    PLAN_VERSION,
+    BalanceEstimate,
+    ClusterInput,
+    DataInput,
+    Decisions,
+    Estimates,
+    Inputs,
+    MixedSource,
+    ModelInput,
+    PackingDecision,
+    ParallelDecision,
+    Plan,
+    RecomputeDecision,
+    ScheduleDecision,
+    SearchedSplit,
+    SettingEstimate,
+    StageDecision,
+    StageEstimate,
+    TableFile,
+    TrainingInput,
+    VariantEstimate,
+    find_baseline,
+)
+from trimtab.samples.table import table_bytes
+from trimtab.specs import DeviceSpec, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
+from trimtab.units import (
+    format_bytes,
+    format_count,
+    format_degrees,
+    format_number,
+    format_ratio,
+    format_seconds,
+    round_digits,
+    round_gib,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanDetails:
+    """A plan with everything it was computed from; what `make_plan` returns and `write_plan` saves.
+
+    Use `plan` for the decisions and `variants` for the figures beside the baseline; `make_plan` has an example.
+    """
+
+    plan: Plan
+    model: ModelSpec
+    samples: SampleTable
+    packing: Packing
+    schedule: Schedule
+    profile: Profile
+    memory_cap_bytes: float  # per device: what it may be expected to hold
+    variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
+    # file name -> content of what lies beside the plan file, as its hashes name it
+    tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        return f"PlanDetails: {self.plan!r}"
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+    @property
+    def baseline(self) -> Variant:
+        """What the plan is told against."""
+        return self.variants[find_baseline([variant.name for variant in self.variants])]
+
+
+# What was decided and expected, as the plan file says it: names, exact integers, rounded estimates, sentences.
+
+
+_LONGER = 1.01  # a step that takes less above the baseline's is as long
+SAMPLES_FILE = "samples.npz"
+PROFILE_FILE = "profile.json"
+
+
+def model_fingerprint(model: ModelSpec) -> str:
+    """Changes when a layer's name, widths or parameters change, or the image rule does."""
+    return blake2b(repr((model.layers, model.image_rule, model.tied)).encode())
+
+
+def device_fingerprint(device: DeviceSpec) -> str:
+    """Changes when one of the device's figures does."""
+    return blake2b(repr(device).encode())
+
+
+def assemble_plan(
+    case: Case,
+    split: SplitResult,
+    variants: tuple[Variant, ...],
+    *,
+    origin: PlanOrigin,
+    assumptions: Sequence[str],
+    mixture: tuple[MixedSource, ...] = (),
+    searched: tuple[SearchedSplit, ...] = (),
+    settings: tuple[SettingEstimate, ...] = (),
+    setting_error: float = 0.0,
+) -> PlanDetails:
+    """The plan of a decided case, and the tables beside it: their bytes are hashed here and written by `write_plan`."""
+    tables = case_tables(case)
+    files = {name: name_table(name, content) for name, content in tables.items()}
+    inputs = describe_inputs(case, origin, files=files, mixture=mixture)
+    decisions = describe_decisions(case, split.stages, files=files)
+    estimates = replace(
+        describe_estimates(case, split, variants), searched=searched, settings=settings, setting_error=setting_error
+    )
+    plan = Plan(
+        plan_version=PLAN_VERSION,
+        created_by=f"trimtab {__version__}",
+        command=origin.command,
+        summary=summarise(inputs, decisions, estimates, trained=say_trained(case)),
+        inputs=inputs,
+        decisions=decisions,
+        estimates=estimates,
+        assumptions=tuple(dict.fromkeys((*origin.assumptions, *assumptions))),
+    )
+    return plan_details(plan, case, variants, tables=tables)
+
+
+def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, tables: Mapping[str, bytes]) -> PlanDetails:
+    return PlanDetails(
+        plan=plan,
+        model=case.model,
+        samples=case.samples,
+        packing=case.packing,
+        schedule=case.schedule,
+        profile=case.setting.profile,
+        memory_cap_bytes=case.budget.fill_bytes,
+        variants=variants,
+        tables=tables,
+    )
+
+
+def case_tables(case: Case) -> dict[str, bytes]:
+    """File name -> content of what lies beside the plan."""
+    tables = {SAMPLES_FILE: table_bytes(case.samples), **pack_contents(case.packing, case.schedule)}
+    if case.options.profile is not None:
+        tables[PROFILE_FILE] = profile_bytes(case.options.profile)
+    return tables
+
+
+def describe_inputs(
+    case: Case, origin: PlanOrigin, *, files: Mapping[str, TableFile], mixture: tuple[MixedSource, ...]
+) -> Inputs:
+    model, samples, cluster, options, budget = case.model, case.samples, case.cluster, case.options, case.budget
+    source = dict.fromkeys(("config", "preprocessor", "max_pixels", "max_tiles"))
+    published = DEVICES.get(cluster.device.name) == cluster.device
+    if model.origin is not None:
+        source = same_fields(model.origin, ModelInput)
+    return Inputs(
+        model=ModelInput(
+            name=model.name,
+            family=model.family,
+            **source,
+            num_layers=len(model.layers),
+            num_params=model.num_params,
+            layers_blake2b=model_fingerprint(model),
+            forbidden_cuts=tuple(sorted(model.forbidden_cuts)),
+        ),
+        data=DataInput(
+            files=origin.data_files,
+            num_samples=len(samples),
+            num_skipped=origin.num_skipped,
+            tokens_exact=samples.tokens_exact,
+            table=files[SAMPLES_FILE].file,
+            table_blake2b=files[SAMPLES_FILE].blake2b,
+            mixture=mixture,
+        ),
+        cluster=ClusterInput(
+            **same_fields(cluster, ClusterInput)
+            | {
+                "device": cluster.device.name,
+                "device_blake2b": device_fingerprint(cluster.device),
+                "device_figures": None if published or PROFILE_FILE in files else cluster.device,
+                "memory_bytes": budget.total_bytes,
+                "risk": options.risk if options.reserve_bytes is None else None,
+                "reserve_bytes": options.reserve_bytes,
+            }
+        ),
+        training=TrainingInput(
+            **same_fields(options, TrainingInput)
+            | {"zero_stage": options.sharding, "costs": case.setting.profile.method, "profile": files.get(PROFILE_FILE)}
+        ),
+    )
+
+
+def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[str, TableFile]) -> Decisions:
+    options, setting, packing, schedule = case.options, case.setting, case.packing, case.schedule
+    assert options.schedule != "auto", "it was chosen before"
+    names = [layer.name for layer in case.model.layers]
+    return Decisions(
+        parallel=ParallelDecision(**same_fields(setting.dims, ParallelDecision)),
+        schedule=ScheduleDecision(
+            name=options.schedule, num_microbatches=setting.num_microbatches, num_chunks=options.num_chunks
+        ),
+        stages=tuple(
+            StageDecision(stage=stage.index, modules=fold_modules(names[stage.start : stage.stop])) for stage in stages
+        ),
+        recompute=tuple(
+            RecomputeDecision(
+                stage=stage.index,
+                granularity=choice.tier,
+                modules=fold_modules([names[i] for i in choice.layers]),
+            )
+            for stage in stages
+            for choice in stage.recompute
+            if choice.layers
+        ),
+        packing=PackingDecision(
+            **same_fields(options, PackingDecision)
+            | same_fields(setting, PackingDecision)
+            | {
+                "num_packs": packing.num_packs,
+                "num_steps": schedule.num_steps,
+                "num_oversize": len(packing.oversize),
+                **{name: files[f"{name}.npy"] for name in ("offsets", "indices", "schedule")},
+            }
+        ),
+        vision_data_parallel=None if case.vision is None else case.vision.decision,
+    )
+
+
+def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Variant]) -> Estimates:
+    """Every figure of the simulation, rounded: times to 4 digits, memory to 0.01 GiB, shares to 4 decimals."""
+    ours, profile, band = variants[-1], case.setting.profile, case.budget.band
+    share = split.peak_bytes / case.budget.total_bytes
+    cost = price_samples(case.without_vision().setting.profile, case.samples_work)
+    balance = report_packing(case.samples, PackResult(packing=case.packing, schedule=case.schedule), cost=cost)
+    num_packed, chi2 = balance.num_packed, balance.shuffle_chi2
+    steps = spread_of(case.work, case.schedule.table, ours.step_s, split.stages, on=case.problem, at=case.cluster)
+    shares = {
+        name: round(value, 4) for name, value in same_fields(balance, BalanceEstimate).items() if value is not None
+    }
+    return Estimates(
+        time_error=profile.time_error,
+        memory_error=round(band.half_width, 4),
+        memory_share=round(share, 4),
+        misfit_chance=float(f"{band.misfit_chance(share):.2g}"),
+        step_ms=round_digits(ours.step_s.mean() * 1e3),
+        epoch_s=round_digits(ours.epoch_s),
+        samples_per_s=round_digits(num_packed / ours.epoch_s),
+        stage_imbalance=round(split.imbalance, 4),
+        step_expected_ms=round_digits(steps.mean_s * 1e3),
+        step_p95_ms=round_digits(steps.p95_s * 1e3),
+        stages=tuple(
+            StageEstimate(
+                stage=stage.index,
+                forward_ms=round_digits(split.forward_s[stage.index] * 1e3),
+                backward_ms=round_digits(split.backward_s[stage.index] * 1e3),
+                memory_gib=round_gib(held.total_bytes),
+                state_gib=round_gib(held.state_bytes),
+                activations_gib=round_gib(held.saved_bytes),
+                transient_gib=round_gib(held.transient_bytes),
+                reserve_gib=round_gib(held.overhead_bytes),
+            )
+            for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
+        ),
+        balance=BalanceEstimate(**shares | {"shuffle_chi2": None if chi2 is None else round(chi2, 3)}),
+        variants=tuple(describe_variant(variant, num_packed) for variant in variants),
+        vision_data_parallel=with_memory(case, ours.stages, variants[-2].stages),
+    )
+
+
+def describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
+    peak = max(device.total_bytes for device in variant.memory)
+    return VariantEstimate(
+        name=variant.name,
+        packs=variant.packs,
+        stages=variant.stages_rule,
+        recompute=variant.recompute_rule,
+        step_ms=round_digits(variant.step_s.mean() * 1e3),
+        epoch_s=round_digits(variant.epoch_s),
+        samples_per_s=round_digits(num_samples / variant.epoch_s),
+        idle_share=round(variant.idle_share, 4),
+        peak_memory_gib=round_gib(peak),
+        fits=variant.fits,
+    )
+
+
+def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates, *, trained: str = "") -> str:
+    """The shape; the expectation beside the baseline and where the gain comes from; steps with jitter; the memory.
+
+    A plan whose steps take longer than the baseline's says so first. A baseline that does not fit is no measure: the
+    first row that fits is. Where a setting that is less simple was predicted to be faster, it is named. `trained`: what
+    is trained, with a comma before it, if not all that is not frozen.
+    """
+    parallel, cluster = decisions.parallel, inputs.cluster
+    compared = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
+    baseline, *_, ours = compared
+    told = estimates.told
+    degrees = format_degrees(parallel)
+    sharded = ", ZeRO-3" if inputs.training.zero_stage == 3 else ""
+    is_cut = len(decisions.stages) > 1
+    gains = [
+        f"{later.name} {format_ratio(earlier.epoch_s / later.epoch_s)}"
+        for earlier, later in pairwise(compared)
+        if is_cut or later.name != "balanced stages"  # of one stage there is nothing to balance
+    ]
+    num_drawn = sum(source.num_drawn for source in inputs.data.mixture) or inputs.data.num_samples
+    per_step = num_drawn / decisions.packing.num_steps
+    recompute = {"none": "no", "full": "full"}.get(baseline.recompute, baseline.recompute)
+    longer = f"would take {format_ratio(estimates.gain(ours))} as long"
+    if baseline.fits:
+        against = f"{longer}: {', '.join(gains)}."
+    else:
+        against = f"does not fit the memory; {told.name}, which fits, {longer}."
+    slower = ours.step_ms / told.step_ms
+    rate = f"{ours.samples_per_s:,.0f}" if ours.samples_per_s >= 1000 else f"{ours.samples_per_s:.4g}"
+    imbalance = f"; the slowest stage is {100 * estimates.stage_imbalance:.1f} % above the mean"
+    return (
+        (
+            f"A step takes {format_ratio(slower)} as long as that of {told.name}, at "
+            f"{format_ratio(estimates.gain(ours))} its samples/s. "
+            if slower > _LONGER
+            else ""
+        )
+        + f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}{sharded}{trained}, "
+        f"about {format_number(per_step)} samples a step{imbalance if is_cut else ''}. "
+        f"Predicted {rate} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
+        f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute) {against}"
+        + _spread(ours, cluster, estimates)
+        + _fits(ours, cluster, estimates)
+        + _faster(estimates)
+    )
+
+
+def _spread(ours: VariantEstimate, cluster: ClusterInput, estimates: Estimates) -> str:
+    """A step as planned, as expected, and as one in twenty is."""
+    expected, p95 = estimates.step_expected_ms, estimates.step_p95_ms
+    if expected is None or p95 is None:
+        return ""
+    return (
+        f" A step takes {format_seconds(ours.step_ms / 1e3)}, {format_seconds(expected / 1e3)} with jitter of "
+        f"{100 * cluster.jitter:g} % a device, and {format_seconds(p95 / 1e3)} or more in one of 20."
+    )
+
+
+def _fits(ours: VariantEstimate, cluster: ClusterInput, estimates: Estimates) -> str:
+    """How likely the plan fits; nothing of an older plan, whose file does not say."""
+    if estimates.memory_share is None:
+        return ""
+    band = MemoryBand(half_width=estimates.memory_error)
+    return (
+        f" The fullest device is expected to hold {ours.peak_memory_gib:.1f} GiB of "
+        f"{format_bytes(cluster.memory_bytes)}: {band.verdict(estimates.memory_share)}."
+    )
+
+
+def say_trained(case: Case) -> str:
+    """ ", LoRA r 16 on 252 matrices, 40.4 M trainable, 4-bit base"; nothing where weights are trained themselves."""
+    lora = case.options.lora
+    if lora is None:
+        return ""
+    count = count_adapters(case.model, lora)
+    base = f", {lora.bits}-bit base" if lora.bits < 16 else ""
+    return f", LoRA r {lora.r} on {count.num_matrices} matrices, {format_count(count.num_params)} trainable{base}"
+
+
+def _faster(estimates: Estimates) -> str:
+    """The fastest setting, where it was left for a simpler one."""
+    if not estimates.settings:
+        return ""
+    ours, fastest = estimates.settings[0], max(estimates.settings, key=lambda setting: setting.samples_per_s)
+    if fastest.samples_per_s <= ours.samples_per_s:
+        return ""
+    more = 100 * (fastest.samples_per_s / ours.samples_per_s - 1)
+    return (
+        f" Fastest: {fastest.label}, {more:.1f} % faster by prediction, within the error band of "
+        f"{100 * estimates.setting_error:g} %; this plan is simpler."
+    )

@@ -1,1 +1,0 @@
-"""Plans held against what was measured, or what their decisions need."""

@@ -1,0 +1,330 @@
+"""What a training run writes down beside its plan, one JSON object a line: the run, then each step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trimtab.costs.devices import find_device
+from trimtab.costs.fit import Calibration, fit_runs
+from trimtab.costs.logs import LoggedRun, LoggedSchedule, read_runs
+from trimtab.costs.observed import Term
+from trimtab.costs.profile import profile_model
+from trimtab.errors import PlanError, TrimtabError
+from trimtab.files import blake2b
+from trimtab.partition.assess import SplitProblem
+from trimtab.partition.simulate import StageTimes, simulate
+from trimtab.plan.plan import Plan
+from trimtab.specs import DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile
+from trimtab.typed_json import parse_json, read_typed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """The run as it was started; a resumed run adds another."""
+
+    plan: str  # digest of its decisions
+    device: str  # as torch names it
+    planned_device: str
+    dp: int
+    pp: int
+    schedule: str
+    num_microbatches: int
+    dtype: str
+    attention: str
+    optimizer: str
+    planned_step_s: float  # mean over the steps of the plan's own epoch
+    planned_memory_bytes: tuple[int, ...]  # of each pipeline device, at the limits, without the reserve
+    versions: str
+    vision_dp: str = "off"  # the exchange by which data-parallel ranks share images
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One optimizer step."""
+
+    step: int  # from 1
+    epoch: int
+    loss: float
+    learning_rate: float
+    grad_norm: float | None  # before clipping; null where nothing is clipped
+    num_tokens: int  # LLM tokens of the step, all ranks
+    step_s: float  # wall time of the slowest rank, data loading included
+    data_s: float  # of it waiting for samples, slowest rank
+    planned_s: float | None  # simulated for these very packs; null where the plan's model or device is not at hand
+    peak_memory_bytes: tuple[int, ...]  # of each pipeline device so far, the largest over its data-parallel ranks
+    num_fillers: int = 0  # samples that could not be read, of all data-parallel ranks
+    patches_held: tuple[int, ...] = ()  # ViT patches in the packs of each data-parallel rank; () where none are shared
+    patches_encoded: tuple[int, ...] = ()  # of them, those that it encoded, with others' images
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.step_s if self.step_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLog:
+    """A run from its first step to its last; a step that was run twice counts as it was run last."""
+
+    header: RunHeader  # of the process that ran the latest step
+    steps: tuple[StepRecord, ...]
+    starts: tuple[int, ...]  # steps that a process began with: they pay for warming up
+    others: tuple[int, ...] = ()  # steps of processes that ran otherwise than `header` says: comparable with nothing
+
+    @property
+    def own(self) -> tuple[StepRecord, ...]:
+        """The steps that ran as `header` says: one or more."""
+        others = frozenset(self.others)
+        return tuple(record for record in self.steps if record.step not in others)
+
+    @property
+    def warm(self) -> tuple[StepRecord, ...]:
+        """`own` but those that pay for warming up; all of them, where there are no others."""
+        starts = frozenset(self.starts)
+        return tuple(record for record in self.own if record.step not in starts) or self.own
+
+    def median_step_s(self) -> float:
+        return float(np.median([record.step_s for record in self.warm]))
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the run was on the device that the plan's times are for."""
+        return _same_device(self.header.device, self.header.planned_device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeComparison:
+    """Measured against planned step times of the warm steps that have both."""
+
+    num_steps: int
+    planned_s: float  # median
+    ratio: float  # median of measured / planned, step by step
+    band: float  # relative half-width that the plan claims
+    share_inside: float  # of the steps
+    planned_range: float  # of the planned times' middle 80 %, over their median
+    rank_correlation: float | None  # Spearman's, of planned and measured; None: fewer than 3 steps, or all alike
+
+
+def compare_times(log: RunLog, *, band: float) -> TimeComparison | None:
+    """None where no step was simulated."""
+    pairs = [(record.planned_s, record.step_s) for record in log.warm if record.planned_s]
+    if not pairs:
+        return None
+    planned, measured = np.array(pairs, np.float64).T
+    ratios = measured / planned
+    return TimeComparison(
+        num_steps=len(pairs),
+        planned_s=float(np.median(planned)),
+        ratio=float(np.median(ratios)),
+        band=band,
+        share_inside=float(np.mean(np.abs(ratios - 1.0) <= band)),
+        planned_range=float(np.ptp(np.quantile(planned, (0.1, 0.9))) / np.median(planned)),
+        rank_correlation=_rank_correlation(planned, measured),
+    )
+
+
+def digest_of(plan: Plan) -> str:
+    """Tells the decisions of plans apart."""
+    return blake2b(repr(plan.decisions).encode())
+
+
+def line_of(record: RunHeader | StepRecord) -> str:
+    kind = "run" if isinstance(record, RunHeader) else "step"
+    return json.dumps({"kind": kind, **asdict(record)}) + "\n"
+
+
+def read_run_log(path: Path) -> RunLog:
+    """Raises `PlanError` for a file that is none. Lines cut by a kill are left out, wherever a resumed run went on."""
+    header: RunHeader | None = None
+    steps: dict[int, StepRecord] = {}
+    ran_as: dict[int, RunHeader] = {}
+    starts: set[int] = set()
+    fresh = True  # no step since the last header
+    latest: RunHeader | None = None
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot read the run log {path}: {error}; name the log that `trimtab train` wrote") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            found = parse_json(line.encode(), with_nan=True)
+        except ValueError as error:
+            if header is not None and isinstance(error, json.JSONDecodeError):
+                continue
+            raise PlanError(
+                f"line {number} of the run log {path} is no JSON ({error}): name the log that `trimtab train` wrote"
+            ) from None
+        try:
+            if found["kind"] == "run":
+                header, fresh = _record(RunHeader, found), True
+                continue
+            record = _record(StepRecord, found)
+            if header is None:
+                raise ValueError("no run is named before it")
+            if len(record.peak_memory_bytes) != len(header.planned_memory_bytes):
+                raise ValueError(f"peak_memory_bytes are of {len(record.peak_memory_bytes)} devices")
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"line {number} of the run log {path} is no record ({error}): name the log that `trimtab train` wrote"
+            ) from None
+        steps[record.step], ran_as[record.step], latest = record, header, header
+        (starts.add if fresh else starts.discard)(record.step)
+        fresh = False
+    if latest is None:
+        raise PlanError(f"the run log {path} holds no step: name the log of a run that finished one")
+    # steps after the checkpoint that a run was resumed from are run again, with the same losses
+    alike = replace(latest, versions="")
+    return RunLog(
+        header=latest,
+        steps=tuple(steps[step] for step in sorted(steps)),
+        starts=tuple(sorted(starts)),
+        others=tuple(step for step in sorted(steps) if replace(ran_as[step], versions="") != alike),
+    )
+
+
+def read_run_of(plan: Plan, path: Path) -> RunLog:
+    """`read_run_log`, for a run of this plan; `PlanError` for one of another."""
+    log = read_run_log(path)
+    if log.header.plan != digest_of(plan):
+        raise PlanError(
+            f"the run in {path} trained by other decisions than this plan's: name the log of its own run, or the plan "
+            "that was run"
+        )
+    return log
+
+
+_NO_NUMBER = ("loss", "grad_norm")  # what a run that diverged may log as NaN or infinite
+_AT_LEAST_ONE = ("step", "dp", "pp", "num_microbatches")
+
+
+def _record(kind: type[Any], found: dict[str, Any]) -> Any:
+    """Raises `ValueError` for a field that is missing, or has a value that no run logs."""
+    problems: list[str] = []
+    known = {field.name: found[field.name] for field in fields(kind) if field.name in found}
+    record = read_typed(kind, known, "", problems, read_number=_read_number)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return record
+
+
+def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> float:
+    name = place.partition(".")[0]
+    sound = (1 if name in _AT_LEAST_ONE else 0) <= value < 2**63 and (name != "step_s" or value > 0)
+    if not sound and not (name in _NO_NUMBER and isinstance(value, float)):
+        problems.append(f"{place} is {json.dumps(value)[:40]}")
+        return value
+    return value if kind is int else float(value)
+
+
+def _rank_correlation(a: FloatArray, b: FloatArray) -> float | None:
+    """Spearman's rho; equal values share the mean of their ranks."""
+    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: FloatArray) -> FloatArray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    ranks: FloatArray = (ends - (counts - 1) / 2.0)[inverse]
+    return ranks
+
+
+def _same_device(run: str, planned: str) -> bool:
+    """Whether torch's name of a device means the plan's: both name one published row, or they are one name."""
+    run = "cpu" if run.lower().startswith("cpu,") else run  # its architecture stands after the comma
+    if run.casefold() == planned.casefold():
+        return True
+    try:
+        return find_device(run) == find_device(planned)
+    except TrimtabError:
+        return False
+
+
+# A profile calibrated on the user's own runs: the fit of `costs.fit` through the pipeline simulator.
+
+
+TERMS_BY_NEED: tuple[Term, ...] = ("language", "vision", "first stage")
+"""What is fitted, in the order in which few logged times are spent on it. "language" by itself scales both
+towers."""
+
+
+def profile_from_logs(
+    path: Path | str,
+    model: ModelSpec,
+    device: DeviceSpec,
+    *,
+    dims: ParallelDims | None = None,
+    **settings: Any,
+) -> Calibration:
+    """`Calibration.profile`: `model` at `dims` on `device`, its seconds fitted to the runs that `path` (JSON) lists.
+
+    `settings` are the other keywords of `profile_model` (zero_stage, attention, fused_kernels, ...), the same for the
+    runs and for the profile. Fitted are language, vision and the first stage's constant, as far as the runs
+    hold them and are enough for them. `Calibration.warnings` are sentences to print: a stage kind that no run makes the
+    slowest, a coefficient that the runs do not settle, a run that stage times do not explain.
+    `Calibration.runs` holds each run's logged and fitted seconds, `Calibration.terms` each coefficient with its band.
+    Raises `TrimtabError` with every problem of the file at once. Format of the file: `costs.logs.read_runs`.
+    """
+    runs = read_runs(path, model, device, **settings)
+    target = profile_model(model, device, dims=dims or ParallelDims(), **settings)
+    return calibrate_profile(target, runs)
+
+
+def calibrate_profile(target: Profile, runs: Sequence[LoggedRun]) -> Calibration:
+    """`target` calibrated on `runs`; its memory band is their largest error where peaks were logged."""
+    calibration = fit_runs(target, runs, simulate_logged, terms=default_terms(runs))
+    errors = [error for run in runs for error in peak_errors(run)]
+    if not errors:
+        return calibration
+    band = max(map(abs, errors))
+    said = (
+        f"Peak memory by formula is {min(errors):+.1%} to {max(errors):+.1%} off what the runs logged; bytes are not "
+        "fitted.",
+    )
+    profile = calibration.profile
+    return replace(
+        calibration,
+        profile=replace(profile, memory_error=max(band, 0.01), assumptions=(*profile.assumptions, *said)),
+    )
+
+
+def default_terms(runs: Sequence[LoggedRun]) -> tuple[Term, ...]:
+    """The terms that these runs hold, no more than there are logged times."""
+    num_logged = sum((run.iteration_s is not None) + len(run.stage_s or ()) for run in runs)
+    towers = {layer.tower for run in runs for layer in run.profile.layers}
+    held: dict[Term, bool] = {
+        "language": "language" in towers,
+        "vision": bool(towers - {"language"}),
+        "first stage": any(len(run.stages) > 1 for run in runs),
+    }
+    return tuple(name for name in TERMS_BY_NEED if held[name])[:num_logged]
+
+
+def simulate_logged(forward_s: FloatArray, backward_s: FloatArray, *, schedule: LoggedSchedule) -> float:
+    """Seconds of one step; sends take no time."""
+    nothing = np.zeros_like(forward_s)
+    times = StageTimes(forward_s=forward_s, backward_s=backward_s, send_forward_s=nothing, send_backward_s=nothing)
+    return simulate(times, schedule=schedule).makespan_s
+
+
+def peak_errors(run: LoggedRun) -> tuple[float, ...]:
+    """Predicted over logged peak bytes - 1 of each stage; empty where none were logged."""
+    if run.peak_bytes is None:
+        return ()
+    problem = SplitProblem(
+        profile=run.profile,
+        num_stages=len(run.stages),
+        work_mean=run.work.mean(axis=0),
+        work_max=run.work.max(axis=0),
+        num_microbatches=len(run.work),
+        schedule=run.schedule,
+    )
+    return tuple(
+        x.total_bytes / peak - 1.0 for x, peak in zip(problem.assess(run.stages).memory, run.peak_bytes, strict=True)
+    )

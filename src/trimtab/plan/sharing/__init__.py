@@ -1,1 +1,0 @@
-"""The decision to share images between ranks."""

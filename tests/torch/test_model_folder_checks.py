@@ -1,0 +1,51 @@
+"""A config.json from outside: what never reaches a loader. Needs torch and Transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trimtab.errors import ConfigError
+from trimtab.runtime.placing.folder import check_config
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"dtype": "os.system"}, "has dtype 'os.system', no type of weights"),
+        ({"text_config": {"torch_dtype": ["float32"]}}, "no type of weights"),
+        ({"_attn_implementation": "evil/kernel"}, "a kernel to fetch from the Hub"),
+        ({"text_config": {"_experts_implementation": "evil/kernel"}}, "a kernel to fetch from the Hub"),
+        ({"vision_config": {"hidden_size": 10**9}}, "has hidden_size '1000000000', larger than that of any model"),
+        ({"num_hidden_layers": 10**12}, "larger than that of any model"),
+    ],
+)
+def test_a_config_that_asks_for_the_impossible_is_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=words):
+        check_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"dtype": "os.system", "dtype": "float32"}', "key 'dtype' stands twice in one object"),
+        ('{"rope_theta": NaN}', "NaN is not a number in JSON"),
+        ('{"model_type": "\\ud800"}', "surrogates not allowed"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_config_that_a_loader_may_read_otherwise_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"is not strict JSON .*{words}"):
+        check_config(tmp_path)
+
+
+def test_a_config_of_a_large_model_is_taken(tmp_path: Path) -> None:
+    large = {"hidden_size": 16384, "vocab_size": 262_208, "max_position_embeddings": 10_485_760}
+    text = {**large, "dtype": "float8_e4m3fn", "_attn_implementation": "sdpa"}
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "text_config": text, "torch_dtype": None}))
+    check_config(tmp_path)
