@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import secrets
 import stat
 import sys
@@ -19,6 +20,7 @@ from typing import BinaryIO
 from trimtab.errors import TrimtabError
 
 _MIB = 2**20
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(?=/)")  # of an address; of two letters or more, for C:/ is a drive
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def _open_aside(path: Path, suffix: str = "") -> _Aside:
         # not tempfile's: the file keeps the permissions that the user's umask gives
         temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp{suffix}")
         file = temporary.open("xb", buffering=_MIB)
-        _lock(file)
+        lock(file)
         if os.fstat(file.fileno()).st_nlink:  # else swept between the two calls
             return _Aside(file, temporary, path)
         file.close()
@@ -145,13 +147,13 @@ def _sweep(folder: Path) -> None:
     for leftover in folder.glob(f".*.{'[0-9a-f]' * 16}.tmp*"):
         try:
             with leftover.open("rb") as file:
-                if _lock(file):
+                if lock(file):
                     leftover.unlink(missing_ok=True)
         except OSError:  # another's, or gone
             continue
 
 
-def _lock(file: BinaryIO) -> bool:
+def lock(file: BinaryIO) -> bool:
     """Whether the lock was free, on a system that has such locks; else leftovers of killed writers stay."""
     if sys.platform == "win32":
         return False
@@ -165,7 +167,10 @@ def _lock(file: BinaryIO) -> bool:
 
 
 def refuse_folder(path: Path) -> None:
-    """Raises `IsADirectoryError` where a file is to be written and `path` names a folder."""
+    """Raise `IsADirectoryError` where a file is to be written and `path` names a folder; refuse an address too."""
+    scheme = _SCHEME.match(str(path))
+    if scheme is not None and not Path(scheme[0]).exists():
+        raise TrimtabError(f"{path} is an address, and results are written to files: name a file or folder here")
     if not path.name or path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 

@@ -82,6 +82,11 @@ class _Channel:
     file: BinaryIO | None = None
 
 
+def is_limited() -> bool:
+    """Whether this process is such a child."""
+    return _Channel.file is not None
+
+
 def at(place: str, *, cpu_s: int = STEP_CPU_S) -> None:
     """Tell the parent what is read next, and allow `cpu_s` seconds of processor time for it."""
     if _Channel.file is None:
@@ -121,7 +126,7 @@ def _answer(question: bytes, *, may_connect: bool) -> tuple[bytes, bytes]:
         function, folder, path, arguments = pickle.loads(question)  # noqa: S301 - our own parent's
         sys.path[:] = path
         os.chdir(folder)
-        given = pickle.loads(arguments)  # noqa: S301
+        given = _loaded(arguments)
         module, _, name = function.partition(":")
         work = getattr(importlib.import_module(module), name)
         if not may_connect:
@@ -141,6 +146,19 @@ def _answer(question: bytes, *, may_connect: bool) -> tuple[bytes, bytes]:
     except Exception:
         return _ERROR, json.dumps({"trace": traceback.format_exc()}).encode()
     return _ANSWER, answer
+
+
+def _loaded(arguments: bytes) -> Any:
+    try:
+        return pickle.loads(arguments)  # noqa: S301 - our own parent's
+    except (AttributeError, ImportError) as error:
+        raise _homeless(error) from None
+
+
+def _homeless(error: Exception) -> TrimtabError:
+    return TrimtabError(
+        f"data are read in another process, which cannot import a rule of yours ({error}): put it into a module"
+    )
 
 
 @cache
@@ -168,7 +186,7 @@ class LimitedChild:
     """One child; it answers one question at a time and ends with this process."""
 
     def __init__(self, *, network: bool = False, memory_bytes: int = MEMORY_BYTES) -> None:
-        self.network, self._memory_bytes = network, memory_bytes
+        self.network, self.memory_bytes = network, memory_bytes
         self._process = subprocess.Popen(  # noqa: S603 - our own module, by our own interpreter
             [sys.executable, "-P", "-c", _CODE, str(memory_bytes), "network" if network else "alone"],
             stdin=subprocess.PIPE,
@@ -186,7 +204,10 @@ class LimitedChild:
 
         `ChildEndedError` where there is no answer; the child is gone then.
         """
-        question = pickle.dumps((function, Path.cwd(), _path(), pickle.dumps(arguments)))
+        try:
+            question = pickle.dumps((function, Path.cwd(), _path(), pickle.dumps(arguments)))
+        except (AttributeError, pickle.PicklingError) as error:
+            raise _homeless(error) from None
         place, cpu_s = "the question", "0"
         try:
             self._write(_HEAD.pack(_ANSWER, len(question)) + question)
@@ -253,7 +274,7 @@ class LimitedChild:
     def _raised(self, told: dict[str, Any], place: str) -> Exception:
         if "memory" in told:
             self.close()
-            return ChildEndedError(place, f"it takes more than {self._memory_bytes / 2**30:g} GiB")
+            return ChildEndedError(place, f"it takes more than {self.memory_bytes / 2**30:g} GiB")
         if "class" in told:
             kind = getattr(trimtab.errors, told["class"], TrimtabError)
             error: Exception = kind(told["told"])
@@ -281,18 +302,23 @@ def _idle(_process: int) -> list[LimitedChild]:
 
 
 @contextmanager
-def limited_child(*, network: bool = False) -> Iterator[LimitedChild]:
-    """A child for the block: one that waits, or a new one. One is kept for the next block."""
+def limited_child(*, network: bool = False, memory_bytes: int = MEMORY_BYTES) -> Iterator[LimitedChild]:
+    """A child for the block: one that waits, or a new one. One of each kind is kept for the next block."""
     idle = _idle(os.getpid())
-    child = next((one for one in idle if one.network == network), None)
+
+    def kind(one: LimitedChild) -> tuple[bool, int]:
+        return one.network, one.memory_bytes
+
+    child = next((one for one in idle if kind(one) == (network, memory_bytes)), None)
     if child is None:
-        child = LimitedChild(network=network)
+        child = LimitedChild(network=network, memory_bytes=memory_bytes)
     else:
         idle.remove(child)
     try:
         yield child
     finally:
-        if child.is_alive() and not any(one.network == network for one in idle):
+        is_wanted = memory_bytes == MEMORY_BYTES and not any(kind(one) == kind(child) for one in idle)
+        if is_wanted and child.is_alive():
             idle.append(child)
         else:
             child.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.adapters.torchserve import Recipe, export_torchserve, read_recipe
+from trimtab.adapters.servers import Recipe, export_torchserve, read_recipe
 from trimtab.errors import ConfigError, TrimtabError
 
 ARCHIVER = """#!{python}
@@ -127,7 +127,7 @@ def test_an_archiver_that_fails_is_quoted(folder: Path, tmp_path: Path, archiver
 
 
 def test_exporting_needs_no_torch() -> None:
-    code = "import sys, trimtab.adapters.torchserve, trimtab.placement.placed; print('torch' in sys.modules)"
+    code = "import sys, trimtab.adapters.servers, trimtab.placement.placed; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 
@@ -140,7 +140,7 @@ def test_the_command_prints_the_archive_and_what_serves_it(
     places = {"device_map": {"model": 0, "lm_head": "cpu"}, "runs_on": {"lm_head": 0}, "run_on_cpu": []}
     (tmp_path / "map.json").write_text(json.dumps(places))
     words = ["export", "torchserve", folder, "--map", tmp_path / "map.json", "--out", tmp_path / "store"]
-    monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, words), "--name", "my-vlm"])
+    monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, words), "--set", "name=my-vlm"])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code in (0, None)

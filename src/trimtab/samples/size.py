@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.address import Address, place_of
+from trimtab.address import Address, Allowed, place_of
 from trimtab.errors import SampleError
 from trimtab.files import fingerprint_file
 from trimtab.models.images.asked import AskedImages
@@ -43,6 +43,7 @@ def size_samples(
     special_tokens: SpecialTokens = "template",
     media_root: MediaRoot = None,
     allow_outside: bool = False,
+    allow_remote: bool = False,
     exif: Exif = "ignore",
     max_tokens: int | None = None,
     unique_ids: bool = True,
@@ -59,7 +60,9 @@ def size_samples(
     result's `table` has a row for every sample; without a tokenizer tokens are estimated.
 
     `data` is what `find_sources` takes: files, folders, addresses such as s3://, InternVL's meta file.
-    Image paths are taken below `media_root` (None: the folder of the data file; FILE=FOLDER: of that file). Bad samples
+    Image paths are taken below `media_root` (None: the folder of the data file; FILE=FOLDER: of that file). What a list
+    of data sets names lies below its folder or a media root, unless `allow_outside`, and is no address unless
+    `allow_remote`. Bad samples
     raise one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read
     at all always raises. `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names
     the field that says which data set a record comes from (text, at most 80 characters); without it what was named is
@@ -77,7 +80,8 @@ def size_samples(
     >>> size_samples(path, image_rule=describe("Qwen2.5-VL-7B").image_rule, tokenizer=None).table.num_tokens.tolist()
     [13]
     """
-    sources, kept_in = find_sources(data, media_root), None if resume_dir is None else place_of(resume_dir)
+    sources = find_sources(data, media_root, Allowed(outside=allow_outside, remote=allow_remote))
+    kept_in = None if resume_dir is None else place_of(resume_dir)
     _refuse_other_tiles(sources, image_rule)
     assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
     ready = _hold_lengths([source.file for source in sources])
@@ -158,7 +162,7 @@ def _refuse_shard(shard: tuple[int, int] | None, resume_dir: Path | None, *, rea
     if not 1 <= number <= count:
         raise SampleError(f"shard {number} of {count} was asked for: give I/N with I from 1 to N")
     if resume_dir is None:
-        raise SampleError("a shard was asked for without a folder that keeps it: give resume_dir (--resume)")
+        raise SampleError("a shard was asked for without a folder that keeps it: give resume_dir (--set resume)")
     if ready:
         raise SampleError("a shard of ready-made lengths was asked for, which are read at once: leave the shard out")
 
@@ -182,7 +186,7 @@ def _refuse_other_tiles(sources: Sequence[SourceFile], rule: ImageRule) -> None:
     if other:
         raise SampleError(
             f"{other[0].named}: data set {shorten(str(other[0].name))!r} has max_dynamic_patch {other[0].max_tiles}, "
-            f"and images are counted with max_tiles {own}: give the same to every data set and to --max-tiles"
+            f"and images are counted with max_tiles {own}: give the same to every data set and to --set max_tiles"
         )
 
 

@@ -20,7 +20,7 @@ from trimtab.samples.resume import ChunkFile, load_part, part_bytes, part_from, 
 from trimtab.samples.sizer import Sizer, SizerSettings
 from trimtab.samples.table import Part
 
-_TOKENIZER_CPU_S = 20  # the largest take 2
+_TOKENIZER_CPU_S = 10  # the largest take 2
 _HERE = "trimtab.samples.workers"
 
 
