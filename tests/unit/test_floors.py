@@ -21,6 +21,7 @@ FLOORS = {
     **dict.fromkeys(("public", "torch", "vision", "testing"), 0),  # names, loaded when they are used
     "address": 0,
     "files": 0,
+    "limited": 0,
     "options": 0,
     "lora": 0,
     "units": 0,
