@@ -8,10 +8,10 @@ from trimtab.models.describe import describe as describe
 from trimtab.models.asking.model import describe_model as describe_model
 from trimtab.models.describe import read_config as read_config
 from trimtab.models.description import save_description as save_description
-from trimtab.models.image_rules import image_rule as image_rule
+from trimtab.models.describe import image_rule as image_rule
 from trimtab.specs import ModelSpec as ModelSpec
-from trimtab.models.families.family import Family as Family
-from trimtab.models.families.known import FAMILIES as FAMILIES
+from trimtab.models.families import Family as Family
+from trimtab.models.families import FAMILIES as FAMILIES
 from trimtab.specs import ImageMarkup as ImageMarkup
 
 # Data
@@ -23,7 +23,7 @@ from trimtab.samples.table import (
 )
 from trimtab.options import ReadingOptions as ReadingOptions
 from trimtab.specs import SampleTable as SampleTable
-from trimtab.models.images.clips import clip_rule_of as clip_rule_of
+from trimtab.models.images.asked import clip_rule_of as clip_rule_of
 from trimtab.options import VideoOptions as VideoOptions
 from trimtab.specs import Clip as Clip
 from trimtab.demo.draw import draw_dataset as draw_dataset
@@ -104,7 +104,7 @@ from trimtab.runtime.data.tables import hold_tables as hold_tables
 from trimtab.runtime.data.conversations import open_conversations as open_conversations
 from trimtab.runtime.data.records import open_records as open_records
 from trimtab.runtime.data.collate import PackedCollator as PackedCollator
-from trimtab.models.families.family import PackFormat as PackFormat
+from trimtab.models.families import PackFormat as PackFormat
 from trimtab.runtime.data.formats import ask_format as ask_format
 from trimtab.runtime.data.packing import verify_packing as verify_packing
 from trimtab.runtime.data.state_layers import hold_samples_apart as hold_samples_apart

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 
 from trimtab.errors import ImageError, SampleError
-from trimtab.models.images.apply import rule_in_sample
 from trimtab.models.images.asked import AskedImages
+from trimtab.models.images.limits import rule_in_sample
 from trimtab.samples.columns import open_parquet, unreadable
 from trimtab.samples.problems import BadSample, shorten
 from trimtab.samples.records import GROUPED, detect_format, read_records

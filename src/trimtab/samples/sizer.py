@@ -10,7 +10,7 @@ import numpy as np
 import trimtab
 from trimtab.errors import ImageError
 from trimtab.files import blake2b
-from trimtab.models.images.clips import NO_CLIPS
+from trimtab.models.images.asked import NO_CLIPS
 from trimtab.options import Exif
 from trimtab.samples.chunks import Chunk, Record
 from trimtab.samples.lengths import SizesAlone, image_counter
