@@ -30,7 +30,7 @@ from trimtab.typed_json import parse_json
 
 NO_FILES = (
     "images of this model cannot be counted: the files of its processor were not given: put preprocessor_config.json "
-    "or processor_config.json beside config.json, or pass --preprocessor"
+    "or processor_config.json beside config.json, or pass --set preprocessor=FILE"
 )
 
 
@@ -138,7 +138,7 @@ def describe(
     Call this first: every other function takes the `ModelSpec` that it returns.
 
     Shipped names, description files, and configurations that say what a shipped one says, field by field, need no
-    torch. Every other is put to Transformers where it is installed (`models.ask`), unless `ask` is false.
+    torch. Every other is put to Transformers where it is installed (`trimtab.ask`), unless `ask` is false.
 
     `preprocessor` is the model's preprocessor_config.json (or its content); beside a config.json it is found by
     itself. It is needed where the configuration does not settle how images are cut, and for nothing else:
@@ -178,7 +178,7 @@ def _read_described(config: Config, settings: Config | None, files: Files, *, wh
     carried = config.get("config")
     if not isinstance(carried, Mapping):
         raise ConfigError(
-            f"{whence} is a description, and its image rule was settled when it was written: give --preprocessor "
+            f"{whence} is a description, and its image rule was settled when it was written: give --set preprocessor "
             "to `trimtab describe MODEL --out` instead"
         )
     return _with_own_files(model, carried, settings, files)
