@@ -39,7 +39,7 @@ def complete(fields: Mapping[str, object]) -> Any:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         cure = (
-            "its own code is never run: build it in Python and give it to trimtab.describe_model"
+            "its own code is never run: build it in Python and give it to trimtab.models.describe_model"
             if "auto_map" in fields
             else "correct `model_type`, or update Transformers"
         )
@@ -140,7 +140,7 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
 
     `model` follows Transformers' conventions (blocks in a `ModuleList`, `get_input_embeddings`, ...), built under
     `torch.device("meta")`; it has no weights, and cannot run afterwards. Write the result with
-    `trimtab.save_description`.
+    `trimtab.models.save_description`.
 
     >>> import torch, transformers
     >>> from trimtab.models.asking.model import describe_model
