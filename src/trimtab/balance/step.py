@@ -41,7 +41,7 @@ NUM_KICKS, MIXED_PAIRS = 24, 3
 """Times that ranks are mixed where the most expensive one stays above the bound, and pairs of ranks mixed each time."""
 
 CLOSE, CLOSEST, MORE_TRIALS = 1e-4, 2e-6, 96
-"""They end once the most expensive rank is this close to the bound, relative to it; the first trials go on to the next."""
+"""They end once the most expensive rank is this close to the bound, relative to it; the first trials go on to 2e-6."""
 
 
 SPLIT_ROUNDS = 8
