@@ -69,7 +69,7 @@ def code_lines(text: str) -> set[int]:
 
 @dataclass
 class Size:
-    """Files of one room, their code lines and the characters on these lines, indents included."""
+    """Files of one room, their code lines and the characters on these lines, without indents."""
 
     files: int = 0
     lines: int = 0
@@ -79,7 +79,7 @@ class Size:
         rows, code = text.split("\n"), code_lines(text)
         self.files += 1
         self.lines += len(code)
-        self.characters += sum(len(rows[line - 1]) for line in code)
+        self.characters += sum(len(rows[line - 1].strip()) for line in code)
 
 
 def count_rooms(root: Path) -> dict[str, Size]:
