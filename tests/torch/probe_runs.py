@@ -15,7 +15,7 @@ from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.runtime.probe.bench import Bench, open_bench
 from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import frozen_heap
-from trimtab.runtime.training.ranks import process_group
+from trimtab.runtime.ranks import process_group
 from trimtab.units import MIB
 
 

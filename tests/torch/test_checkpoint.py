@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trimtab.errors import PlanError
+from trimtab.runtime.ranks import process_group
 from trimtab.runtime.training.checkpoint import (
     Progress,
     check_checkpoint,
@@ -17,7 +18,6 @@ from trimtab.runtime.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from trimtab.runtime.training.ranks import process_group
 from trimtab.runtime.training.resume import held_folder, refuse_unshared
 
 CPU = torch.device("cpu")

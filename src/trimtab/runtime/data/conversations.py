@@ -27,9 +27,8 @@ from trimtab.plan.plan import ModelInput
 from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.missing import UnreadableSampleError
-from trimtab.runtime.data.records import PlannedRecords, open_records
+from trimtab.runtime.data.records import PlannedRecords, open_records, refuse_remote_code
 from trimtab.runtime.data.videos import VideoReader, alike_videos, pixel_keys
-from trimtab.runtime.training.target import refuse_remote_code
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
 from trimtab.samples.media_folders import MediaFolders

@@ -35,7 +35,7 @@ from trimtab.runtime.data.packing_runs import (
 )
 from trimtab.runtime.data.processed import ProcessedSample, read_processed
 from trimtab.runtime.data.state_layers import carries_state, hold_samples_apart, runs_apart
-from trimtab.runtime.training.ranks import on_first_rank
+from trimtab.runtime.ranks import on_first_rank
 
 LOG = logging.getLogger("trimtab")
 GRADIENT_FACTOR = 3.0

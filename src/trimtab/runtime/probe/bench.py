@@ -21,9 +21,9 @@ from trimtab.runtime.pipeline.flow import Batch
 from trimtab.runtime.probe.meter import meter_of
 from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import ProbedRank, Reading, gather_readings, run_trial
+from trimtab.runtime.ranks import Ranks
 from trimtab.runtime.recompute.apply import Granularity
 from trimtab.runtime.training.loop import autocast, open_run
-from trimtab.runtime.training.ranks import Ranks
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.specs import Stage
 from trimtab.units import format_bytes

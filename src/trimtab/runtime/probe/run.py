@@ -35,7 +35,7 @@ from trimtab.runtime.probe.bench import Bench, ProbeRun, open_bench
 from trimtab.runtime.probe.measure import measure_full, measure_kinds
 from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import CURES, Reading, frozen_heap
-from trimtab.runtime.training.ranks import process_group
+from trimtab.runtime.ranks import process_group
 from trimtab.specs import Profile, Stage
 from trimtab.units import format_bytes
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
-from trimtab.runtime.training.ranks import on_first_rank
+from trimtab.runtime.ranks import on_first_rank
 from trimtab.samples.problems import shorten
 
 _FOLDER = re.compile(r"step-(\d{8})")

@@ -32,6 +32,7 @@ from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanD
 from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.runtime.data.packing import prepare_packing_on_ranks
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, StepResult, build_pipeline, read_layout
+from trimtab.runtime.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
 from trimtab.runtime.training.checkpoint import (
     Progress,
     export_model,
@@ -39,7 +40,6 @@ from trimtab.runtime.training.checkpoint import (
     save_checkpoint,
 )
 from trimtab.runtime.training.lora import add_adapters, merged
-from trimtab.runtime.training.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
 from trimtab.runtime.training.resume import find_checkpoint, held_folder, words_of
 from trimtab.runtime.training.run_recorder import RunRecorder
 from trimtab.runtime.training.settings import TrainSettings

@@ -17,8 +17,8 @@ from trimtab.files import blake2b, lock
 from trimtab.options import ReadingOptions
 from trimtab.plan.plan import Plan
 from trimtab.plan.runs import digest_of
+from trimtab.runtime.ranks import on_first_rank, tell
 from trimtab.runtime.training.checkpoint import Progress, check_checkpoint, list_checkpoints
-from trimtab.runtime.training.ranks import on_first_rank, tell
 from trimtab.runtime.training.settings import TrainSettings
 
 

@@ -11,11 +11,10 @@ from types import MappingProxyType
 from typing import get_args
 
 from trimtab.address import place_of
-from trimtab.errors import ConfigError, SampleError, UnsupportedPlanError
+from trimtab.errors import SampleError, UnsupportedPlanError
 from trimtab.lora import Lora
-from trimtab.models.families.known import family_of
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.runtime.data.records import refuse_tars
+from trimtab.runtime.data.records import refuse_remote_code, refuse_tars
 from trimtab.runtime.layout import TorchSchedule
 from trimtab.samples.table import is_saved_table, sized_files
 from trimtab.specs import ModelSpec, SampleTable
@@ -60,12 +59,4 @@ def refuse_quantised(lora: Lora | None) -> None:
         raise UnsupportedPlanError(
             f"LoRA over {lora.bits}-bit weights was asked for ({lora}), and `trimtab train` loads them in float32: "
             "leave bits out, or train by TRL or ms-swift (`trimtab export trl`)"
-        )
-
-
-def refuse_remote_code(model: ModelSpec) -> None:
-    if family_of(model.family).is_remote_code:
-        raise ConfigError(
-            f"samples of the family {model.family} were to be made, but its code is remote and is never run: take a "
-            "checkpoint that Transformers has a class for (their names often end in -hf), or process the data yourself"
         )

@@ -30,8 +30,8 @@ from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominat
 from trimtab.runtime.data.packing import prepare_packing
 from trimtab.runtime.data.packing_runs import sharded, unwrap
 from trimtab.runtime.data.tables import PlanTables
+from trimtab.runtime.ranks import Watch, open_watch
 from trimtab.runtime.training.restore import check_adapters, restore_weights
-from trimtab.runtime.watch import Watch, open_watch
 
 LOG = logging.getLogger("trimtab")
 
