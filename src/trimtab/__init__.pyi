@@ -147,7 +147,7 @@ from trimtab.adapters.verl import (
 
 # Inference
 from trimtab.placement.machine import parse_machine as parse_machine
-from trimtab.placement.workload import Workload as Workload
+from trimtab.placement.machine import Workload as Workload
 from trimtab.placement.place import place as place
 from trimtab.placement.placed import Placement as Placement
 from trimtab.plan.file.placement import load_placement as load_placement
