@@ -107,13 +107,13 @@ from trimtab.runtime.data.collate import PackedCollator as PackedCollator
 from trimtab.models.families.family import PackFormat as PackFormat
 from trimtab.runtime.data.formats import ask_format as ask_format
 from trimtab.runtime.data.packing import verify_packing as verify_packing
-from trimtab.runtime.data.state_layers import hold_samples_apart as hold_samples_apart
-from trimtab.runtime.data.loss import (
+from trimtab.runtime.data.formats import hold_samples_apart as hold_samples_apart
+from trimtab.runtime.data.collate import (
     packed_loss as packed_loss,
     step_denominator as step_denominator,
 )
 from trimtab.runtime.training.balanced import balanced as balanced
-from trimtab.runtime.recompute.apply import apply as apply_recompute
+from trimtab.runtime.recompute import apply as apply_recompute
 
 # Pipelines
 from trimtab.runtime.pipeline import (
@@ -131,7 +131,7 @@ from trimtab.runtime.vision import (
     encode_pooled as encode_pooled,
     verify_vision_dp as verify_vision_dp,
 )
-from trimtab.runtime.vision.callback import VisionDataParallelCallback as VisionDataParallelCallback
+from trimtab.runtime.vision.apply import VisionDataParallelCallback as VisionDataParallelCallback
 from trimtab.balance.images import (
     share_images as share_images,
     tower_seconds as tower_seconds,
@@ -155,7 +155,7 @@ from trimtab.runtime.placing.load import (
     load_placed as load_placed,
     move_inputs as move_inputs,
 )
-from trimtab.runtime.placing.published import split_model as split_model
+from trimtab.runtime.placing.load import split_model as split_model
 
 # Errors
 from trimtab.errors import (

@@ -1,4 +1,4 @@
-"""Tests of runtime/training/balanced.py and runtime/data/alone.py: needs torch, Transformers 4.57 or later, Accelerate.
+"""Tests of runtime/training/balanced.py and data/dataset.py: needs torch, Transformers 4.57 or later, Accelerate.
 
 Under an older Transformers run this file alone: pip install 'transformers==4.57.6' && pytest THIS_FILE
 """
@@ -211,7 +211,7 @@ def test_a_collator_that_packs_by_itself_is_refused(tmp_path: Path) -> None:
 def test_an_image_that_stood_in_the_padding_is_left_out_and_long_packs_are_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from trimtab.runtime.data.alone import AloneThenPacked
+    from trimtab.runtime.data.dataset import AloneThenPacked
     from trimtab.runtime.data.packing import collator_of
 
     collate = Collator("qwen2_5_vl")

@@ -28,10 +28,9 @@ from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.options import VisionChoice
-from trimtab.runtime.probe.measure import FULL
-from trimtab.runtime.probe.meter import CpuMeter
-from trimtab.runtime.probe.run import CHOICE, probe, settle
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.probe.run import CHOICE, FULL, probe, settle
+from trimtab.runtime.probe.trial import CpuMeter
+from trimtab.runtime.recompute import apply
 from trimtab.units import MIB, format_bytes
 
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from trimtab.balance.images import ImageShares
 from trimtab.errors import TrimtabError
 from trimtab.runtime.ranks import Watch, join_words, listed, open_watch
-from trimtab.runtime.vision.families import Kind
-from trimtab.runtime.vision.inputs import VisionInputs
+from trimtab.runtime.vision.inputs import Kind, VisionInputs
 from trimtab.runtime.vision.outputs import Features
 from trimtab.specs import IntArray
 
