@@ -19,7 +19,7 @@ from gloo_ranks import on_ranks
 from safetensors.torch import load_file, save_file
 
 from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
-from trimtab.runtime.training import restore
+from trimtab.runtime.training import trainer as restore
 from trimtab.runtime.training.balanced import balanced
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -164,7 +164,7 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]
     ("change", "message"),
     [
         ({"gradient_accumulation_steps": 4}, r"a step of the plan has 2 packs \(1 ranks x 2 .*, and the trainer's has "
-         r"4 \(1 x gradient_accumulation_steps=4\): set gradient_accumulation_steps=2, or plan with --num-m"),
+         r"4 \(1 x gradient_accumulation_steps=4\): set gradient_accumulation_steps=2, or plan with --set num_m"),
         ({"label_smoothing_factor": 0.1}, "label smoothing or compute_loss_func was asked for"),
         ({"given": {"compute_loss_func": lambda *_, **__: 0}}, "label smoothing or compute_loss_func was asked for"),
         ({"kind": OwnLoss}, "OwnLoss.compute_loss is a loss of your own, and OwnLoss was to have the loss of packs"),

@@ -14,8 +14,9 @@ pytest.importorskip("transformers", minversion="5", reason="holds the models tha
 
 from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision import callback, vision_dp
-from trimtab.runtime.vision import gradients as summing
+from trimtab.runtime.vision import apply as callback
+from trimtab.runtime.vision import exchange as summing
+from trimtab.runtime.vision import vision_dp
 from trimtab.runtime.vision.agreement import differing_ranks, fingerprint
 from trimtab.runtime.vision.apply import encode_pooled
 from trimtab.runtime.vision.exchange import check_convention, lay_out_rows

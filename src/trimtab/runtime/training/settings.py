@@ -1,7 +1,5 @@
 """What a plan does not say about a run, and the learning rate of each step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
