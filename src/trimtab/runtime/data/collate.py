@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError, join_problems
 from trimtab.models.asking.inputs import image_token
-from trimtab.models.families.family import PackFormat
+from trimtab.models.families import PackFormat
 from trimtab.runtime.data.conversations import IGNORED, ProcessedSample, read_processed
 from trimtab.runtime.data.formats import alike_videos, model_classes, pack_format, smallest_image
 

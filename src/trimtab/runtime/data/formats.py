@@ -24,13 +24,11 @@ from transformers.utils import is_torchvision_available
 from transformers.video_utils import VideoMetadata
 
 from trimtab.errors import ConfigError, UnknownModelError, UnsupportedPlanError
-from trimtab.models.asking.clips import run_clip, see_clip, set_sampling
-from trimtab.models.asking.images import Looker
+from trimtab.models.asking.images import Looker, run_clip, see_clip, set_sampling
 from trimtab.models.asking.inputs import vision_config
-from trimtab.models.families.family import PackFormat, Smallest
-from trimtab.models.families.known import family_of
-from trimtab.models.image_rules import image_rule
-from trimtab.models.images.clips import NO_CLIPS, AskedClips
+from trimtab.models.describe import image_rule
+from trimtab.models.families import PackFormat, Smallest, family_of
+from trimtab.models.images.asked import NO_CLIPS, AskedClips
 from trimtab.options import VideoOptions
 from trimtab.samples.media import MediaFolder
 from trimtab.samples.problems import BadRecordError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.inputs import image_token, plain_ids
-from trimtab.models.families.family import PackFormat
+from trimtab.models.families import PackFormat
 from trimtab.runtime.data.conversations import ProcessedSample
 from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, carries_state, smallest_image
 

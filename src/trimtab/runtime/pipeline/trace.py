@@ -26,9 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
-from trimtab.models.asking.forward import kind_of
+from trimtab.models.asking.forward import choose_kernels, kind_of
 from trimtab.models.asking.units import Unit, forward_order, split_units
-from trimtab.models.asking.weightless import choose_kernels
 from trimtab.runtime.recompute import tensors_in
 from trimtab.runtime.vision.hooks import PatchedFunction, find_functions
 from trimtab.runtime.vision.outputs import columns_of, fill_features, rows_of

@@ -13,7 +13,7 @@ from torch import nn
 
 from trimtab.errors import ConfigError, PartitionError, join_problems, refuse_type
 from trimtab.models.asking.internvl_chat import forget_published_names
-from trimtab.placement import split_model as rule
+from trimtab.placement import published as rule
 from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.placed import Placement
 from trimtab.runtime.placing.device_units import CPU, PIXELS, DeviceUnits, hook_units, resolve_units
