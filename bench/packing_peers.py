@@ -294,7 +294,7 @@ def show_scale(arguments: argparse.Namespace) -> None:
             mapped = np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(arguments.samples,))
             for first in range(0, arguments.samples, 1 << 22):
                 rows = random.integers(0, len(mixture), min(1 << 22, arguments.samples - first))
-                mapped[first : first + 1 << 22] = getattr(mixture, name)[rows]
+                mapped[first : first + (1 << 22)] = getattr(mixture, name)[rows]
             del mapped
             columns[name] = np.load(path, mmap_mode="r")
         none = np.broadcast_to(np.int32(0), arguments.samples)

@@ -8,7 +8,6 @@ from typing import get_args
 import numpy as np
 
 from trimtab.balance.aim import Aim
-from trimtab.balance.balanced import aim_for, pack_balanced
 from trimtab.balance.bound import above_limits
 from trimtab.balance.cost import LinearCost, default_cost
 from trimtab.balance.groups import Groups, complete_rows
@@ -101,7 +100,8 @@ def pack_samples(
     >>> packed.num_packs, int(packed.sums(tiles).max())
     (4, 6)
     """
-    from trimtab.balance.rng import scatter  # loads numba
+    from trimtab.balance.balanced import aim_for, pack_balanced  # loads numba
+    from trimtab.balance.rng import scatter
 
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
