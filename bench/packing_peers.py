@@ -28,8 +28,8 @@ import numpy as np
 from numba import njit
 
 from lengths import DEFAULT_DATA, NATIVE_COST, draw_lengths, draw_shape, generate_native, read_mixture, read_real
-from trimtab.balance.bound import lower_bound_packs
 from trimtab.balance.cost import PATCH_COST, TILE_COST, LinearCost
+from trimtab.balance.metrics import lower_bound_packs
 from trimtab.balance.packing import pack_samples, report_packing, warm_up
 from trimtab.balance.step import share_step
 from trimtab.specs import SampleTable
