@@ -53,9 +53,10 @@ def plan(
     narrowed = _Narrowed(tried=(options,)) if target is None else _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
     devices = cluster.parsed(beside=None if saved is None else saved.device)
-    sized, sources = size_data(model, data, sizing), find_sources(data, sizing.reading.media_root)
+    sized = size_data(model, data, sizing)
+    sources = find_sources(data, sizing.reading.media_root, sizing.reading.allowed)
     if target == OWN_LOOP:
-        from trimtab.runtime.training.target import refuse_data
+        from trimtab.runtime.training.settings import refuse_data
 
         refuse_data(sized.table, [source.file for source in sources])
     origin = PlanOrigin(
@@ -102,7 +103,7 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
             "Interleaved1F1B): give one that it has"
         )
     if target == OWN_LOOP:
-        from trimtab.runtime.training.target import can_train, refuse_quantised
+        from trimtab.runtime.training.settings import can_train, refuse_quantised
 
         refuse_quantised(options.lora)
         options = replace(options, host="eager") if options.host == PlanOptions().host else options

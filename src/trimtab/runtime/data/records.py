@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.errors import SampleError
+from trimtab.address import Allowed
+from trimtab.errors import ConfigError, SampleError
 from trimtab.files import blake2b, fingerprint_file, write_atomically
+from trimtab.models.families import family_of
 from trimtab.plan.file.reload import find_data_files, read_samples
 from trimtab.plan.file.yaml import array_bytes, load_plan
 from trimtab.samples.chunks import parse_record
 from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
 from trimtab.samples.records import detect_format, open_rows
 from trimtab.samples.sources import MediaRoot, whole_root
-from trimtab.specs import IntArray, SampleTable
+from trimtab.specs import IntArray, ModelSpec, SampleTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +34,25 @@ class Place:
         return f"{self.file}:{self.line}"
 
 
-def open_records(plan: Path | str, files: Sequence[Path] | None = None, media_root: MediaRoot = None) -> PlannedRecords:
+def open_records(
+    plan: Path | str,
+    files: Sequence[Path] | None = None,
+    media_root: MediaRoot = None,
+    *,
+    allowed: Allowed | None = None,
+) -> PlannedRecords:
     """The records of a plan folder's samples; line starts are kept in the folder.
 
     Use it to read the records of a plan as they stand in your files; `open_conversations` makes a model's input of
     them. docs/training-loop.md has an example.
 
-    `files` are the data files, where they are no longer where the plan names them; see `find_data_files`.
+    `files` are the data files, where they are no longer where the plan names them. An address that the plan names is
+    opened only if that is `allowed` (`Allowed(remote=True)`).
     """
     path = Path(plan)
     folder = path.parent if path.is_file() or path.name == "plan.yaml" else path
     made = load_plan(path if path.is_file() else folder)
-    sources = find_data_files(made, folder, files, media_root)
+    sources = find_data_files(made, folder, files, media_root, allowed=allowed)
     whole = whole_root(sources, media_root)
     return PlannedRecords(
         read_samples(made, folder),
@@ -148,3 +157,11 @@ def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path 
     if path is not None:
         write_atomically(path, array_bytes(starts))
     return starts
+
+
+def refuse_remote_code(model: ModelSpec) -> None:
+    if family_of(model.family).is_remote_code:
+        raise ConfigError(
+            f"samples of the family {model.family} were to be made, but its code is remote and is never run: take a "
+            "checkpoint that Transformers has a class for (their names often end in -hf), or process the data yourself"
+        )
