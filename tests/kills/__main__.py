@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kills import serving, training
+from tests.kills import training
 
 Contents = dict[str, bytes]
 
@@ -143,10 +143,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="trimtab-kills-") as folder:
         draw, names = random.Random(given.seed), given.only
         findings = 0
-        for name, attacked in (("serve", serving), ("train", training)):
-            if not names or name in names:
-                findings += attacked.attack(Path(folder), given.times, draw)
-        if not names or set(names) - {"serve", "train"}:
+        if not names or "train" in names:
+            findings += training.attack(Path(folder), given.times, draw)
+        if not names or set(names) - {"train"}:
             found = verbs(Path(folder))
             findings += sum(attack(n, found[n], Path(folder), given.times, draw) for n in names or found if n in found)
         return findings
