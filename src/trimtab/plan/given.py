@@ -94,7 +94,7 @@ class GivenRun:
     optimizer: Annotated[Optimizer | None, OPTIMIZER] = None
     dtype: Annotated[Precision | None, DTYPE] = None
     attention: Annotated[Attention | None, ATTENTION] = None
-    host: Annotated[HostName, HOST] = "none"
+    host: Annotated[HostName, HOST] = "common"
     host_block_s: Annotated[float | None, HOST_BLOCK_S] = None
     fused_kernels: Annotated[bool | None, FUSED_KERNELS] = None
     sequence_parallel: Annotated[bool | None, SEQUENCE_PARALLEL] = None

@@ -282,7 +282,7 @@ class PlanOptions:
     dtype: Annotated[Precision, DTYPE] = "bf16"
     attention: Annotated[Attention, ATTENTION] = "flash"
     # what the host does by itself where nothing is said
-    host: Annotated[HostName, HOST] = "none"
+    host: Annotated[HostName, HOST] = "common"
     host_block_s: Annotated[float | None, HOST_BLOCK_S] = None
     fused_kernels: Annotated[bool | None, FUSED_KERNELS] = None
     sequence_parallel: Annotated[bool | None, SEQUENCE_PARALLEL] = None
