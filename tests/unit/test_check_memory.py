@@ -21,7 +21,9 @@ from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.specs import DeviceSpec, Profile
 
 CLUSTER = parse_cluster("16xA100")
-OPTIONS = PlanOptions(pp=4, tp=2, num_microbatches=8, memory_bytes=57 * 2**30, max_patches=9225, max_tokens=4352)
+OPTIONS = PlanOptions(
+    pp=4, tp=2, num_microbatches=8, memory_bytes=57 * 2**30, max_patches=9225, max_tokens=4352, host="none"
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,7 @@ def test_a_pooled_call_is_held_whole(tmp_path: Path) -> None:
             zero_stage=3,
             max_patches=9225,
             max_tokens=4352,
+            host="none",
             vision=VisionChoice(group="dp", pooling=pooling),
         )
         write_plan(make_plan(model, tile_samples(), cluster, options), tmp_path / str(pooling))

@@ -158,7 +158,7 @@ def test_a_frozen_tower_has_nothing_to_recompute(name: str, tmp_path: Path) -> N
 def test_a_fitted_plan_takes_the_tier_that_the_framework_has(
     attention: Literal["flash", "eager"], memory: int, name: str, tier: str, tmp_path: Path
 ) -> None:
-    options = PlanOptions(pp=2, tp=4, num_microbatches=4, attention=attention, memory_bytes=memory * 2**30)
+    options = PlanOptions(pp=2, tp=4, num_microbatches=4, attention=attention, memory_bytes=memory * 2**30, host="none")
     options = replace(options, max_patches=6000, max_tokens=6000)
     write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path / "made")
     made = of_family(reload_plan(tmp_path / "made"), "qwen3_5")

@@ -29,6 +29,7 @@ def test_megatrons_flags_from_the_command_line_and_from_a_file(tmp_path):
         zero_stage=1,
         dtype="bf16",
         fused_kernels=True,
+        tp_overlap=False,
     )
     assert from_megatron(FLAGS, MODEL) == expected
     file = tmp_path / "args.sh"

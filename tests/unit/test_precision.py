@@ -25,7 +25,9 @@ def test_8_bit_products_are_faster_in_blocks_and_nowhere_else(dtype):
             assert 0.5 * seconds[0] < seconds[1] < 0.8 * seconds[0]
         elif a.kind != "block":
             assert seconds[0] == seconds[1], a.name
-        assert (a.state_bytes, a.tiers[0].saved_bytes) == (b.state_bytes, b.tiers[0].saved_bytes)
+        assert a.state_bytes == b.state_bytes
+        less = b.tiers[0].saved_bytes != a.tiers[0].saved_bytes  # inputs of products are kept in 8 bits
+        assert less == (a.kind == "block")
 
 
 def test_mxfp8_pays_for_copies_that_fp8_leaves_to_fused_kernels():

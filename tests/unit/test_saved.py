@@ -225,7 +225,7 @@ def test_a_plan_keeps_the_profile_it_was_made_with(tmp_path: Path) -> None:
     device = dataclasses.replace(A100, name="of my own")
     saved = slower(profile_model(internvl, device), 2.0)
     cluster = parse_cluster("16xof my own", beside=device)
-    options = PlanOptions(pp=4, tp=2, num_microbatches=8)
+    options = PlanOptions(pp=4, tp=2, num_microbatches=8, host="none")
     samples = tile_samples()
     made = make_plan(internvl, samples, cluster, dataclasses.replace(options, profile=saved))
     formulas = make_plan(internvl, samples, cluster, options)

@@ -120,7 +120,7 @@ def decided(found: ReloadedPlan) -> Decided:
         num_chunks=case.options.num_chunks,
         zero_stage=case.options.sharding,
         frozen_towers=case.options.frozen_towers,
-        dispatcher=case.options.dispatcher,
+        dispatcher=case.options.of_host().dispatcher or "alltoall",
         lora=case.options.lora,
         max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
         samples_per_pack=len(case.packing.indices) / case.packing.num_packs,

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 from trimtab.errors import PlanError, join_problems
 from trimtab.lora import Lora
 from trimtab.options import (
-    EXPERT_IMBALANCE,
     Attention,
     Dispatcher,
+    DType,
+    ExpertProducts,
+    HostName,
     Optimizer,
     Option,
     PackMethod,
@@ -24,14 +26,20 @@ from trimtab.plan.options import (
     DISPATCHER,
     DTYPE,
     EP_OVERLAP,
+    EXPERT_PRODUCTS,
     FREEZE,
     FUSED_KERNELS,
+    GRAD_DTYPE,
+    HOST,
+    HOST_BLOCK_S,
     IMBALANCE,
     LORA,
     MEMORY,
     OPTIMIZER,
     SEED,
+    SEQUENCE_PARALLEL,
     TP_OVERLAP,
+    VISION_SEQUENCE_PARALLEL,
     PlanOptions,
     batch_problems,
 )
@@ -86,12 +94,18 @@ class GivenRun:
     optimizer: Annotated[Optimizer | None, OPTIMIZER] = None
     dtype: Annotated[Precision | None, DTYPE] = None
     attention: Annotated[Attention | None, ATTENTION] = None
-    fused_kernels: Annotated[bool, FUSED_KERNELS] = False
-    tp_overlap: Annotated[bool, TP_OVERLAP] = False
+    host: Annotated[HostName, HOST] = "common"
+    host_block_s: Annotated[float | None, HOST_BLOCK_S] = None
+    fused_kernels: Annotated[bool | None, FUSED_KERNELS] = None
+    sequence_parallel: Annotated[bool | None, SEQUENCE_PARALLEL] = None
+    vision_sequence_parallel: Annotated[bool | None, VISION_SEQUENCE_PARALLEL] = None
+    grad_dtype: Annotated[DType | None, GRAD_DTYPE] = None
+    tp_overlap: Annotated[bool | None, TP_OVERLAP] = None
+    expert_imbalance: Annotated[float | None, IMBALANCE] = None
+    expert_products: Annotated[ExpertProducts | None, EXPERT_PRODUCTS] = None
+    dispatcher: Annotated[Dispatcher | None, DISPATCHER] = None
     ep_overlap: Annotated[bool, EP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
-    expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
-    dispatcher: Annotated[Dispatcher, DISPATCHER] = "alltoall"
     lora: Annotated[Lora | None, LORA] = None
     memory_bytes: Annotated[int | None, MEMORY] = None
     seed: Annotated[int, SEED] = 0

@@ -5,15 +5,18 @@ One field is one option: `trimtab plan` shows it, `PlanOptions` checks it (see `
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
+from trimtab.costs.host import HOSTS
 from trimtab.errors import PlanError, join_problems
 from trimtab.lora import Lora, parse_lora
 from trimtab.options import (
-    EXPERT_IMBALANCE,
     Attention,
     Dispatcher,
+    DType,
+    ExpertProducts,
+    HostName,
     Optimizer,
     Option,
     Order,
@@ -208,7 +211,13 @@ RISK = Option(
 OPTIMIZER = Option("Optimizer, which decides the bytes of state.")
 DTYPE = Option("Of weights and activations; fp8, mxfp8: of the blocks' products, the rest bf16.")
 ATTENTION = Option("Attention as it will run.")
-FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
+HOST = Option("What launches the kernels: its settings hold where nothing is said, its seconds where it is slower.")
+HOST_BLOCK_S = Option("Seconds of the host for a block's forward; default: the host's own.", least=0.0)
+FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger); default: as the host.")
+SEQUENCE_PARALLEL = Option("The language model's norms and residuals divided among tp; default: as the host.")
+VISION_SEQUENCE_PARALLEL = Option("The same in the vision tower; default: as the host.")
+GRAD_DTYPE = Option("Gradients as they are summed; default: as the host.")
+EXPERT_PRODUCTS = Option("Experts by grouped kernels, or by a loop over them; default: as the host.")
 TP_OVERLAP = Option("tp's messages run beside the products, as with Megatron's --tp-comm-overlap.")
 EP_OVERLAP = Option("Experts' rows are sent beside products, as with --overlap-moe-expert-parallel-comm.")
 FREEZE = Option(
@@ -272,12 +281,19 @@ class PlanOptions:
     optimizer: Annotated[Optimizer, OPTIMIZER] = "adamw"
     dtype: Annotated[Precision, DTYPE] = "bf16"
     attention: Annotated[Attention, ATTENTION] = "flash"
-    fused_kernels: Annotated[bool, FUSED_KERNELS] = False
-    tp_overlap: Annotated[bool, TP_OVERLAP] = False
+    # what the host does by itself where nothing is said
+    host: Annotated[HostName, HOST] = "common"
+    host_block_s: Annotated[float | None, HOST_BLOCK_S] = None
+    fused_kernels: Annotated[bool | None, FUSED_KERNELS] = None
+    sequence_parallel: Annotated[bool | None, SEQUENCE_PARALLEL] = None
+    vision_sequence_parallel: Annotated[bool | None, VISION_SEQUENCE_PARALLEL] = None
+    grad_dtype: Annotated[DType | None, GRAD_DTYPE] = None
+    tp_overlap: Annotated[bool | None, TP_OVERLAP] = None
+    expert_imbalance: Annotated[float | None, IMBALANCE] = None
+    expert_products: Annotated[ExpertProducts | None, EXPERT_PRODUCTS] = None
+    dispatcher: Annotated[Dispatcher | None, DISPATCHER] = None
     ep_overlap: Annotated[bool, EP_OVERLAP] = False
     frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
-    expert_imbalance: Annotated[float, IMBALANCE] = EXPERT_IMBALANCE
-    dispatcher: Annotated[Dispatcher, DISPATCHER] = "alltoall"
     lora: Annotated[Lora | None, LORA] = None
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
     seed: Annotated[int, SEED] = 0
@@ -334,6 +350,11 @@ class PlanOptions:
         if self.num_chunks > 1 and self.pp == 1 and self.schedule != "auto":
             problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
         return problems
+
+    def of_host(self) -> "PlanOptions":
+        """Return the options with what the host does by itself where nothing was said."""
+        own = HOSTS[self.host].settings(self.dtype)
+        return replace(self, **{name: x for name, x in own.items() if getattr(self, name, x) is None})
 
     @property
     def sharding(self) -> int:

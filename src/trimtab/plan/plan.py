@@ -12,9 +12,11 @@ from typing import Literal
 
 from trimtab.lora import Lora
 from trimtab.options import (
-    EXPERT_IMBALANCE,
     Attention,
     Dispatcher,
+    DType,
+    ExpertProducts,
+    HostName,
     Order,
     Oversize,
     PlanMethod,
@@ -279,7 +281,7 @@ class TrainingInput:
     optimizer: str
     zero_stage: int
     attention: Attention
-    fused_kernels: bool  # norms, rotary and gates as single kernels
+    fused_kernels: bool | None  # norms, rotary and gates as single kernels; null: as the host has them
     frozen_towers: tuple[Tower, ...]
     recompute: RecomputeMode  # what was asked for
     costs: str  # method of the profile: analytic, traced, timed, logged
@@ -287,8 +289,16 @@ class TrainingInput:
     search: Literal["exact", "omnibal"] = "exact"  # of the stages
     radius: int = 3  # of OmniBal's search
     top: int = 10
-    expert_imbalance: float = EXPERT_IMBALANCE  # rows of the busiest expert-parallel device over the mean
-    dispatcher: Dispatcher = "alltoall"
+    host: HostName = "none"  # whose settings hold where they are null, and no such key
+    host_block_s: float | None = None
+    sequence_parallel: bool | None = None
+    vision_sequence_parallel: bool | None = None
+    grad_dtype: DType | None = None
+    tp_overlap: bool | None = None
+    ep_overlap: bool = False
+    expert_imbalance: float | None = None  # rows of the busiest expert-parallel device over the mean
+    expert_products: ExpertProducts | None = None
+    dispatcher: Dispatcher | None = None
     lora: Lora | None = None  # only adapters are trained; null, and no such key: the weights are
     baselines: tuple[str, ...] = ()  # that were asked for, as in "random,batch=4,padded"; none: the fastest that fits
 

@@ -328,7 +328,7 @@ def trace_plan(found: ReloadedPlan, config: str) -> TracedProfile:
         case.cluster.device,
         dtype=options.dtype,
         attention=options.attention,
-        fused_kernels=options.fused_kernels,
+        fused_kernels=options.of_host().fused_kernels,
         frozen_towers=frozenset(options.frozen_towers),
         lora=options.lora,
     )

@@ -27,6 +27,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "fills_pipeline": (True,),
         "zero_stage": (0,),  # every data-parallel rank holds the whole state of its stages
         "fused_kernels": (False,),
+        "host": ("eager",),
         "dtype": ("bf16", "fp32"),
         "optimizer": ("adamw", "sgd_momentum", "sgd"),  # of torch.optim
     }
