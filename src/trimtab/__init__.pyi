@@ -34,7 +34,6 @@ from trimtab.balance.packing import (
     pack_samples as pack_samples,
     report_packing as report_packing,
 )
-from trimtab.balance.columns import pack_columns as pack_columns
 from trimtab.balance.cost import LinearCost as LinearCost
 from trimtab.specs import (
     Packing as Packing,
@@ -130,7 +129,6 @@ from trimtab.runtime.vision import (
     vision_dp_from_plan as vision_dp_from_plan,
     vision_heartbeat as vision_heartbeat,
     encode_pooled as encode_pooled,
-    rows_of_shards as rows_of_shards,
     verify_vision_dp as verify_vision_dp,
 )
 from trimtab.runtime.vision.callback import VisionDataParallelCallback as VisionDataParallelCallback
@@ -149,7 +147,7 @@ from trimtab.adapters.verl import (
 
 # Inference
 from trimtab.placement.machine import parse_machine as parse_machine
-from trimtab.placement.workload import Workload as Workload
+from trimtab.placement.machine import Workload as Workload
 from trimtab.placement.place import place as place
 from trimtab.placement.placed import Placement as Placement
 from trimtab.plan.file.placement import load_placement as load_placement

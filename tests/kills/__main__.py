@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kills import serving, training
+from tests.kills import training
 
 Contents = dict[str, bytes]
 
@@ -37,7 +37,7 @@ class Verb:
 def verbs(folder: Path) -> dict[str, Verb]:
     from trimtab.demo.draw import draw_dataset
 
-    data = draw_dataset(folder / "data", num_samples=300).folder
+    data = draw_dataset(folder / "data", num_samples=300)
     size = ["size", str(data / "data.jsonl"), "--model", "Qwen2.5-VL-7B", "--tokenizer", str(data / "tokenizer.json")]
     sizes = str(folder / "sizes.npz")
     run([*size, "--out", sizes])
@@ -143,10 +143,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="trimtab-kills-") as folder:
         draw, names = random.Random(given.seed), given.only
         findings = 0
-        for name, attacked in (("serve", serving), ("train", training)):
-            if not names or name in names:
-                findings += attacked.attack(Path(folder), given.times, draw)
-        if not names or set(names) - {"serve", "train"}:
+        if not names or "train" in names:
+            findings += training.attack(Path(folder), given.times, draw)
+        if not names or set(names) - {"train"}:
             found = verbs(Path(folder))
             findings += sum(attack(n, found[n], Path(folder), given.times, draw) for n in names or found if n in found)
         return findings

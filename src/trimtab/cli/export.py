@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from trimtab.adapters.torchserve import ArchiveOptions
 from trimtab.cli.check import PlanArgument
 from trimtab.cli.frameworks import add_frameworks
 from trimtab.cli.options import Verbs, verb
 from trimtab.cli.output import JsonOption, log, print_json
+from trimtab.errors import ConfigError
 
 if TYPE_CHECKING:
     from trimtab.adapters.data_files import Field, WrittenData
@@ -34,32 +33,40 @@ add_frameworks(app)
 @verb
 def torchserve(
     *,
-    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Folder of a saved model.")],
+    model_dir: Annotated[Path | None, typer.Argument(metavar="MODEL_DIR", help="Folder of a saved model.")] = None,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     placed: Annotated[Path | None, typer.Option("--map", help="Device map as JSON, from trimtab map --json.")] = None,
     setup: Annotated[
-        Path | None, typer.Option(help="setup_config.json of TorchServe's recipe; options given here override it.")
+        Path | None, typer.Option(help="setup_config.json of TorchServe's recipe for large models.")
     ] = None,
-    options: ArchiveOptions,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model; by default the recipe's or the folder's.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write MODEL_DIR as a TorchServe 0.12 archive. TorchServe is archived: prefer trimtab serve."""
-    from trimtab.adapters.torchserve import export_torchserve, read_recipe
-    from trimtab.serve.device_map import read_device_map
+    """Pack MODEL_DIR for TorchServe 0.12 by torch-model-archiver. TorchServe is archived: prefer trimtab serve."""
+    from trimtab.adapters.servers import Recipe, export_torchserve, read_recipe
+    from trimtab.placement.placed import read_device_map
 
+    fields: dict[str, Any] = {} if setup is None else read_recipe(setup)
+    if model_dir is not None:
+        fields["model_path"] = str(model_dir.resolve())
+    if "model_path" not in fields:
+        raise ConfigError("MODEL_DIR is missing: name the folder of a saved model, or a --setup with a model_path")
     if placed is not None:
         written = read_device_map(placed)
-        options = replace(options, device_map=written.device_map or options.device_map, runs_on=written.runs_on)
-    recipe = {} if setup is None else read_recipe(setup)
-    left_open = {name: value for name, value in recipe.items() if getattr(options, name) is None}
-    exported = export_torchserve(model_dir, out, replace(options, **left_open))
+        fields |= {"device_map": written.device_map, "runs_on": written.runs_on}
+    given = name or fields.get("model_name") or Path(fields["model_path"]).name
+    archive = export_torchserve(Recipe(**{**fields, "model_name": given}), out)
+    command = f"torchserve --start --ncs --foreground --model-store {out} --models {given}={archive.name}"
+    command += f" --ts-config {out / 'config.properties'}"
     if as_json:
-        print_json(exported)
+        print_json({"archive": archive, "command": command})
         return
-    for note in exported.notes:
-        log(f"note: {note}")
-    print(exported.archive)
-    print(exported.command)
+    log("note: TorchServe is archived and gets no security fixes: prefer trimtab serve, or vLLM and SGLang")
+    log("note: the archive names the model's folder and does not hold it: keep the folder where it is")
+    print(archive)
+    print(command)
 
 
 # -- serving engines -------------------------------------------------------------------------------------------------
@@ -80,7 +87,7 @@ def sglang(placed: PlacedArgument, as_json: JsonOption = False) -> None:
 
 
 def _print_stages(placed: Path, engine: Literal["vllm", "sglang"], as_json: bool) -> None:
-    from trimtab.adapters.engines import count_placed_layers
+    from trimtab.adapters.servers import count_placed_layers
     from trimtab.plan.file.placement import load_placement
 
     stages = count_placed_layers(load_placement(placed).device_map)
@@ -149,10 +156,6 @@ def energon_packs(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Data-parallel ranks of the run; by default the plan's.")
     ] = None,
-    layout: Annotated[
-        Literal["records", "llava-ov"],
-        typer.Option(help="Records as they are, or as LLaVA-OneVision-1.5 packs offline."),
-    ] = "records",
     media_root: Annotated[
         Path | None, typer.Option(help="Folder that image paths start from; else the data file's.")
     ] = None,
@@ -163,7 +166,7 @@ def energon_packs(
     from trimtab.options import ReadingOptions
 
     reading = ReadingOptions(media_root=media_root)
-    _tell(write_energon_packs(plan, out, data=data, ranks=ranks, layout=layout, reading=reading), as_json)
+    _tell(write_energon_packs(plan, out, data=data, ranks=ranks, reading=reading), as_json)
 
 
 @app.command("swift-packs")
