@@ -27,9 +27,9 @@ def run(words: str, folder: Path) -> None:
 
 def main(folder: Path) -> None:
     data = draw_dataset(folder / "data", num_samples=40)
-    write_demo_model(folder / "model", data.folder)
+    write_demo_model(folder / "model", data)
     run(
-        f"trimtab plan model {data.data.relative_to(folder)} --cluster 2xA100-80GB --for trimtab --pp 2 "
+        "trimtab plan model data/data.jsonl --cluster 2xA100-80GB --for trimtab --pp 2 "
         "--num-microbatches 4 --max-patches 512 --max-tokens 2048 --oversize skip --on-bad skip --dtype fp32 "
         "--attention sdpa",
         folder,

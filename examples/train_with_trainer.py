@@ -109,13 +109,13 @@ def main(folder: Path) -> None:
     print(f"data, plan and checkpoints: {folder}; takes half a minute, most of it imports and compiling")
     transformers.logging.disable_progress_bar()
     data = draw_dataset(folder / "data", num_samples=20)
-    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    tokenizer = AutoTokenizer.from_pretrained(data)
     processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
     config = tiny_config(tokenizer)
-    plan_data(config, processor, data.data, folder)
+    plan_data(config, processor, data / "data.jsonl", folder)
 
     # row i of the plan as token ids, labels and patches; your own data set may take its place
-    rows = open_conversations(folder / "plan", folder / "model", ReadingOptions(tokenizer=data.tokenizer))
+    rows = open_conversations(folder / "plan", folder / "model", ReadingOptions(tokenizer=data / "tokenizer.json"))
     dataset = PlanDataset(rows, rows.records.samples, on_error="filler")
 
     losses = []

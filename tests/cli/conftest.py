@@ -56,7 +56,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a drawn data set: data.jsonl, images/, tokenizer.json."""
     from trimtab.demo.draw import draw_dataset
 
-    return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=240).folder
+    return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=240)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.demo.draw import write_model
-from trimtab.demo.tokenizer import SPECIAL_TOKENS
+from trimtab.demo.draw import SPECIAL_TOKENS, write_model
 from trimtab.errors import PlanError, SampleError
 from trimtab.plan.file.reload import find_data_files
 from trimtab.plan.file.yaml import load_plan

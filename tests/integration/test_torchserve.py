@@ -40,9 +40,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 
 from tiny_chat import picture, question, save_chat_model
 
-from trimtab.adapters.torchserve import Recipe, export_torchserve
+from trimtab.adapters.servers import Recipe, export_torchserve
 from trimtab.runtime.placing.load import load_placed
-from trimtab.serve.processor import load_processor
+from trimtab.serve.application import load_processor
 
 WHAT = "what is in the picture?"
 

@@ -19,7 +19,7 @@ from tiny_chat import chat_inputs, picture, save_chat_model
 
 from trimtab.errors import ConfigError
 from trimtab.runtime.placing.load import load_placed
-from trimtab.serve.processor import load_processor
+from trimtab.serve.application import load_processor
 
 
 @pytest.fixture(scope="module")

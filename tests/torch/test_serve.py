@@ -31,8 +31,7 @@ from tiny_chat import chat_inputs, data_url, picture, question, save_chat_model
 from trimtab.errors import ConfigError, TrimtabError
 from trimtab.placement.placed import read_device_map
 from trimtab.runtime.placing.load import load_placed
-from trimtab.serve.application import build_application, check_body, open_port
-from trimtab.serve.processor import load_processor
+from trimtab.serve.application import build_application, check_body, load_processor, open_port
 
 CHAT = "/v1/chat/completions"
 WHAT = "what is in the picture?"

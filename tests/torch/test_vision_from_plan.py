@@ -13,7 +13,7 @@ from trimtab.balance.cost import LinearCost
 from trimtab.errors import PlanError
 from trimtab.plan.file.yaml import plan_from_yaml, plan_to_yaml
 from trimtab.plan.plan import Plan, VisionDecision
-from trimtab.runtime.vision import from_plan
+from trimtab.runtime.vision import apply as from_plan
 
 DISPATCH = {"group": "dp", "exchange": "dispatch", "reduction": None}
 

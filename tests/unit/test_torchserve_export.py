@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.adapters.torchserve import Recipe, export_torchserve, read_recipe
+from trimtab.adapters.servers import Recipe, export_torchserve, read_recipe
 from trimtab.errors import ConfigError, TrimtabError
 
 ARCHIVER = """#!{python}
@@ -127,7 +127,7 @@ def test_an_archiver_that_fails_is_quoted(folder: Path, tmp_path: Path, archiver
 
 
 def test_exporting_needs_no_torch() -> None:
-    code = "import sys, trimtab.adapters.torchserve, trimtab.placement.placed; print('torch' in sys.modules)"
+    code = "import sys, trimtab.adapters.servers, trimtab.placement.placed; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

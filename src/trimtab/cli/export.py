@@ -45,7 +45,7 @@ def torchserve(
     as_json: JsonOption = False,
 ) -> None:
     """Pack MODEL_DIR for TorchServe 0.12 by torch-model-archiver. TorchServe is archived: prefer trimtab serve."""
-    from trimtab.adapters.torchserve import Recipe, export_torchserve, read_recipe
+    from trimtab.adapters.servers import Recipe, export_torchserve, read_recipe
     from trimtab.placement.placed import read_device_map
 
     fields: dict[str, Any] = {} if setup is None else read_recipe(setup)
@@ -87,7 +87,7 @@ def sglang(placed: PlacedArgument, as_json: JsonOption = False) -> None:
 
 
 def _print_stages(placed: Path, engine: Literal["vllm", "sglang"], as_json: bool) -> None:
-    from trimtab.adapters.engines import count_placed_layers
+    from trimtab.adapters.servers import count_placed_layers
     from trimtab.plan.file.placement import load_placement
 
     stages = count_placed_layers(load_placement(placed).device_map)
@@ -156,10 +156,6 @@ def energon_packs(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Data-parallel ranks of the run; by default the plan's.")
     ] = None,
-    layout: Annotated[
-        Literal["records", "llava-ov"],
-        typer.Option(help="Records as they are, or as LLaVA-OneVision-1.5 packs offline."),
-    ] = "records",
     media_root: Annotated[
         Path | None, typer.Option(help="Folder that image paths start from; else the data file's.")
     ] = None,
@@ -170,7 +166,7 @@ def energon_packs(
     from trimtab.options import ReadingOptions
 
     reading = ReadingOptions(media_root=media_root)
-    _tell(write_energon_packs(plan, out, data=data, ranks=ranks, layout=layout, reading=reading), as_json)
+    _tell(write_energon_packs(plan, out, data=data, ranks=ranks, reading=reading), as_json)
 
 
 @app.command("swift-packs")

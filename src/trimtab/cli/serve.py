@@ -35,8 +35,7 @@ def serve(
     """
     from trimtab.placement.placed import WrittenMap, read_device_map
     from trimtab.runtime.placing.load import load_placed
-    from trimtab.serve.application import build_application, open_port, run_application
-    from trimtab.serve.processor import load_processor
+    from trimtab.serve.application import build_application, load_processor, open_port, run_application
 
     written = WrittenMap(None, {}) if device_map is None else read_device_map(device_map)
     name = name or model_dir.resolve().name
@@ -50,7 +49,7 @@ def serve(
 
 def _engines(model_dir: Path, device_map: Mapping[str, int | str] | None) -> str:
     """Return what starts vLLM and SGLang with the same placement."""
-    from trimtab.adapters.engines import engine_commands
+    from trimtab.adapters.servers import engine_commands
 
     try:
         commands = engine_commands(str(model_dir), device_map)

@@ -243,6 +243,7 @@ class _LayerSeconds:
     """Forward seconds of one layer: for each row, for each computed pair, and once for each micro-batch."""
 
     forward: Line  # matrix products
+    last: Line  # the last of them
     inputs: Line  # backward: gradients of the products' inputs, of those that enter the layer aside
     entering: Line  # the same of the products that the layer's input enters
     weights: Line  # backward: gradients of the weights, added to what earlier micro-batches left
@@ -302,7 +303,8 @@ class _LayerSeconds:
             weights = [p.weight_line(*narrow) for p in factors]
         added = sum(x.trained for x in shares) * added_bytes(adapter_settings(settings)) / bandwidth
         unpacked = quantised_params(layer, settings.lora, tp)
-        forward = [p.forward_line(products, peak) for p in matmuls] + [p.forward_line(*narrow) for p in factors]
+        own = [p.forward_line(products, peak) for p in matmuls]
+        forward = own + [p.forward_line(*narrow) for p in factors]
         launched = expert_launches(layer, settings) * settings.of_host.expert_s if settings.of_host.takes_turns else 0.0
         of_experts = all_to_all + gathered / link
         if settings.ep_overlap:  # both directions hide behind products and traffic, three forwards of them in all
@@ -310,6 +312,7 @@ class _LayerSeconds:
             of_experts = max(0.0, of_experts - hidden)
         return cls(
             forward=sum(forward, Line()),
+            last=own[-1] if own else Line(),
             inputs=sum((line for enters, line in backward if not enters), Line()),
             entering=sum((line for enters, line in backward if enters), Line()),
             weights=sum(weights, Line(once=added)),
@@ -363,10 +366,13 @@ def _recompute_tiers(
     """Return the tiers "selective" (`selective_bytes`) and "full"; measured work has only the last.
 
     full keeps the layer's input and runs the whole forward again, collectives included. Implementations that stop
-    once the last needed tensor is there skip the last product: 0.71-0.86 of a forward, or all of it where the layer
-    scales or norms its last result. The price here is the whole forward: an upper bound.
+    once the last needed tensor is there (`early_stop`) skip the last product, but where the layer scales or norms its
+    result: 0.71-0.86 of a forward.
     """
     row = settings.item_bytes * layer.hidden_size / settings.row_share(layer.tower)
+    if settings.early_stop and not layer.layer_scale and layer.num_norms <= 2:
+        left = columns.terms(rows=seconds.last.row, once=seconds.last.once)
+        again = tuple(max(0.0, a - b) for a, b in zip(again, left, strict=True))
     full = RecomputeTier(name="full", extra_backward_s=again, saved_bytes=columns.terms(rows=row))
     if layer.measured is not None:
         return [full]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trimtab.errors import PartitionError
+from trimtab.options import AttentionKernel
 from trimtab.specs import DeviceSpec
 
 
@@ -85,6 +86,7 @@ class _Architecture:
 # A device of no row is taken as the H100 without FP8; outputs go by the peak. The H20 has 78 of the H100's 132
 # multiprocessors, and a peak cut below what its power allows.
 _DEPTH_PER_FLOP_A_BYTE = 0.83
+_CUDNN = 0.55  # cuDNN and FlashAttention-3 on Hopper: arXiv 2407.08608, figures 5 to 7
 _ARCHITECTURES = (
     _Architecture(names=("A100", "A800"), matmul=0.82, attention=0.50, outputs_per_flop_s=0.22e6 / 312e12),
     _Architecture(names=("H100", "H800"), fp8=1.77),
@@ -100,7 +102,7 @@ _ARCHITECTURES = (
 )
 
 
-def efficiency_of(device: DeviceSpec) -> Efficiency:
+def efficiency_of(device: DeviceSpec, attention_kernel: AttentionKernel = "fa2") -> Efficiency:
     """What kernels reach on `device`, from published benchmarks.
 
     >>> from trimtab import find_device
@@ -112,7 +114,7 @@ def efficiency_of(device: DeviceSpec) -> Efficiency:
         matmul=row.matmul,
         outputs=row.outputs_per_flop_s * device.peak_flops,
         depth=_DEPTH_PER_FLOP_A_BYTE * device.peak_flops / device.memory_bytes_per_s,
-        attention=row.attention,
+        attention=max(row.attention, _CUDNN) if attention_kernel == "cudnn" else row.attention,
         fp8=row.fp8,
         mxfp8=row.mxfp8,
     )

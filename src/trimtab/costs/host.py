@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from trimtab.options import EXPERT_IMBALANCE, AdapterWeights, Dispatcher, DType, ExpertProducts, HostName
+from trimtab.options import (
+    EXPERT_IMBALANCE,
+    AdapterWeights,
+    AttentionKernel,
+    Dispatcher,
+    DType,
+    ExpertProducts,
+    HostName,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +40,8 @@ class Host:
     fused_kernels: bool = False
     sequence_parallel: bool = True
     vision_sequence_parallel: bool = False
+    attention_kernel: AttentionKernel = "fa2"
+    early_stop: bool = False  # recompute ends before a block's last product
     tp_overlap: bool = False
     grad_dtype: DType = "fp32"
     fp16_grad_dtype: DType = "fp32"  # of runs in fp16
@@ -43,7 +53,8 @@ class Host:
     def settings(self, dtype: str) -> dict[str, Any]:
         """Return its fields of `CostSettings`, for a run in `dtype`."""
         names = (
-            *("fused_kernels", "sequence_parallel", "vision_sequence_parallel", "tp_overlap", "adapter_weights"),
+            *("fused_kernels", "sequence_parallel", "vision_sequence_parallel", "tp_overlap"),
+            *("attention_kernel", "early_stop", "adapter_weights"),
             *("dispatcher", "expert_imbalance", "expert_products"),
         )
         own = {name: getattr(self, name) for name in names}
@@ -65,9 +76,11 @@ HOSTS: Mapping[HostName, Host] = MappingProxyType(
         # what is common today, where no host is named
         "common": Host(block_s=_EAGER_S, expert_s=_EXPERT_S, fused_kernels=True, vision_sequence_parallel=True),
         # Transformers' modules in PyTorch, as Trainer, Accelerate, FSDP2 and `trimtab train` run them
-        "eager": Host(block_s=_EAGER_S, expert_s=_EXPERT_S, vision_sequence_parallel=True),
+        "eager": Host(block_s=_EAGER_S, expert_s=_EXPERT_S, vision_sequence_parallel=True, early_stop=True),
         # the same under DeepSpeed, which keeps gradients in the model's format
-        "deepspeed": Host(block_s=_EAGER_S, expert_s=_EXPERT_S, grad_dtype="bf16", fp16_grad_dtype="fp16"),
+        "deepspeed": Host(
+            block_s=_EAGER_S, expert_s=_EXPERT_S, grad_dtype="bf16", fp16_grad_dtype="fp16", early_stop=True
+        ),
         # Megatron-Core with Transformer Engine; its vision models are not sequence parallel
         "megatron": Host(
             block_s=_EAGER_S, expert_s=_EXPERT_S, fused_kernels=True, fp16_grad_dtype="fp16", adapter_weights="same"
@@ -78,6 +91,7 @@ HOSTS: Mapping[HostName, Host] = MappingProxyType(
             expert_s=16e-6,
             takes_turns=True,
             fused_kernels=True,
+            attention_kernel="cudnn",
             tp_overlap=True,
             grad_dtype="bf16",
             fp16_grad_dtype="fp16",

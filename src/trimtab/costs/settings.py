@@ -15,6 +15,7 @@ from trimtab.lora import Lora
 from trimtab.options import (
     EXPERT_IMBALANCE,
     AdapterWeights,
+    AttentionKernel,
     Dispatcher,
     DType,
     ExpertProducts,
@@ -55,6 +56,8 @@ class CostSettings:
     expert_imbalance: float = EXPERT_IMBALANCE
     dispatcher: Dispatcher = "alltoall"
     expert_products: ExpertProducts = "grouped"
+    attention_kernel: AttentionKernel = "fa2"  # where attention is "flash"
+    early_stop: bool = False  # recompute ends before a block's last product, as PyTorch's own checkpoints do
     adapter_weights: AdapterWeights = "fp32"  # where `lora` does not say
     host: HostName = "none"
     host_block_s: float | None = None  # of a block's forward on the host; None: the host's own figure
@@ -69,6 +72,7 @@ class CostSettings:
             ("attention", self.attention, get_args(Attention)),
             ("dispatcher", self.dispatcher, get_args(Dispatcher)),
             ("expert_products", self.expert_products, get_args(ExpertProducts)),
+            ("attention_kernel", self.attention_kernel, get_args(AttentionKernel)),
             ("adapter_weights", self.adapter_weights, get_args(AdapterWeights)),
             ("host", self.host, get_args(HostName)),
         ):
@@ -122,7 +126,7 @@ class CostSettings:
 
     def efficiency_on(self, device: DeviceSpec) -> Efficiency:
         """What kernels reach on `device`: as given, else as published benchmarks show."""
-        return self.efficiency or efficiency_of(device)
+        return self.efficiency or efficiency_of(device, self.attention_kernel)
 
     def visits(self, m: MlpSpec) -> float:
         """Rows of the busiest device's experts for each row of its own; k where all devices have all experts."""

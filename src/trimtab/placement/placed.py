@@ -9,9 +9,8 @@ from typing import Literal
 
 from trimtab.errors import ConfigError
 from trimtab.files import read_small
-from trimtab.placement.bytes import InferenceTable
+from trimtab.placement.bytes import DeviceKey, DeviceUse, InferenceTable, device_bytes
 from trimtab.placement.chain import modules_of
-from trimtab.placement.device_bytes import DeviceKey, DeviceUse, device_bytes
 from trimtab.placement.machine import Machine
 from trimtab.shown import html_table, three_lines
 from trimtab.specs import ModelSpec

@@ -18,8 +18,7 @@ from transformers.integrations.accelerate import _get_device_map
 
 from trimtab.runtime.placing.folder import model_class, read_config
 from trimtab.runtime.placing.load import load_placed
-from trimtab.serve.application import Chat, PlacedModel
-from trimtab.serve.processor import load_processor
+from trimtab.serve.application import Chat, PlacedModel, load_processor
 
 
 class ChatHandler:

@@ -18,7 +18,7 @@ from trimtab.errors import ConfigError
 from trimtab.files import read_small, refuse_special
 from trimtab.models.asking.internvl_chat import read_chat_config
 from trimtab.models.families.internvl import REMOTE
-from trimtab.placement.device_bytes import DeviceKey
+from trimtab.placement.bytes import DeviceKey
 from trimtab.runtime.placing.stored_weights import StoredTensor
 from trimtab.typed_json import parse_json
 

@@ -26,8 +26,8 @@ from trimtab.runtime.recompute.apply import applied_to
 from trimtab.runtime.recompute.apply import apply as apply_recompute
 from trimtab.runtime.training.loader import StepLoader, refuse_loss_of_its_own, step_loader
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
+from trimtab.runtime.vision.apply import vision_dp_from_plan
 from trimtab.runtime.vision.callback import VisionDataParallelCallback
-from trimtab.runtime.vision.from_plan import vision_dp_from_plan
 
 LOG = logging.getLogger("trimtab")
 

@@ -143,12 +143,18 @@ def _is_lost(error: BaseException) -> bool:
     >>> _is_lost(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     True
     """
-    if isinstance(error, dist.DistError) or "/gloo/" in str(error):
-        return True
-    causes = [error.__cause__, error.__context__]
-    if isinstance(error, CheckpointException):
-        causes += [failure[0] for failure in error.failures.values()]
-    return any(_is_lost(cause) for cause in causes if cause is not None)
+    seen: list[BaseException] = []  # what a disk refused is a failure of the exception that is its context
+    causes = [error]
+    while causes:
+        cause = causes.pop()
+        if isinstance(cause, dist.DistError) or "/gloo/" in str(cause):
+            return True
+        seen.append(cause)
+        further = [cause.__cause__, cause.__context__]
+        if isinstance(cause, CheckpointException):
+            further += [failure[0] for failure in cause.failures.values()]
+        causes += [x for x in further if x is not None and not any(x is other for other in seen)]
+    return False
 
 
 def _others_left(watch: Watch) -> bool:
