@@ -11,7 +11,7 @@ from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, print_json
 from trimtab.errors import TrimtabError, join_problems
 from trimtab.lora import Lora
-from trimtab.options import Attention, DType, Option, Tower, option_problems
+from trimtab.options import Attention, DType, HostName, Option, Tower, option_problems
 from trimtab.plan.options import LORA, parse_towers
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class ProfileOptions:
     ] = None
     repeats: Annotated[int | None, Option("Times each size is timed; default 9.", least=1)] = None
     tp: Annotated[int, Option("Tensor-parallel degree; layers are timed at 1.", least=1)] = 1
+    host: Annotated[HostName, Option("Whose seconds the formulas take, and which logged runs are fitted to.")] = "eager"
     fused_kernels: Annotated[bool, Option("Norms, rotary and gates as single kernels (TE, Liger).")] = False
     frozen_towers: Annotated[
         tuple[Tower, ...],
@@ -105,6 +106,7 @@ class ProfileOptions:
         return {
             "dtype": self.dtype,
             "attention": self.attention or "flash",
+            "host": self.host,
             "fused_kernels": self.fused_kernels,
             "frozen_towers": frozenset(self.frozen_towers),
             "lora": self.lora,
