@@ -296,6 +296,49 @@ def table(found: Sequence[Found]) -> list[str]:
     return lines
 
 
+_PAGE = """# Published runs, predicted
+
+Written by `python bench/published.py --write docs/published-runs.md`. Rows lie in `bench/data/runs`, one file a source:
+settings as printed, what was measured, and which host ran it. A row's settings were committed before it was predicted.
+Nothing here was run on a device of ours.
+
+*Defaults*: degrees, batch, recompute, ZeRO, precision, adapters and frozen towers are given; all else is what the host
+does by itself ([costs](costs.md)). *Stated*: also what the source says of kernels, overlap, dispatcher, routing. *Left
+out*: as defaults, every constant that was taken from the source put back to what the others give. Four figures each:
+median |error| of a step's seconds, nine of ten within, inside 30 %, within a factor of 2; bytes with defaults. Rows that
+a constant was fitted to are not counted.
+
+"""
+
+
+def page(found: Sequence[Found]) -> str:
+    """Return docs/published-runs.md."""
+    head = "| | rows | defaults | stated | left out | bytes |\n|---|---|---|---|---|---|\n"
+    parts = [_PAGE]
+    keys: tuple[tuple[str, Callable[[Found], str]], ...] = (
+        ("regime", lambda x: x.row.regime),
+        ("source", lambda x: x.row.source),
+    )
+    for title, key in keys:
+        parts.append(f"## By {title}\n\n{head}")
+        for name in sorted({key(x) for x in found}):
+            own = [x for x in found if key(x) == name and not x.row.is_fitted and not x.reason]
+            if own:
+                parts.append(f"| {name} | {len(own)} | {' | '.join(_cells(own))} |\n")
+        parts.append("\n")
+    reasons = [x.reason for x in found if x.reason]
+    parts.append("## Left out\n\n| rows | why |\n|---|---|\n")
+    parts += [f"| {reasons.count(why)} | {why} |\n" for why in sorted(set(reasons), key=lambda x: -reasons.count(x))]
+    return "".join(parts)
+
+
+def _cells(own: Sequence[Found]) -> list[str]:
+    timed = [x for x in own if x.defaults is not None]
+    errors = [[getattr(x, name) for x in timed] for name in ("defaults", "stated", "left_out")]
+    errors.append([x.memory for x in own if x.memory is not None])
+    return [", ".join(summary(column).split()) for column in errors]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -303,6 +346,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--held-out", action="store_true", help="also the sources that gave no constant")
+    parser.add_argument("--write", type=Path, help="write the page")
     given = parser.parse_args()
     rows = [x for x in read_rows(given.source) if given.source or given.held_out or x.source not in HELD_OUT]
     found = [evaluate(row) for row in rows]
@@ -310,6 +354,8 @@ def main() -> None:
         for x in found:
             figures = ("       -" if e is None else f"{e:+8.1%}" for e in (x.defaults, x.stated, x.left_out, x.memory))
             print(f"{x.row.source[:20]:20} {x.row.name[:44]:44}", *figures, x.reason or x.row.quality)
+    if given.write is not None:
+        given.write.write_text(page(found), encoding="utf-8")
     print("\n".join(table(found)))
     reasons = [x.reason for x in found if x.reason]
     for reason in sorted(set(reasons)):

@@ -71,8 +71,8 @@ def plan_data(config: PreTrainedConfig, processor: Qwen2VLImageProcessorPil, dat
     """Save what the model folder holds beside weights, and let `trimtab plan` size and plan the data for it."""
     config.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
-    options = "--cluster 1xA100-80GB --dp 1 --pp 1 --num-microbatches 2 --max-patches 512 --max-tokens 2048"
-    words = [*options.split(), "--oversize", "skip", "--on-bad", "skip"]
+    options = "--cluster 1xA100-80GB --dp 1 --pp 1 --set num_microbatches=2 --set max_patches=512 --set max_tokens=2048"
+    words = [*options.split(), "--set", "oversize=skip", "--on-bad", "skip"]
     words += ["--tokenizer", str(data.parent / "tokenizer.json"), "--out", str(folder / "plan")]
     command = [sys.executable, "-m", "trimtab", "plan", str(folder / "model"), str(data), *words]
     subprocess.run(command, check=True)

@@ -49,11 +49,11 @@ def test_what_a_host_is_said_to_carry_is_proved_by_a_test_that_is_there() -> Non
 @pytest.fixture(scope="module")
 def split(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan over four ranks: it cuts inside the vision tower."""
-    from trimtab.cli.main import app
+    from trimtab.cli.app import app
 
     out = tmp_path_factory.mktemp("split") / "plan"
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json"]
-    words += ["--cluster", "8xA100-80GB", "--pp", "4", "--tp", "2", "--num-microbatches", "8", "--out", out]
+    words += ["--cluster", "8xA100-80GB", "--pp", "4", "--tp", "2", "--set", "num_microbatches=8", "--out", out]
     app([str(word) for word in words], standalone_mode=False)
     return out
 
@@ -114,8 +114,8 @@ def test_frameworks_without_stages_take_a_plan_without_pipeline(
         "8xA100-80GB",
         "--memory",
         "70GiB",
-        "--num-microbatches",
-        "2",
+        "--set",
+        "num_microbatches=2",
     ]
     made = run(*words)
     assert made.code == 0, made.err

@@ -160,7 +160,7 @@ def test_a_connections_errors_are_told_from_others():
 @pytest.mark.parametrize("value", [0, -1, 10**30, 1.5])
 def test_timeouts_that_are_none_are_refused(tmp_path, value):
     settings = TrainSettings(plan=tmp_path, model=tmp_path)
-    with pytest.raises(TrimtabError, match=r"timeout_s \(--timeout\)"):
+    with pytest.raises(TrimtabError, match=r"timeout_s \(--set timeout\)"):
         replace(settings, timeout_s=value)
 
 

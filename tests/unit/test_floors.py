@@ -18,6 +18,7 @@ FLOORS = {
     "compiled": 0,
     "address": 0,
     "files": 0,
+    "limited": 0,
     "options": 0,
     "lora": 0,
     "units": 0,

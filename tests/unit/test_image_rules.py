@@ -94,7 +94,7 @@ def test_fields_missing_from_the_file_are_named(config, file, missing):
 
 @pytest.mark.parametrize("config", [QWEN25, QWEN3, GLM, INTERNVL])
 def test_without_the_file_the_message_says_how_to_pass_it(config):
-    with pytest.raises(ConfigError, match=r"lacks .*, and no default is assumed: pass --preprocessor pre"):
+    with pytest.raises(ConfigError, match=r"lacks .*, and no default is assumed: pass --set preprocessor=pre"):
         image_rule(config, None)
 
 
@@ -198,10 +198,10 @@ def test_a_file_that_was_not_given_leaves_the_rule_unsettled_until_it_counts(con
     assert image_rule_or_reason(config, file) == image_rule(config, file)
     rule = image_rule_or_reason(config, None)
     with pytest.raises(
-        ConfigError, match=r"pass --preprocessor preprocessor_config\.json, or put it beside config\.json"
+        ConfigError, match=r"pass --set preprocessor=preprocessor_config\.json, or put it beside config\.json"
     ):
         rule.count(5, 5)
-    with pytest.raises(ConfigError, match="pass --preprocessor"):
+    with pytest.raises(ConfigError, match="pass --set preprocessor"):
         with_limits(rule, max_pixels=10**6)
     with pytest.raises(ConfigError, match="add it to that file"):
         image_rule_or_reason(config, {})  # the file that was given lacks it

@@ -252,7 +252,7 @@ def test_hosts_without_these_degrees_refuse_them():
     given = decide(model, by_counts(model, 6, 6), dims=ParallelDims(dp=4, pp=2, ep=4))
     without = find_target("deepspeed").can(model, 2).degrees
     assert degree_problems(given.dims, "DeepSpeed", without) == [
-        "ep 4 was planned, which this export cannot say for DeepSpeed: plan with --ep 1"
+        "ep 4 was planned, which this export cannot say for DeepSpeed: plan with ep 1"
     ]
     assert degree_problems(given.dims, "Megatron-Core", find_target("megatron").can(model, 2).degrees) == []
 

@@ -140,7 +140,7 @@ def test_the_command_prints_the_archive_and_what_serves_it(
     places = {"device_map": {"model": 0, "lm_head": "cpu"}, "runs_on": {"lm_head": 0}, "run_on_cpu": []}
     (tmp_path / "map.json").write_text(json.dumps(places))
     words = ["export", "torchserve", folder, "--map", tmp_path / "map.json", "--out", tmp_path / "store"]
-    monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, words), "--name", "my-vlm"])
+    monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, words), "--set", "name=my-vlm"])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code in (0, None)

@@ -118,7 +118,7 @@ def _optimizer(name: str, problems: list[str]) -> str | None:
     found = _OPTIMIZERS.get(name.lower().replace("_", ""))
     priced = " or ".join(dict.fromkeys(_OPTIMIZERS.values()))
     if found is None:
-        problems.append(f"optimizer {name!r} has no price: give --optimizer {priced}")
+        problems.append(f"optimizer {name!r} has no price: give --set optimizer={priced}")
     return found
 
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trimtab.cli.data import ImageOptions
-from trimtab.cli.describe import ConfigArgument
-from trimtab.cli.options import verb
+from trimtab.cli.data import ConfigArgument, ImageOptions
 from trimtab.cli.output import JsonOption, console, given_command, log, print_json
+from trimtab.cli.settings import verb
 from trimtab.errors import TrimtabError
 from trimtab.placement.machine import Workload
 

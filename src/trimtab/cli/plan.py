@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.cli.check import OWN_LOOP, Framework
-from trimtab.cli.data import ClusterOptions, DataArgument, ImageOptions, SizingOptions, size_data
-from trimtab.cli.describe import ConfigArgument
-from trimtab.cli.options import verb
+from trimtab.cli.data import ClusterOptions, ConfigArgument, DataArgument, ImageOptions, SizingOptions, size_data
 from trimtab.cli.output import JsonOption, console, given_command, print_json
+from trimtab.cli.settings import verb
 from trimtab.plan.options import PlanOptions
 
 if TYPE_CHECKING:
@@ -30,24 +29,21 @@ def plan(
     config: ConfigArgument,
     data: DataArgument,
     cluster: ClusterOptions,
-    out: Annotated[Path, typer.Option(help="Folder for plan.yaml, tables, report.html and trace.json.")] = Path("plan"),
+    out: Annotated[Path, typer.Option(help="Folder for the plan and its report.")] = Path("plan"),
     target: Annotated[
         Framework | None,
-        typer.Option("--for", help="Decide only what this framework can run; trimtab means `trimtab train`."),
+        typer.Option("--for", help="Decide only what this framework can run."),
     ] = None,
     as_json: JsonOption = False,
     options: PlanOptions,
     profile: Annotated[
         Path | None,
-        typer.Option(
-            help="Plan with the seconds (traced, probed: bytes) of this profile, which `trimtab profile --out` wrote.",
-            rich_help_panel="Plan options",
-        ),
+        typer.Option(help="Plan with this profile of `trimtab profile`."),
     ] = None,
     sizing: SizingOptions,
     images: ImageOptions,
 ) -> None:
-    """Plan the training of CONFIG on DATA: packs, stages and recompute, beside the unbalanced baseline."""
+    """Plan the training of CONFIG on DATA: packs, stages and recompute, compared with the unbalanced baseline."""
     from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.profile import load_profile
     from trimtab.plan.options import PlanOrigin
@@ -57,7 +53,8 @@ def plan(
     narrowed = _Narrowed(tried=(options,)) if target is None else _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
     devices = cluster.parsed(beside=None if saved is None else saved.device)
-    sized, sources = size_data(model, data, sizing), find_sources(data, sizing.reading.media_root)
+    sized = size_data(model, data, sizing)
+    sources = find_sources(data, sizing.reading.media_root, sizing.reading.allowed)
     if target == OWN_LOOP:
         from trimtab.runtime.training.target import refuse_data
 
@@ -102,8 +99,8 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
 
     if options.schedule == "auto":
         raise PlanError(
-            f"--schedule auto was asked for with --for {target}, which runs only some schedules (Megatron's: 1F1B and "
-            "Interleaved1F1B): give --schedule one that it has"
+            f"schedule auto was asked for with --for {target}, which runs only some schedules (Megatron's: 1F1B and "
+            "Interleaved1F1B): give one that it has"
         )
     if target == OWN_LOOP:
         from trimtab.runtime.training.target import can_train, refuse_quantised

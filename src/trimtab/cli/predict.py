@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.data import ClusterOptions, DataArgument, ImageOptions, SizingOptions, size_data
-from trimtab.cli.describe import ConfigArgument
-from trimtab.cli.options import verb
+from trimtab.cli.data import ClusterOptions, ConfigArgument, DataArgument, ImageOptions, SizingOptions, size_data
 from trimtab.cli.output import JsonOption, console, print_json
+from trimtab.cli.settings import verb
 from trimtab.options import Option
 from trimtab.plan.given import GivenRun
 
@@ -23,7 +22,8 @@ class LauncherOptions:
     """A launcher's flags that say what the run is; options given here override them."""
 
     from_megatron: Annotated[
-        str | None, Option("Megatron's flags, in quotes or in a file (Pai-Megatron-Patch's and ms-swift's too).")
+        str | None,
+        Option("Megatron's flags, in quotes or in a file (Pai-Megatron-Patch's and ms-swift's too).", common=True),
     ] = None
 
     def completing(self, run: GivenRun, model: "ModelSpec") -> GivenRun:

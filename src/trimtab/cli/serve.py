@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.options import verb
 from trimtab.cli.output import log
+from trimtab.cli.settings import verb
 from trimtab.errors import UnsupportedPlanError
 
 

@@ -82,7 +82,7 @@ def _read_described(config: Config, settings: Config | None, files: Files, *, wh
     carried = config.get("config")
     if not isinstance(carried, Mapping):
         raise ConfigError(
-            f"{whence} is a description, and its image rule was settled when it was written: give --preprocessor "
+            f"{whence} is a description, and its image rule was settled when it was written: give --set preprocessor "
             "to `trimtab describe MODEL --out` instead"
         )
     return _with_own_files(model, carried, settings, files)

@@ -16,7 +16,7 @@ from trimtab.specs import ImageMarkup, ImageRule
 
 NO_FILES = (
     "images of this model cannot be counted: the files of its processor were not given: put preprocessor_config.json "
-    "or processor_config.json beside config.json, or pass --preprocessor"
+    "or processor_config.json beside config.json, or pass --set preprocessor"
 )
 
 

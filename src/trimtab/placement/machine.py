@@ -180,15 +180,22 @@ class Workload:
     8192
     """
 
-    batch: Annotated[int, Option("Sequences that run together.", least=1)] = 1
-    seq_len: Annotated[int, Option("Tokens of text in a prompt; image tokens come on top.", least=1)] = 1024
+    batch: Annotated[int, Option("Sequences that run together.", least=1, common=True)] = 1
+    seq_len: Annotated[int, Option("Tokens of text in a prompt; images come on top.", least=1, common=True)] = 1024
     max_new_tokens: Annotated[int, Option("Tokens generated for each sequence.", least=1)] = 256
     images: Annotated[
         tuple[tuple[int, int], ...],
-        Option("Images of one prompt: 1024x768, or 1024x768,4 for four of them.", read=parse_images, typed=list[str]),
+        Option(
+            "Images of one prompt: 1024x768, or 1024x768,4 for four of them.",
+            read=parse_images,
+            typed=list[str],
+            common=True,
+        ),
     ] = ()  # (width, height) in pixels of each image of one prompt
-    dtype: Annotated[DType, Option("Of weights and activations.")] = "bf16"
-    quant: Annotated[str | None, Option("Quantised weights: bnb-int8, bnb-nf4, bnb-nf4-double, awq, fp8.")] = None
+    dtype: Annotated[DType, Option("Of weights and activations.", common=True)] = "bf16"
+    quant: Annotated[
+        str | None, Option("Quantised weights: bnb-int8, bnb-nf4, bnb-nf4-double, awq, fp8.", common=True)
+    ] = None
     attention: Annotated[Attention, Option("Attention as it will run.")] = "sdpa"
     padded: bool | None = None  # prompts of a batch differ in length, so a mask goes with them; None: if batch > 1
 

@@ -50,7 +50,7 @@ class Problems:
         # a contradiction between fields that could not be read is noise
         found += self.wrong or ([] if found else self.contradictions)
         if of_images:
-            cure = "pass --preprocessor preprocessor_config.json, or put it beside config.json"
+            cure = "pass --set preprocessor=preprocessor_config.json, or put it beside config.json"
             found.append(
                 f"preprocessor_config.json lacks {', '.join(dict.fromkeys(of_images))}, and no default is assumed: "
                 + ("add it to that file" if self.has_file else cure)

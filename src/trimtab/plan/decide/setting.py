@@ -338,7 +338,7 @@ def _smallest_good(priced: Sequence[Priced]) -> Priced:
 def _unfilled(num_microbatches: int, num_stages: int) -> PartitionError:
     return PartitionError(
         f"1F1B with {num_microbatches} micro-batches on {num_stages} stages was asked for, and torch's schedule "
-        "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --schedule GPipe"
+        "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --set schedule=GPipe"
     )
 
 

@@ -228,7 +228,7 @@ def _problems_of_steps(trainer: Any, tables: PlanTables) -> Iterator[str]:
     if ranks * accumulated == packs:
         return
     advice = (
-        f"set gradient_accumulation_steps={packs // ranks}, or plan with --num-microbatches {accumulated}"
+        f"set gradient_accumulation_steps={packs // ranks}, or plan with --set num_microbatches={accumulated}"
         if packs % ranks == 0
         else f"start as many ranks as divide {packs}, or plan for {ranks}"
     )

@@ -230,7 +230,7 @@ def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # as Transformers does
         raise ConfigError(
             f"the model in {settings.model} was to be loaded with attention {attention}, which fails "
-            f"({type(error).__name__}: {shorten(str(error), 300)}): correct its files, or choose another --attention"
+            f"({type(error).__name__}: {shorten(str(error), 300)}): correct its files, or choose another attention"
         ) from error
     frozen = plan.inputs.training.frozen_towers
     if frozen:

@@ -104,7 +104,7 @@ def _open_store(timeout_s: float) -> Any:
     except dist.DistError:
         raise TrimtabError(
             f"rank {rank} has waited {timeout_s} s for rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT), and nobody "
-            "answers there: start rank 0 too, at this address, or wait longer (--timeout)"
+            "answers there: start rank 0 too, at this address, or wait longer (--set timeout)"
         ) from None
     start = f"trimtab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     return PrefixStore(f"{start}/{store.add(f'{start}/{rank}', 1)}", store)
@@ -167,7 +167,7 @@ def _explain(watch: Watch, lost: Sequence[Late], again: str) -> str:
     if not lost:
         return (
             f"rank {watch.rank} lost its connections, and every rank is there: see whether the network holds, or allow "
-            "longer waits (--timeout)"
+            "longer waits (--set timeout)"
         )
     return (
         f"the run has lost {join_words(lost)}: see its messages and the system's log (did it exceed the memory?), and "
@@ -179,7 +179,7 @@ def _give_up(sentence: str, watch: Watch, store: Any) -> None:
     """Called by a thread: the main one waits inside a collective, and nothing else wakes it."""
     if watch.ending.acquire(blocking=False):
         if _is_first(store):
-            say(f"{sentence}: see what keeps it, or allow longer waits (--timeout)")
+            say(f"{sentence}: see what keeps it, or allow longer waits (--set timeout)")
         os._exit(2)
 
 

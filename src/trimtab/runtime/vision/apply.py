@@ -197,7 +197,7 @@ def vision_dp_from_plan(
     if decision.pooling > 1 and decision.exchange == "dispatch":
         raise PlanError(
             f"the plan encodes {decision.pooling} micro-batches of {decision.degree} dp ranks in one call, which "
-            "`trimtab train` does and no model's own forward: plan with --vision-pooling 1 for this host"
+            "`trimtab train` does and no model's own forward: plan with --set vision_pooling=1 for this host"
         )
     return vision_dp(
         model,
