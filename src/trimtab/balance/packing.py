@@ -315,7 +315,8 @@ def _find_oversize(samples: SampleTable, limits: tuple[int, int]) -> IntArray:
 def describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, int]) -> str:
     """All samples above a limit, a line each."""
     lines = [
-        f"{len(rows)} of {len(samples)} samples do not fit a pack of {limits[0]} {samples.patch_unit} and {limits[1]} "
+        f"{len(rows):,} of {len(samples):,} samples do not fit a pack of {limits[0]} {samples.patch_unit} and "
+        f"{limits[1]} "
         'tokens: raise the limits, or choose oversize "alone" (a pack of its own each) or "skip" (left out and '
         "listed): --set oversize=skip"
     ]
