@@ -31,7 +31,7 @@ from trimtab.costs.host import Host
 from trimtab.errors import TrimtabError
 from trimtab.lora import Lora
 from trimtab.models.describe import describe
-from trimtab.models.images.tiles import FixedImage
+from trimtab.models.images.rules import FixedImage
 from trimtab.options import HostName
 from trimtab.plan.given import GivenRun
 from trimtab.plan.predict import Prediction, predict_run

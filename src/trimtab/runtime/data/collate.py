@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError, join_problems
-from trimtab.models.families.family import PackFormat
+from trimtab.models.families import PackFormat
 from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.masks import (

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from trimtab.errors import PlanError, SampleError, UnknownModelError, UnsupportedPlanError
-from trimtab.models.asking.build import complete
+from trimtab.models.asking.model import complete
 from trimtab.models.asking.processors import processor_class
 from trimtab.models.describe import describe, read_config
-from trimtab.models.families.known import family_of
-from trimtab.models.images.apply import rule_in_sample
-from trimtab.models.images.unsettled import UnsettledRule
+from trimtab.models.families import family_of
+from trimtab.models.images.limits import rule_in_sample
+from trimtab.models.images.rules import UnsettledRule
 from trimtab.options import ReadingOptions
 from trimtab.plan.file.figures import model_fingerprint
 from trimtab.plan.file.yaml import load_plan

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab.errors import UnknownModelError
-from trimtab.models.families.family import PackFormat
-from trimtab.models.families.known import family_of
+from trimtab.models.families import PackFormat, family_of
 from trimtab.runtime.data.smallest_images import has_blocks
 
 TOKEN_TYPE_KEYS: tuple[str, ...] = ("mm_token_type_ids", "token_type_ids")

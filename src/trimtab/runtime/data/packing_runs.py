@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.inputs import image_token, plain_ids
-from trimtab.models.families.family import PackFormat
+from trimtab.models.families import PackFormat
 from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS
 from trimtab.runtime.data.processed import ProcessedSample
 from trimtab.runtime.data.smallest_images import smallest_image

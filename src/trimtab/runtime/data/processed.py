@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.errors import SampleError, join_problems
 from trimtab.models.asking.inputs import image_token
-from trimtab.models.families.family import PackFormat
+from trimtab.models.families import PackFormat
 from trimtab.runtime.data.formats import GRIDS, TOKEN_TYPE_KEYS
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.smallest_images import tile_tokens

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trimtab.models.asking.inputs import vision_config
-from trimtab.models.families.family import Smallest
-from trimtab.models.image_rules import image_rule
+from trimtab.models.describe import image_rule
+from trimtab.models.families import Smallest
 from trimtab.specs import ImageCounts
 
 SmallestImage = tuple[int, dict[str, Tensor]]

@@ -14,9 +14,8 @@ from transformers.utils import is_torchvision_available
 from transformers.video_utils import VideoMetadata
 
 from trimtab.errors import ConfigError, UnsupportedPlanError
-from trimtab.models.asking.clips import run_clip, see_clip, set_sampling
-from trimtab.models.asking.images import Looker
-from trimtab.models.images.clips import NO_CLIPS, AskedClips
+from trimtab.models.asking.images import Looker, run_clip, see_clip, set_sampling
+from trimtab.models.images.asked import NO_CLIPS, AskedClips
 from trimtab.options import VideoOptions
 from trimtab.samples.media import MediaFolder
 from trimtab.samples.problems import BadRecordError

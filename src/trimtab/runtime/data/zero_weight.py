@@ -8,7 +8,7 @@ import torch
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.models.asking.inputs import image_token
-from trimtab.models.families.family import PackFormat
+from trimtab.models.families import PackFormat
 from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.loss import IGNORED
 from trimtab.runtime.data.smallest_images import smallest_image

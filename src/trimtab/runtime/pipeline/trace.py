@@ -26,9 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
-from trimtab.models.asking.forward import kind_of
+from trimtab.models.asking.forward import choose_kernels, kind_of
 from trimtab.models.asking.units import Unit, forward_order, split_units
-from trimtab.models.asking.weightless import choose_kernels
 from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
 from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
 from trimtab.runtime.recompute.apply import tensors_in

@@ -17,7 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from trimtab.errors import ConfigError
 from trimtab.files import read_small, refuse_special
 from trimtab.models.asking.internvl_chat import read_chat_config
-from trimtab.models.families.internvl import REMOTE
+from trimtab.models.families import REMOTE
 from trimtab.placement.bytes import DeviceKey
 from trimtab.runtime.placing.stored_weights import StoredTensor
 from trimtab.typed_json import parse_json

@@ -13,7 +13,7 @@ from typing import get_args
 from trimtab.address import place_of
 from trimtab.errors import ConfigError, SampleError, UnsupportedPlanError
 from trimtab.lora import Lora
-from trimtab.models.families.known import family_of
+from trimtab.models.families import family_of
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.runtime.data.records import refuse_tars
 from trimtab.runtime.layout import TorchSchedule
