@@ -8,7 +8,7 @@ from typing import get_args
 
 from trimtab.errors import PlanError
 from trimtab.options import RecomputedTier
-from trimtab.partition.baselines import full_recompute
+from trimtab.partition.published import full_recompute
 from trimtab.partition.schedules import splits_backward
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.probed import DeviceProbe, KeptProbe, freed_bytes

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trimtab.costs.traced_mode import StepMode
+from trimtab.costs.measured.traced_step import StepMode
 
 
 class CudaMeter:

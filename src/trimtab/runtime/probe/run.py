@@ -15,7 +15,7 @@ import torch
 
 from trimtab.errors import PartitionError, PlanError
 from trimtab.options import Tower
-from trimtab.partition.baselines import full_recompute
+from trimtab.partition.published import full_recompute
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.probed import (

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.costs.traced_step import young_garbage
+from trimtab.costs.measured.traced_step import young_garbage
 from trimtab.errors import PlanError
 from trimtab.runtime.pipeline import Pipeline
 from trimtab.runtime.pipeline.flow import Batch

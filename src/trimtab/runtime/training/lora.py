@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.costs.adapters import adapt_layer
+from trimtab.costs.formula.adapters import adapt_layer
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import Lora
 from trimtab.models.asking.layers import read_linears

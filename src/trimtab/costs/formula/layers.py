@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trimtab.costs.activations import (
+from trimtab.costs.formula.activations import (
     adapter_item_bytes,
     adapter_traffic,
     casts_inputs,
@@ -16,12 +16,12 @@ from trimtab.costs.activations import (
     selective_bytes,
     uses_dense_pairs,
 )
-from trimtab.costs.adapters import Adapted, adapt_layer, quantised_params
-from trimtab.costs.curves import Line, product_rates
-from trimtab.costs.exchange import all_to_all_s, expert_tp_bytes, ring_bytes
-from trimtab.costs.flops import Matmul, layer_matmuls, local_heads, pair_flops
-from trimtab.costs.settings import CostSettings
-from trimtab.costs.state import adapter_settings, added_bytes, shares_of, state_bytes, step_seconds
+from trimtab.costs.formula.adapters import Adapted, adapt_layer, quantised_params
+from trimtab.costs.formula.curves import Line, product_rates
+from trimtab.costs.formula.exchange import all_to_all_s, expert_tp_bytes, ring_bytes
+from trimtab.costs.formula.flops import Matmul, layer_matmuls, local_heads, pair_flops
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.formula.state import adapter_settings, added_bytes, shares_of, state_bytes, step_seconds
 from trimtab.lora import NF4_BYTES, Lora
 from trimtab.specs import (
     NUM_WORK_TERMS,

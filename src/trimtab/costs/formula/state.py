@@ -6,10 +6,10 @@ import itertools
 from dataclasses import dataclass, replace
 from math import ceil
 
-from trimtab.costs.adapters import adapt_layer, quantised_params
-from trimtab.costs.curves import Efficiency
-from trimtab.costs.flops import layer_matmuls, num_expert_params
-from trimtab.costs.settings import ITEM_BYTES, OPTIMIZER_BYTES, CostSettings
+from trimtab.costs.formula.adapters import adapt_layer, quantised_params
+from trimtab.costs.formula.curves import Efficiency
+from trimtab.costs.formula.flops import layer_matmuls, num_expert_params
+from trimtab.costs.formula.settings import ITEM_BYTES, OPTIMIZER_BYTES, CostSettings
 from trimtab.lora import NF4_BYTES
 from trimtab.specs import DeviceSpec, LayerSpec
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trimtab.costs.adapters import Adapted, adapt_layer, quantised_params
-from trimtab.costs.flops import has_expert_biases, layer_matmuls, local_heads, measured_terms
-from trimtab.costs.settings import CostSettings
+from trimtab.costs.formula.adapters import Adapted, adapt_layer, quantised_params
+from trimtab.costs.formula.flops import has_expert_biases, layer_matmuls, local_heads, measured_terms
+from trimtab.costs.formula.settings import CostSettings
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
 _LOOP_KERNELS = 9  # of one expert: rows found and gathered, three products, gate, weights, results added; arithmetic

@@ -1,5 +1,6 @@
 """Bytes and FLOPs of a model's real layers, counted in steps on weights that take no memory.
 
+Kernels that need a GPU have stand-ins, which allocate and keep what the real ones do; adapters compute as PEFT's do.
 Needs torch and Transformers, loaded when this module is.
 """
 
@@ -12,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from trimtab.costs.kind_model import ROW, KindModel, count_pairs, refusing
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.measured.timed_model import ROW, KindModel, count_pairs, refusing
+from trimtab.costs.measured.traced_fit import PATCHES, KindCounts, Probe, TracedProfile, fit_counts, traced_profile
+from trimtab.costs.measured.traced_step import trace_step
 from trimtab.costs.profile import group_layers, is_unpriced, price_model
-from trimtab.costs.settings import CostSettings
-from trimtab.costs.traced_fit import PATCHES, KindCounts, Probe, TracedProfile, fit_counts, traced_profile
-from trimtab.costs.traced_step import trace_step
 from trimtab.models.asking.inputs import quietly
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, MeasuredWork, ModelSpec, ParallelDims
 

@@ -7,9 +7,9 @@ from math import comb
 from types import MappingProxyType
 from typing import Any, get_args
 
-from trimtab.costs.curves import Efficiency as Efficiency
-from trimtab.costs.curves import efficiency_of
-from trimtab.costs.host import HOSTS, OTHER_LAYERS, Host
+from trimtab.costs.formula.curves import Efficiency as Efficiency
+from trimtab.costs.formula.curves import efficiency_of
+from trimtab.costs.formula.host import HOSTS, OTHER_LAYERS, Host
 from trimtab.errors import PartitionError, join_problems
 from trimtab.lora import Lora
 from trimtab.options import (

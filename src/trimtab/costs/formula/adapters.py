@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from trimtab.costs.flops import Matmul, layer_matmuls
+from trimtab.costs.formula.flops import Matmul, layer_matmuls
 from trimtab.errors import PlanError, join_problems
 from trimtab.lora import ALL_LINEAR, Lora
 from trimtab.specs import LayerSpec, Linear, ModelSpec

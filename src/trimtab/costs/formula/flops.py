@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from trimtab.costs.curves import Efficiency, Line, product_line, weight_line
+from trimtab.costs.formula.curves import Efficiency, Line, product_line, weight_line
 from trimtab.specs import WORK_TERMS, AttentionSpec, LayerSpec, ParallelDims
 
 

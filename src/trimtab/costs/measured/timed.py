@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trimtab.costs.analytic import Gradients, find_gradients
 from trimtab.costs.devices import find_device
-from trimtab.costs.kind_model import DTYPES, refusing
-from trimtab.costs.measured import LayerTimings, TimedProfile, Timing, timed_profile
+from trimtab.costs.formula.layers import Gradients, find_gradients
+from trimtab.costs.formula.settings import Attention, CostSettings
+from trimtab.costs.measured.timed_fit import LayerTimings, TimedProfile, Timing, timed_profile
+from trimtab.costs.measured.timed_model import DTYPES, Call, RealModel, Run, build_model, has_flash, refusing, runs
 from trimtab.costs.profile import group_layers, price_model
-from trimtab.costs.settings import Attention, CostSettings
-from trimtab.costs.timed_model import Call, RealModel, Run, build_model, has_flash, runs
 from trimtab.errors import TrimtabError
 from trimtab.specs import DeviceSpec, LayerSpec, ModelSpec, Tower
 

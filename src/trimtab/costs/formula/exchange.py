@@ -8,8 +8,8 @@ to their experts and a combine of the results.
 
 from __future__ import annotations
 
-from trimtab.costs.flops import local_heads
-from trimtab.costs.settings import CostSettings
+from trimtab.costs.formula.flops import local_heads
+from trimtab.costs.formula.settings import CostSettings
 from trimtab.specs import DeviceSpec, LayerSpec, ParallelDims
 
 
