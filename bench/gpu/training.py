@@ -25,8 +25,8 @@ from trimtab.costs.measured.traced import profile_traced
 from trimtab.costs.profile import price_model
 from trimtab.partition.assess import SplitProblem, SplitResult
 from trimtab.partition.published import full_recompute
-from trimtab.runtime.probe.meter import meter_of
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.probe.trial import meter_of
+from trimtab.runtime.recompute import apply
 from trimtab.specs import FloatArray, ModelSpec, Profile, Stage, recomputing
 
 AMPLE = 2.0**60

@@ -21,7 +21,7 @@ from trimtab.costs.measured.stand_ins import AdaptedLinear
 from trimtab.costs.profile import profile_model
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import Lora
-from trimtab.runtime.training.lora import add_adapters, merged
+from trimtab.runtime.training.loop import add_adapters, merged
 from trimtab.specs import LayerSpec, ParallelDims
 
 ROWS, RANK, DIVISOR = 64, 4, 4
