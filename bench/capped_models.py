@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.traced import profile_traced
+from trimtab.costs.measured.traced import profile_traced
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.units import split_units
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.plan import RecomputeDecision
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.recompute import apply
 from trimtab.specs import WORK_TERMS, FloatArray, ModelSpec, Profile
 
 CASES = (

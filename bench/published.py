@@ -27,7 +27,7 @@ import numpy as np
 
 from trimtab.costs import settings
 from trimtab.costs.devices import parse_cluster
-from trimtab.costs.host import Host
+from trimtab.costs.formula.host import Host
 from trimtab.errors import TrimtabError
 from trimtab.lora import Lora
 from trimtab.models.describe import describe

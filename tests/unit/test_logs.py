@@ -11,9 +11,16 @@ from cost_models import small_model
 from partition_cases import assess_stages
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.fit import TermFit, apply_terms, fit_runs, predict_step
-from trimtab.costs.host import HOSTS
-from trimtab.costs.logs import LoggedRun, place_blocks, read_runs
+from trimtab.costs.formula.host import HOSTS
+from trimtab.costs.measured.fitted import (
+    LoggedRun,
+    TermFit,
+    apply_terms,
+    fit_runs,
+    place_blocks,
+    predict_step,
+    read_runs,
+)
 from trimtab.costs.profile import TIME_ERROR, profile_model
 from trimtab.errors import TrimtabError
 from trimtab.plan.runs import calibrate_profile, profile_from_logs, simulate_logged

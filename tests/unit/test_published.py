@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trimtab.costs.curves import efficiency_of
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.host import HOSTS
+from trimtab.costs.formula.curves import efficiency_of
+from trimtab.costs.formula.host import HOSTS
 from trimtab.plan.given import GivenRun
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))

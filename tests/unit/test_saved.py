@@ -1,4 +1,4 @@
-"""costs/saved.py, and plans made from a saved profile."""
+"""costs/measured/saved.py, and plans made from a saved profile."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cost_models import small_model
 from plan_cases import tile_samples
 
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
+from trimtab.costs.measured.saved import carry_bytes, carry_seconds, refuse_unlike
 from trimtab.costs.profile import profile_model
-from trimtab.costs.saved import carry_bytes, carry_seconds, refuse_unlike
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan

@@ -15,9 +15,9 @@ from trimtab.options import Attention, DType, HostName, Option, Tower, option_pr
 from trimtab.plan.options import LORA, parse_towers
 
 if TYPE_CHECKING:
-    from trimtab.costs.fit import Calibration
-    from trimtab.costs.measured import TimedProfile
-    from trimtab.costs.traced_fit import TracedProfile
+    from trimtab.costs.measured.fitted import Calibration
+    from trimtab.costs.measured.timed_fit import TimedProfile
+    from trimtab.costs.measured.traced_fit import TracedProfile
     from trimtab.specs import ModelSpec, Profile
 
 _ROWS = 1024  # of the table, where nothing was timed
@@ -147,7 +147,7 @@ def profile(
     else:
         device, given = find_device(options.device or ""), options.given
         if options.traced:
-            from trimtab.costs.traced import profile_traced
+            from trimtab.costs.measured.traced import profile_traced
 
             counts = profile_traced(read_config(config), model, device, **given)
             result = counts.profile
@@ -174,7 +174,7 @@ def _show(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from trimtab.costs.settings import CostSettings
+    from trimtab.costs.formula.settings import CostSettings
     from trimtab.report.profile_table import kept_rows, kind_rows, print_kept, print_kinds, print_runs
 
     given = options.given | {"attention": result.attention, "dtype": result.dtype}
@@ -218,7 +218,7 @@ def _show(
 
 def _time(config: str, model: "ModelSpec", options: ProfileOptions) -> "TimedProfile":
     from trimtab.cli.output import progress
-    from trimtab.costs.timed import TimingOptions, open_device, profile_timed
+    from trimtab.costs.measured.timed import TimingOptions, open_device, profile_timed
     from trimtab.models.describe import read_config
 
     timing = TimingOptions(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
-from trimtab.costs.host import HOSTS
+from trimtab.costs.formula.host import HOSTS
 from trimtab.errors import PlanError, join_problems
 from trimtab.lora import Lora, parse_lora
 from trimtab.options import (

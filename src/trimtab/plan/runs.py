@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.costs.devices import find_device
-from trimtab.costs.fit import Calibration, fit_runs
-from trimtab.costs.logs import LoggedRun, LoggedSchedule, read_runs
+from trimtab.costs.measured.fitted import Calibration, LoggedRun, LoggedSchedule, fit_runs, read_runs
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.files import blake2b

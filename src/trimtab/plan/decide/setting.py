@@ -20,10 +20,10 @@ from functools import cache, partial
 
 import numpy as np
 
-from trimtab.costs.exchange import document_multiple
+from trimtab.costs.formula.exchange import document_multiple
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.measured.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
 from trimtab.costs.profile import profile_model, with_tiers
-from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
-from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, PlanError
 from trimtab.options import ScheduleName, same_fields
 from trimtab.partition.schedules import microbatch_unit

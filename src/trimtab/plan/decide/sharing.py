@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.images import tower_seconds
-from trimtab.costs.settings import Efficiency
+from trimtab.costs.formula.settings import Efficiency
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.options import VisionExchange, VisionGroup
 from trimtab.plan.decide.case import Case, SharedVision

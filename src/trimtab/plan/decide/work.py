@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.costs.exchange import document_multiple
-from trimtab.costs.seconds import host_share
-from trimtab.costs.settings import Efficiency
+from trimtab.costs.formula.exchange import document_multiple
+from trimtab.costs.formula.settings import Efficiency
+from trimtab.costs.profile import host_share
 from trimtab.errors import PlanError
 from trimtab.options import Attention
-from trimtab.partition.jitter import StepSpread, spread_steps
-from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
+from trimtab.partition.simulate import StageTimes, StepSpread, simulate_steps, spread_steps, stage_times
 from trimtab.partition.stages import SplitProblem
 from trimtab.specs import (
     NUM_WORK_TERMS,
