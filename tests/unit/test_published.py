@@ -1,64 +1,63 @@
-"""bench/published.py: rows can be read, their constants are what the sources give, and sources left out stay near."""
+"""pack_isf against a plain restatement of the published algorithm, and what it owes the user: nothing dropped."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from trimtab.costs.devices import DEVICES
-from trimtab.costs.formula.curves import efficiency_of
-from trimtab.costs.formula.host import HOSTS
-from trimtab.plan.given import GivenRun
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-
-import published
-import published_curves as curves
-
-ROWS = published.read_rows()
+from trimtab.balance.published import default_filters, pack_isf
+from trimtab.compiled import make_stream, shuffle
 
 
-@pytest.mark.parametrize("source", sorted({row.source for row in ROWS}))
-def test_every_row_is_a_run_or_says_why_not(source):
-    for row in (row for row in ROWS if row.source == source):
-        if row.left_out:
-            continue
-        assert row.host in HOSTS
-        assert published.model_of(row.model).layers
-        assert published.cluster_of(row).num_devices == int(row.cluster.partition("x")[0])
-        assert len(published.samples_of(row)) == row.samples["n"]
-        assert set(row.settings) | set(row.stated) <= {*GivenRun.__dataclass_fields__, "adapter_weights"}
-        assert row.step_s or "memory_gb" in row.measured
+def restate_isf(sizes, limits, filters, iterations, state):
+    """Algorithm 1 of arXiv 2407.20761 on lists, keeping what the last iteration leaves."""
+    left, kept = list(range(len(sizes))), []
+    for iteration in range(iterations):
+        order = np.array(left, np.int64)
+        shuffle(order, state)
+        groups, group = [], []
+        for i in order.tolist():
+            if group and any(sum(sizes[j][d] for j in [*group, i]) > limits[d] for d in range(len(limits))):
+                groups.append(group)
+                group = []
+            group.append(i)
+        groups += [group] if group else []
+        left = []
+        for group in groups:
+            v, t = (sum(sizes[j][d] for j in group) for d in (0, 1))
+            if v >= filters[0] or t >= filters[1] or iteration == iterations - 1:
+                kept.append(group)
+            else:
+                left += group
+    return kept
 
 
-def test_no_constant_came_from_a_source_that_is_held_out():
-    assert not set(published.CONSTANTS) & set(published.HELD_OUT)
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("iterations", [1, 2, 10])
+def test_isf_does_what_the_paper_says(seed, iterations):
+    r = np.random.default_rng(seed)
+    n = int(r.integers(1, 200))
+    sizes = np.column_stack([r.integers(0, 6, n), r.integers(1, 1500, n)])
+    limits, filters = (9, 4096), (9, 3968)
+    groups = pack_isf(sizes, limits=limits, filters=filters, iterations=iterations, seed=seed)
+    ours = [groups.members[a:b].tolist() for a, b in zip(groups.offsets, groups.offsets[1:], strict=False)]
+    theirs = restate_isf(sizes.tolist(), limits, filters, iterations, make_stream(seed, 0, 0x697366))
+    assert sorted(ours) == sorted(theirs)
 
 
-def test_the_sweep_of_degrees_is_met_and_its_best_is_found():
-    found = [published.evaluate(row) for row in ROWS if row.source == "nanotron"]
-    assert np.median([abs(x.defaults) for x in found]) <= 0.08
-    measured = min(found, key=lambda x: x.row.step_s)
-    ours = min(found, key=lambda x: x.row.step_s * (1 + x.defaults))
-    assert ours.row.name == measured.row.name
-    assert max(abs(x.left_out) for x in found) > max(abs(x.defaults) for x in found)  # its sends gave a constant
+def test_isf_gives_its_packs_in_random_order():
+    # packs of the first iteration are full, those of the last are what was left: in that order they would meet
+    r = np.random.default_rng(0)
+    sizes = np.column_stack([r.integers(1, 6, 4000), r.integers(1, 1500, 4000)])
+    groups = pack_isf(sizes, limits=(9, 4096), filters=None, iterations=2, seed=0)
+    fill = np.add.reduceat(sizes[groups.members, 0], groups.offsets[:-1])
+    half = len(fill) // 2
+    assert (fill < 9).sum() > 50
+    assert abs((fill[:half] < 9).mean() - (fill[half:] < 9).mean()) < 0.05
 
 
-def test_short_passes_wait_for_the_host():
-    rows = [row for row in ROWS if row.regime == "short passes" and row.settings.get("pp", 1) == 1]
-    found = [published.evaluate(row).defaults for row in rows]
-    assert len(found) == 3
-    assert max(map(abs, found)) <= 0.25
-    assert all(published.predict(row, stated=False).notes for row in rows), "the host is said to decide"
-
-
-def test_constants_of_the_curve_are_those_that_published_kernels_give():
-    for name, found in curves.fitted_curves().items():
-        e = efficiency_of(DEVICES[name])
-        assert e.outputs == pytest.approx(found.outputs, rel=0.03)
-        assert e.depth == pytest.approx(found.depth, rel=0.02)
-        assert np.mean(np.abs(found.errors)) <= 0.05
-        assert e.matmul < found.share  # a training step draws more power than one product
+def test_default_filters_are_the_papers():
+    assert default_filters((9, 4096)) == (9, 3968)
+    assert default_filters((18, 6016)) == (18, 5888)
+    assert default_filters((9, 2048)) == (9, 1984)
+    assert default_filters((1, 1)) == (1, 1)
