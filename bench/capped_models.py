@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.traced import profile_traced
+from trimtab.costs.measured.traced import profile_traced
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.units import split_units
 from trimtab.partition.assess import SplitResult

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.costs.activations import kept_by_layer
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.formula.activations import kept_by_layer
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.formula.state import local_params
 from trimtab.costs.profile import profile_model
-from trimtab.costs.settings import CostSettings
-from trimtab.costs.state import local_params
 from trimtab.models.describe import describe
 from trimtab.specs import ModelSpec, ParallelDims, Profile, evaluate
 

@@ -20,10 +20,8 @@ from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.options import ScheduleName
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.baselines import even_stages
-from trimtab.partition.bmp import bmp_split
-from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.search import search_makespan
+from trimtab.partition.published import bmp_split, even_stages
+from trimtab.partition.search import Evaluator, search_makespan
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, ParallelDims, Profile, Stage, stages_between

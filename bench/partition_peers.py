@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.options import Tower
-from trimtab.partition.baselines import even_stages
-from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.search import search_makespan
+from trimtab.partition.published import even_stages
+from trimtab.partition.search import Evaluator, search_makespan
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ParallelDims, Profile, RecomputeTier, Stage
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.costs.curves import efficiency_of
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.formula.curves import efficiency_of
 from trimtab.specs import FloatArray
 
 DATA = Path(__file__).resolve().parent / "data" / "matmul_rates.json"

@@ -16,9 +16,8 @@ import numpy as np
 from injected_stages import Run, ping_pong_s, run_steps, spawn
 from partition import LINK_BYTES_PER_S, draw_work, parameter_stages, problem_of, profile_of
 from trimtab.options import ScheduleName
-from trimtab.partition.baselines import even_stages
-from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.search import search_makespan
+from trimtab.partition.published import even_stages
+from trimtab.partition.search import Evaluator, search_makespan
 from trimtab.partition.simulate import StageTimes, block_costs, simulate, stage_times
 from trimtab.partition.stages import recompute_stages, split_stages
 from trimtab.specs import FloatArray, Profile, Stage

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import transformers
 
-from trimtab.costs.kind_model import DTYPES
-from trimtab.costs.measured import TimedProfile
-from trimtab.costs.timed import Clock, TimingOptions, open_device, profile_timed, time_each
+from trimtab.costs.measured.timed import Clock, TimingOptions, open_device, profile_timed, time_each
+from trimtab.costs.measured.timed_fit import TimedProfile
+from trimtab.costs.measured.timed_model import DTYPES
 from trimtab.models.describe import describe
 from trimtab.specs import ModelSpec, evaluate
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT / "tests" / "torch"))
 from traced_families import FAMILIES, allocated_peak_bytes, find_layers, kept_bytes, make_family  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
-from trimtab.costs.kind_model import build_to_run  # noqa: E402
-from trimtab.costs.traced import profile_traced  # noqa: E402
-from trimtab.costs.traced_step import trace_step  # noqa: E402
+from trimtab.costs.measured.timed_model import build_to_run  # noqa: E402
+from trimtab.costs.measured.traced import profile_traced  # noqa: E402
+from trimtab.costs.measured.traced_step import trace_step  # noqa: E402
 from trimtab.models.describe import describe, read_config  # noqa: E402
 from trimtab.specs import WORK_TERMS, evaluate  # noqa: E402
 

@@ -116,9 +116,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "unit/test_expressible.py::test_a_refusal_quotes_the_price_of_the_plan_that_fit_writes": 1,
     "unit/test_logs.py::test_the_truth_is_found_from_steps_that_bind_every_stage_kind": 0,  # 2
     "unit/test_probed.py::test_a_device_that_keeps_otherwise_is_predicted_to_the_byte": 1,  # 2
-    "unit/test_predictions.py::test_the_page_is_what_the_command_writes_and_its_band_is_honest": 0,  # 15
-    "unit/test_published_runs.py::test_our_splits_are_no_slower_than_the_papers_within_the_same_bytes": 0,  # 4
-    "unit/test_published_runs.py::test_runs_that_do_not_fit_together_are_never_passed_over_in_silence": 0,  # 4
     "unit/test_saved.py::test_a_plan_from_a_traced_profile_reads_its_bytes": 0,  # 2
     "unit/test_search.py::test_the_search_is_near_the_best_of_all_splits": 4,  # 20 cases
     "unit/test_setting.py::test_auto_on_devices_alone_is_never_slower_than_1f1b": 0,

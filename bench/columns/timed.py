@@ -16,8 +16,8 @@ from shrunk_models import make_shrunk
 from tiny_models import as_saved
 
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.measured.timed import TimingOptions, time_layers
 from trimtab.costs.profile import profile_model
-from trimtab.costs.timed import TimingOptions, time_layers
 from trimtab.models.asking.model import describe_model
 
 

@@ -33,9 +33,9 @@ from shrunk_models import make_shrunk, shrink  # noqa: E402
 from traced_families import kept_bytes  # noqa: E402
 
 from trimtab.costs.devices import DEVICES  # noqa: E402
-from trimtab.costs.kind_model import build_to_run  # noqa: E402
-from trimtab.costs.traced import profile_traced  # noqa: E402
-from trimtab.costs.traced_step import trace_step  # noqa: E402
+from trimtab.costs.measured.timed_model import build_to_run  # noqa: E402
+from trimtab.costs.measured.traced import profile_traced  # noqa: E402
+from trimtab.costs.measured.traced_step import trace_step  # noqa: E402
 from trimtab.models.asking.batches import Batches  # noqa: E402
 from trimtab.models.asking.model import describe_fields  # noqa: E402
 from trimtab.models.asking.units import split_units  # noqa: E402

@@ -21,15 +21,14 @@ from bench.gpu.setting import Case, Setting
 from bench.gpu.shares import can_share, cut_to_share
 
 from timed_profile import make_cases
-from trimtab.costs.analytic import COLLECTIVE_S, Gradients, cost_layer, find_gradients
-from trimtab.costs.curves import Efficiency
-from trimtab.costs.flops import layer_matmuls
-from trimtab.costs.measured import Timing
+from trimtab.costs.formula.curves import Efficiency
+from trimtab.costs.formula.flops import layer_matmuls
+from trimtab.costs.formula.layers import COLLECTIVE_S, Gradients, cost_layer, find_gradients
+from trimtab.costs.formula.settings import Attention, CostSettings
+from trimtab.costs.measured.timed import TimingOptions, measure_device, time_layer
+from trimtab.costs.measured.timed_fit import Timing, fit_seconds
+from trimtab.costs.measured.timed_model import Run, build_model, has_flash, runs
 from trimtab.costs.profile import group_layers
-from trimtab.costs.settings import Attention, CostSettings
-from trimtab.costs.timed import TimingOptions, measure_device, time_layer
-from trimtab.costs.timed_fit import fit_seconds
-from trimtab.costs.timed_model import Run, build_model, has_flash, runs
 from trimtab.models.describe import describe
 from trimtab.specs import DeviceSpec, LayerSpec, ModelSpec, ParallelDims, evaluate
 

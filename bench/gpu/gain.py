@@ -18,7 +18,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from lengths import DEFAULT_DATA
 from training_gain import LIMITS, compare
-from trimtab.costs.timed import measure_device
+from trimtab.costs.measured.timed import measure_device
 from trimtab.models.describe import describe
 from trimtab.specs import ModelSpec
 

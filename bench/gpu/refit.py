@@ -23,21 +23,25 @@ import numpy as np  # noqa: E402
 from bench.gpu.costs import Formula, model_named  # noqa: E402
 from bench.gpu.record import read_records  # noqa: E402
 
-from trimtab.costs.analytic import KERNEL_S, find_gradients  # noqa: E402
-from trimtab.costs.curves import Efficiency, efficiency_of  # noqa: E402
-from trimtab.costs.memory_band import COUNTED_ERROR, FORMULAS_ERROR, SLACK  # noqa: E402
-from trimtab.costs.profile import TIME_ERROR  # noqa: E402
-from trimtab.costs.settings import CostSettings  # noqa: E402
+from trimtab.costs.formula.curves import Efficiency, efficiency_of  # noqa: E402
+from trimtab.costs.formula.layers import KERNEL_S, find_gradients  # noqa: E402
+from trimtab.costs.formula.settings import CostSettings  # noqa: E402
+from trimtab.costs.profile import (  # noqa: E402
+    COUNTED_ERROR,
+    FORMULAS_ERROR,
+    SLACK,
+    TIME_ERROR,
+)
 from trimtab.specs import DeviceSpec, FloatArray, ParallelDims, evaluate  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 FITTED = {
-    "matmul": "costs/curves.py, the device's row",
-    "outputs": "costs/curves.py, outputs_per_flop_s of the row, times the peak",
-    "depth": "costs/curves.py, _DEPTH_PER_FLOP_A_BYTE times peak / bandwidth",
-    "product_s": "costs/curves.py, Efficiency",
-    "attention": "costs/curves.py, the device's row",
-    "memory": "costs/curves.py, Efficiency",
+    "matmul": "costs/formula/curves.py, the device's row",
+    "outputs": "costs/formula/curves.py, outputs_per_flop_s of the row, times the peak",
+    "depth": "costs/formula/curves.py, _DEPTH_PER_FLOP_A_BYTE times peak / bandwidth",
+    "product_s": "costs/formula/curves.py, Efficiency",
+    "attention": "costs/formula/curves.py, the device's row",
+    "memory": "costs/formula/curves.py, Efficiency",
 }
 SHARES = ("matmul", "attention", "memory")
 ROUNDS = 40
@@ -146,7 +150,8 @@ def report(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from _rows_of_memory(lines)
     starts = [line["device_s"] for line in lines if line["suite"] == "kernels" and "device_s" in line]
     if starts:
-        yield f"| start of a kernel | costs/analytic.py, KERNEL_S | {KERNEL_S:.2g} | {statistics.median(starts):.2g} |"
+        found = statistics.median(starts)
+        yield f"| start of a kernel | costs/formula/layers.py, KERNEL_S | {KERNEL_S:.2g} | {found:.2g} |"
     if layers:
         yield ""
         for attention in sorted({x.attention for x in layers}):
@@ -164,11 +169,11 @@ def _rows_of_memory(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ):
         if rows:
             widest = float(np.quantile([abs(row[f"{method}_error"]) for row in rows], 0.9))
-            yield f"| band of bytes, {method} | costs/memory_band.py, {name} | {now:.1%} | {widest:.1%} |"
+            yield f"| band of bytes, {method} | costs/profile.py, {name} | {now:.1%} | {widest:.1%} |"
     reserved = [row["reserved_bytes"] / row["peak_bytes"] - 1 for row in rows if row.get("reserved_bytes")]
     if reserved:
         measured = statistics.mean(reserved)
-        yield f"| reserved beside the peak | costs/memory_band.py, SLACK | {SLACK:.1%} | {measured:.1%} |"
+        yield f"| reserved beside the peak | costs/profile.py, SLACK | {SLACK:.1%} | {measured:.1%} |"
 
 
 def _median(layers: Sequence[Layer], attention: str, efficiency: Efficiency | None) -> float:

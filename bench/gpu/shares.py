@@ -12,7 +12,7 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from trimtab.costs.flops import Heads, find_tp_problems, local_heads
+from trimtab.costs.formula.flops import Heads, find_tp_problems, local_heads
 from trimtab.specs import LayerSpec
 
 _QUERIES, _KEYS = {"q_proj"}, {"k_proj", "v_proj"}

@@ -18,13 +18,13 @@ import torch
 from bench.gpu.setting import Setting
 
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.measured.timed import measure_device, time_each
+from trimtab.costs.measured.timed_model import RealModel, build_model, run_of
+from trimtab.costs.measured.traced import profile_traced
 from trimtab.costs.profile import price_model
-from trimtab.costs.settings import CostSettings
-from trimtab.costs.timed import measure_device, time_each
-from trimtab.costs.timed_model import RealModel, build_model, run_of
-from trimtab.costs.traced import profile_traced
 from trimtab.partition.assess import SplitProblem, SplitResult
-from trimtab.partition.baselines import full_recompute
+from trimtab.partition.published import full_recompute
 from trimtab.runtime.probe.trial import meter_of
 from trimtab.runtime.recompute import apply
 from trimtab.specs import FloatArray, ModelSpec, Profile, Stage, recomputing

@@ -72,7 +72,7 @@ from trimtab.partition.simulate import (
     stage_times as stage_times,
     simulate as simulate,
 )
-from trimtab.partition.timeline import Timeline as Timeline
+from trimtab.partition.simulate import Timeline as Timeline
 
 # Training in your own loop
 from trimtab.runtime.training.balanced import balanced as balanced

@@ -44,9 +44,10 @@ ITEM_BYTES = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2, "mxfp8
 _MOST = 2**40  # keeps products of counts inside 64 bits
 
 Dispatcher = Literal["alltoall", "deepep"]  # a row goes to every expert, or once to a device with several
+AttentionKernel = Literal["fa2", "cudnn"]  # of attention="flash": FlashAttention-2, or cuDNN's and FlashAttention-3
 ExpertProducts = Literal["grouped", "loop"]  # one kernel after the other for all experts, or a Python loop over them
 HostName = Literal["none", "common", "eager", "deepspeed", "megatron", "recipe", "nanotron"]
-"""What launches the kernels, see costs/host.py; none: nothing but the kernels themselves counts."""
+"""What launches the kernels, see costs/formula/host.py; none: nothing but the kernels themselves counts."""
 AdapterWeights = Literal["same", "fp32", "fp32_products"]
 """Of LoRA: the model's own format; fp32, multiplied in the model's format under autocast; fp32, multiplied in fp32."""
 

@@ -23,7 +23,7 @@ from trimtab.runtime.pipeline import layers_of as layers_of
 from trimtab.runtime.recompute import apply as apply_recompute
 
 # Layers measured
-from trimtab.costs.traced import profile_traced as profile_traced
-from trimtab.costs.timed import profile_timed as profile_timed
-from trimtab.costs.timed import TimingOptions as TimingOptions
-from trimtab.costs.timed import open_device as open_device
+from trimtab.costs.measured.traced import profile_traced as profile_traced
+from trimtab.costs.measured.timed import profile_timed as profile_timed
+from trimtab.costs.measured.timed import TimingOptions as TimingOptions
+from trimtab.costs.measured.timed import open_device as open_device

@@ -18,7 +18,7 @@ from tests.fuzz.damage import damaged, reshaped
 
 from trimtab.balance.packing import pack_samples
 from trimtab.costs.devices import parse_cluster, read_device
-from trimtab.costs.logs import FORMAT, read_runs
+from trimtab.costs.measured.fitted import FORMAT, read_runs
 from trimtab.costs.profile import load_profile, profile_bytes, profile_model
 from trimtab.errors import TrimtabError
 from trimtab.models.describe import describe

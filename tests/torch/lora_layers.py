@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from real_layers import RealLayer
 
-from trimtab.costs.traced_lora import AdaptedLinear
+from trimtab.costs.measured.stand_ins import AdaptedLinear
 from trimtab.models.asking.layers import read_linears
 
 

@@ -17,13 +17,13 @@ from real_layers import LAYERS, ProductResults, RealLayer, kept_bytes
 from tiny_models import TinyModel, make_tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from trimtab.costs.activations import kept_by_layer, selective_bytes
-from trimtab.costs.analytic import cost_layer, find_gradients
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls
+from trimtab.costs.formula.activations import kept_by_layer, selective_bytes
+from trimtab.costs.formula.flops import attention_flops_per_pair, layer_matmuls
+from trimtab.costs.formula.layers import cost_layer, find_gradients
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.formula.state import local_params
 from trimtab.costs.profile import profile_model
-from trimtab.costs.settings import CostSettings
-from trimtab.costs.state import local_params
 from trimtab.specs import LayerSpec, ParallelDims, Profile, evaluate
 
 ROWS = 64

@@ -16,9 +16,9 @@ from shrunk_models import shrink
 from tiny_models import ODD_CONFIGS, as_saved, describe_here, make_config, preprocessor_of
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.kind_model import KindModel
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.measured.timed_model import KindModel
 from trimtab.costs.profile import profile_model
-from trimtab.costs.settings import CostSettings
 from trimtab.errors import TrimtabError
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe, image_rule, read_config

@@ -25,14 +25,14 @@ from bench.gpu.shares import can_share, cut_to_share  # noqa: E402
 
 from gain_models import make_model  # noqa: E402
 from trimtab.costs import analytic  # noqa: E402
-from trimtab.costs.analytic import find_gradients  # noqa: E402
-from trimtab.costs.curves import Efficiency, efficiency_of  # noqa: E402
 from trimtab.costs.devices import DEVICES  # noqa: E402
-from trimtab.costs.flops import layer_matmuls  # noqa: E402
+from trimtab.costs.formula.curves import Efficiency, efficiency_of  # noqa: E402
+from trimtab.costs.formula.flops import layer_matmuls  # noqa: E402
+from trimtab.costs.formula.layers import find_gradients  # noqa: E402
+from trimtab.costs.formula.settings import CostSettings  # noqa: E402
+from trimtab.costs.measured.timed import TimingOptions, time_layer  # noqa: E402
+from trimtab.costs.measured.timed_model import build_model, runs  # noqa: E402
 from trimtab.costs.profile import group_layers  # noqa: E402
-from trimtab.costs.settings import CostSettings  # noqa: E402
-from trimtab.costs.timed import TimingOptions, time_layer  # noqa: E402
-from trimtab.costs.timed_model import build_model, runs  # noqa: E402
 from trimtab.models.describe import describe  # noqa: E402
 from trimtab.specs import ParallelDims  # noqa: E402
 

@@ -12,13 +12,13 @@ from real_layers import LAYERS, kept_bytes
 from test_recompute_memory import BY_VALUE, transient_bytes
 from test_traced import profile_of
 
-from trimtab.costs.activations import kept_when
-from trimtab.costs.adapters import adapt_layer
-from trimtab.costs.analytic import Gradients, cost_layer
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.formula.activations import kept_when
+from trimtab.costs.formula.adapters import adapt_layer
+from trimtab.costs.formula.layers import Gradients, cost_layer
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.measured.stand_ins import AdaptedLinear
 from trimtab.costs.profile import profile_model
-from trimtab.costs.settings import CostSettings
-from trimtab.costs.traced_lora import AdaptedLinear
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import Lora
 from trimtab.runtime.training.loop import add_adapters, merged

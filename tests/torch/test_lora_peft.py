@@ -15,8 +15,8 @@ from shrunk_models import make_shrunk
 from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant
 
 from trimtab.adapters.lora import peft_config, quantisation_config
-from trimtab.costs.adapters import count_adapters
-from trimtab.costs.traced_lora import AdaptedLinear
+from trimtab.costs.formula.adapters import count_adapters
+from trimtab.costs.measured.stand_ins import AdaptedLinear
 from trimtab.lora import NF4_BYTES, Lora
 from trimtab.models.asking.model import describe_model
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml

@@ -18,10 +18,10 @@ from rich.console import Console
 
 import trimtab
 from trimtab.cli.probe import print_probe
+from trimtab.costs.measured.traced_step import trace_step
 from trimtab.costs.profile import load_profile
-from trimtab.costs.traced_step import trace_step
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
-from trimtab.partition.baselines import full_recompute
+from trimtab.partition.published import full_recompute
 from trimtab.plan.build import write_plan
 from trimtab.plan.decide.probed import with_profile
 from trimtab.plan.file.check import check_plan

@@ -12,9 +12,9 @@ from real_layers import LAYERS, RealLayer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trimtab.costs.analytic import Gradients, cost_layer
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.settings import CostSettings
+from trimtab.costs.formula.layers import Gradients, cost_layer
+from trimtab.costs.formula.settings import CostSettings
 from trimtab.partition.assess import SplitProblem
 from trimtab.runtime.recompute import apply
 from trimtab.specs import ParallelDims, Profile, RecomputeChoice, Stage

@@ -13,11 +13,10 @@ import torch
 from shrunk_models import make_shrunk
 from tiny_models import as_saved, make_tiny_model
 
-from trimtab.costs.kind_model import refusing
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.measured.timed import TimingOptions, measure_device, open_device, profile_timed, time_layers
+from trimtab.costs.measured.timed_model import build_model, refusing, runs
 from trimtab.costs.profile import group_layers, load_profile, save_profile
-from trimtab.costs.settings import CostSettings
-from trimtab.costs.timed import TimingOptions, measure_device, open_device, profile_timed, time_layers
-from trimtab.costs.timed_model import build_model, runs
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
 from trimtab.models.asking.model import describe_model
 from trimtab.models.describe import describe, read_config
@@ -275,7 +274,7 @@ def test_too_little_memory_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch
     def full(*_args, **_kwargs):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("trimtab.costs.timed.build_model", full)
+    monkeypatch.setattr("trimtab.costs.measured.timed.build_model", full)
     tiny = make_tiny_model("internvl qwen2")
     with pytest.raises(TrimtabError, match="48 rows were to be timed on cpu, whose memory is too small: give smaller"):
         time_small(as_saved(tiny.model.config), tiny.spec)

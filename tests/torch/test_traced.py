@@ -16,11 +16,11 @@ from tiny_models import as_saved, make_tiny_model
 from traced_families import DESCRIBED, FAMILIES, allocated_peak_bytes, find_layers, kept_bytes, make_family
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.kind_model import build_to_run
+from trimtab.costs.measured.timed_model import build_to_run
+from trimtab.costs.measured.traced import profile_traced
+from trimtab.costs.measured.traced_fit import share_bytes
+from trimtab.costs.measured.traced_step import trace_step
 from trimtab.costs.profile import load_profile, profile_model, save_profile
-from trimtab.costs.traced import profile_traced
-from trimtab.costs.traced_fit import share_bytes
-from trimtab.costs.traced_step import trace_step
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.units import split_units

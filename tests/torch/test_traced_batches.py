@@ -18,10 +18,10 @@ from tiny_models import make_tiny_model
 from torch import nn
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.kind_model import build_to_run
+from trimtab.costs.measured.timed_model import build_to_run
+from trimtab.costs.measured.traced import price_layers, profile_traced
+from trimtab.costs.measured.traced_fit import KindCounts
 from trimtab.costs.profile import group_layers, profile_model
-from trimtab.costs.traced import price_layers, profile_traced
-from trimtab.costs.traced_fit import KindCounts
 from trimtab.errors import PartitionError, UnknownModelError
 from trimtab.models.asking.batches import Batches, find_scattered
 from trimtab.models.asking.model import describe_fields

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trimtab.costs.kind_model import build_to_run
+from trimtab.costs.measured.timed_model import build_to_run
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.units import split_units
 

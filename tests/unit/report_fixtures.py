@@ -13,7 +13,7 @@ from rich.console import Console
 
 from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
-from trimtab.partition.timeline import Timeline
+from trimtab.partition.simulate import Timeline
 from trimtab.plan.build import make_plan
 from trimtab.plan.file.figures import PlanDetails, describe_variant
 from trimtab.plan.options import PlanOptions, PlanOrigin

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
-from trimtab.costs.activations import kept_by_layer
-from trimtab.costs.analytic import Gradients, cost_layer, find_gradients
-from trimtab.costs.curves import efficiency_of, product_line
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.flops import attention_flops_per_pair, layer_matmuls, local_heads
-from trimtab.costs.settings import CostSettings, Efficiency
-from trimtab.costs.state import bytes_per_param, local_params
+from trimtab.costs.formula.activations import kept_by_layer
+from trimtab.costs.formula.curves import efficiency_of, product_line
+from trimtab.costs.formula.flops import attention_flops_per_pair, layer_matmuls, local_heads
+from trimtab.costs.formula.layers import Gradients, cost_layer, find_gradients
+from trimtab.costs.formula.settings import CostSettings, Efficiency
+from trimtab.costs.formula.state import bytes_per_param, local_params
 from trimtab.errors import PartitionError
 from trimtab.specs import WORK_TERMS, MlpSpec, ParallelDims
 

@@ -1,4 +1,4 @@
-"""Tests of partition/bmp.py: the anchor, the candidates' ranking, what is timed."""
+"""Tests of partition/published.py: the anchor, the candidates' ranking, what is timed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
 from trimtab.errors import PartitionError
-from trimtab.partition.bmp import bmp_anchor, bmp_candidates, bmp_split, rank_cuts
-from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.search import search_makespan
+from trimtab.partition.published import bmp_anchor, bmp_candidates, bmp_split, rank_cuts
+from trimtab.partition.search import Evaluator, search_makespan
 from trimtab.units import MIB
 
 

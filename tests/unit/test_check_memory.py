@@ -9,9 +9,8 @@ import pytest
 from plan_cases import tile_samples
 
 from trimtab.costs.devices import parse_cluster
-from trimtab.costs.memory_band import OUTSIDE, SLACK
-from trimtab.costs.profile import profile_model
-from trimtab.costs.traced_fit import TracedProfile
+from trimtab.costs.measured.traced_fit import TracedProfile
+from trimtab.costs.profile import OUTSIDE, SLACK, profile_model
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe, read_config
 from trimtab.plan.build import make_plan, write_plan
@@ -21,7 +20,9 @@ from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.specs import DeviceSpec, Profile
 
 CLUSTER = parse_cluster("16xA100")
-OPTIONS = PlanOptions(pp=4, tp=2, num_microbatches=8, memory_bytes=57 * 2**30, max_patches=9225, max_tokens=4352)
+OPTIONS = PlanOptions(
+    pp=4, tp=2, num_microbatches=8, memory_bytes=57 * 2**30, max_patches=9225, max_tokens=4352, host="none"
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,7 @@ def test_a_pooled_call_is_held_whole(tmp_path: Path) -> None:
             zero_stage=3,
             max_patches=9225,
             max_tokens=4352,
+            host="none",
             vision=VisionChoice(group="dp", pooling=pooling),
         )
         write_plan(make_plan(model, tile_samples(), cluster, options), tmp_path / str(pooling))

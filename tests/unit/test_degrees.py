@@ -12,15 +12,15 @@ from cost_models import small_model, text_block, vision_block
 
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import decided
-from trimtab.costs.activations import expert_launches, layer_traffic
-from trimtab.costs.analytic import Gradients, cost_layer
 from trimtab.costs.devices import DEVICES, parse_cluster
-from trimtab.costs.exchange import all_to_all_s, expert_tp_bytes, ring_bytes
-from trimtab.costs.flops import layer_matmuls
-from trimtab.costs.host import HOSTS
+from trimtab.costs.formula.activations import expert_launches, layer_traffic
+from trimtab.costs.formula.exchange import all_to_all_s, expert_tp_bytes, ring_bytes
+from trimtab.costs.formula.flops import layer_matmuls
+from trimtab.costs.formula.host import HOSTS
+from trimtab.costs.formula.layers import Gradients, cost_layer
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.formula.state import shares_of
 from trimtab.costs.profile import profile_model
-from trimtab.costs.settings import CostSettings
-from trimtab.costs.state import shares_of
 from trimtab.errors import PartitionError, PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.options import Dispatcher, same_fields

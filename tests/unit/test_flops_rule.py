@@ -1,4 +1,4 @@
-"""Tests of partition/flops_rule.py: the published figures to the printed digit, and our optimum in the same model."""
+"""Tests of partition/published.py: the published figures to the printed digit, and our optimum in the same model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
-from trimtab.partition.flops_rule import (
+from trimtab.partition.published import (
     UnevenModel,
     best_split,
     flops_split,

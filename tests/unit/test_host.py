@@ -9,18 +9,17 @@ import pytest
 from cost_models import embed, small_model, text_block, vision_block
 from partition_cases import ONE, constant, layer, profile_of
 
-from trimtab.costs.activations import kept_by_layer
-from trimtab.costs.analytic import Gradients, cost_layer
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.host import HOSTS, OTHER_LAYERS
-from trimtab.costs.profile import profile_model
-from trimtab.costs.seconds import host_share, mean_seconds, pass_seconds, stage_seconds
-from trimtab.costs.settings import CostSettings, settings_of
+from trimtab.costs.formula.activations import kept_by_layer
+from trimtab.costs.formula.host import HOSTS, OTHER_LAYERS
+from trimtab.costs.formula.layers import Gradients, cost_layer
+from trimtab.costs.formula.settings import CostSettings, settings_of
+from trimtab.costs.profile import host_share, mean_seconds, pass_seconds, profile_model, stage_seconds
 from trimtab.errors import PartitionError
 from trimtab.lora import Lora
 from trimtab.partition.assess import SplitProblem
-from trimtab.partition.bmp import rank_cuts
 from trimtab.partition.layer_table import layer_table
+from trimtab.partition.published import rank_cuts
 from trimtab.partition.simulate import stage_times
 from trimtab.partition.stages import split_stages
 from trimtab.specs import MlpSpec, ParallelDims, RecomputeChoice, Stage

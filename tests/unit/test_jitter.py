@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from trimtab.options import ScheduleName
-from trimtab.partition.jitter import spread_steps
 from trimtab.partition.schedules import devices_of_stages
-from trimtab.partition.simulate import StageTimes, simulate_steps
+from trimtab.partition.simulate import StageTimes, simulate_steps, spread_steps
 
 ALL_REDUCE_S = 0.7
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trimtab.costs.flops import find_ep_problems
+from trimtab.costs.formula.flops import find_ep_problems
 from trimtab.models.describe import describe
 from trimtab.models.description import find_layer_problems
 from trimtab.specs import ParallelDims

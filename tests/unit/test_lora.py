@@ -20,10 +20,10 @@ from trimtab import (
     write_plan,
 )
 from trimtab.adapters.frameworks import FRAMEWORKS, find_target
-from trimtab.costs.adapters import adapt_layer, count_adapters, layer_linears
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.formula.adapters import adapt_layer, count_adapters, layer_linears
+from trimtab.costs.measured.saved import refuse_unlike
 from trimtab.costs.profile import load_profile, profile_bytes, profile_model, save_profile
-from trimtab.costs.saved import refuse_unlike
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.lora import NF4_BYTES, Lora, parse_lora
 from trimtab.plan.predict import predict_run

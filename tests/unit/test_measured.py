@@ -1,4 +1,4 @@
-"""costs/measured.py: a profile of layers whose times are known."""
+"""costs/measured/timed_fit.py: a profile of layers whose times are known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from cost_models import small_model
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.measured import LayerTimings, TimedProfile, Timing, timed_profile
+from trimtab.costs.measured.timed_fit import LayerTimings, TimedProfile, Timing, timed_profile
 from trimtab.costs.profile import profile_model
 from trimtab.specs import WORK_TERMS, Profile
 

@@ -1,4 +1,4 @@
-"""partition/peaks.py: the peak of real micro-batches beside the peak that the limits allow."""
+"""partition/assess.py: the peak of real micro-batches beside the peak that the limits allow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_cases import ONE, constant, layer, problem_of, profile_of, random_profile, with_tables
 
-from trimtab.partition.peaks import replay_peaks
+from trimtab.partition.assess import replay_peaks
 from trimtab.partition.stages import split_stages
 from trimtab.specs import RecomputeChoice, Stage
 

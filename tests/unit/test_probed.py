@@ -11,11 +11,10 @@ from partition_cases import constant
 from plan_cases import tile_samples
 
 from trimtab.costs.devices import parse_cluster
-from trimtab.costs.memory_band import SLACK, SLACK_ERROR
-from trimtab.costs.profile import profile_bytes, profile_from_bytes
+from trimtab.costs.profile import SLACK, SLACK_ERROR, profile_bytes, profile_from_bytes
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
-from trimtab.partition.baselines import full_recompute
+from trimtab.partition.published import full_recompute
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import Case

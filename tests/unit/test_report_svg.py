@@ -12,7 +12,7 @@ import report_fixtures as fixtures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.partition.timeline import Timeline
+from trimtab.partition.simulate import Timeline
 from trimtab.report import plots, svg
 from trimtab.report.words import count_scale, memory_scale, time_scale
 

@@ -1,4 +1,4 @@
-"""costs/saved.py, and plans made from a saved profile."""
+"""costs/measured/saved.py, and plans made from a saved profile."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cost_models import small_model
 from plan_cases import tile_samples
 
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
+from trimtab.costs.measured.saved import carry_bytes, carry_seconds, refuse_unlike
 from trimtab.costs.profile import profile_model
-from trimtab.costs.saved import carry_bytes, carry_seconds, refuse_unlike
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
@@ -225,7 +225,7 @@ def test_a_plan_keeps_the_profile_it_was_made_with(tmp_path: Path) -> None:
     device = dataclasses.replace(A100, name="of my own")
     saved = slower(profile_model(internvl, device), 2.0)
     cluster = parse_cluster("16xof my own", beside=device)
-    options = PlanOptions(pp=4, tp=2, num_microbatches=8)
+    options = PlanOptions(pp=4, tp=2, num_microbatches=8, host="none")
     samples = tile_samples()
     made = make_plan(internvl, samples, cluster, dataclasses.replace(options, profile=saved))
     formulas = make_plan(internvl, samples, cluster, options)

@@ -9,8 +9,7 @@ import pytest
 from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
 from trimtab.errors import PartitionError
-from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.search import _STEPS, _joint_moves, search_makespan
+from trimtab.partition.search import _STEPS, Evaluator, _joint_moves, search_makespan
 from trimtab.partition.simulate import simulate, stage_times
 from trimtab.partition.stages import recompute_stages
 from trimtab.specs import stages_between

@@ -61,7 +61,7 @@ def test_auto_on_devices_alone_is_never_slower_than_1f1b() -> None:
 
 
 def test_packs_are_no_larger_than_the_recompute_of_a_framework_can_hold() -> None:
-    cluster, options = parse_cluster("16xA100-80GB"), PlanOptions(dp=2, pp=4, tp=2)
+    cluster, options = parse_cluster("16xA100-80GB"), PlanOptions(dp=2, pp=4, tp=2, host="none")
     budget = MemoryBudget.of(cluster, options)
     free = choose(options, cluster).best
     bare = choose_setting(MODEL, SAMPLES, cluster, options, budget, tiers=lambda layer: ()).best

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_cases import constant, layer, profile_of
 
-from trimtab.costs.seconds import weight_coefficients
+from trimtab.costs.profile import weight_coefficients
 from trimtab.errors import PartitionError
 from trimtab.partition.schedules import (
     BACKWARD,

@@ -10,9 +10,9 @@ import pytest
 from partition_cases import ONE, assess_stages, layer, problem_of, profile_of, random_profile, split, with_tables
 
 from trimtab.errors import PartitionError
-from trimtab.partition.baselines import even_stages
 from trimtab.partition.cuts import least_choice, time_cost
 from trimtab.partition.layer_table import layer_table, pipeline_of
+from trimtab.partition.published import even_stages
 from trimtab.partition.stages import chunk_room, recompute_stages, split_stages
 from trimtab.partition.tiers import Upgrade, least_bound, least_extra, menus_of, round_up, tier_table
 from trimtab.specs import RecomputeChoice, Stage

@@ -1,4 +1,4 @@
-"""costs/timed_fit.py: coefficients come back from times that were made of them."""
+"""costs/measured/timed_fit.py: coefficients come back from times that were made of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.costs.timed_fit import fit_seconds
+from trimtab.costs.measured.timed_fit import fit_seconds
 from trimtab.specs import NUM_WORK_TERMS
 
 FORMULA = (1e-5, 2e-8, 3e-12, 0, 0, 0, 0)

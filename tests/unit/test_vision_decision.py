@@ -277,7 +277,8 @@ def test_a_pipeline_keeps_the_tower_whole_on_its_first_stage(tmp_path):
 
 def test_nothing_is_counted_twice(shared, tmp_path):
     """Step time with sharing minus without is what the slowest rank's tower and the update gain, recompute aside."""
-    options = dataclasses.replace(with_vision(group="tp", pooling=1), recompute="none", max_patches=5000)
+    plain = with_vision(group="tp", pooling=1)
+    options = dataclasses.replace(plain, recompute="none", max_patches=5000, host="none")
     details = make_plan(QWEN, image_samples(most=2, largest=2048), CLUSTER, options)
     assert all(not stage.recompute for variant in details.variants[-2:] for stage in variant.stages)
     found = details.plan.estimates.vision_data_parallel

@@ -136,7 +136,7 @@ TARGETS = {
         can=lambda _model, _pp: Expressible(
             tiers=lambda _layer: ("full",),
             ladders=lambda stages: [[deepspeed_runs(stages)]],
-            choices={"tp": (1,), "schedule": ("1F1B",), "zero_stage": (1, 0)},
+            choices={"host": ("deepspeed",), "tp": (1,), "schedule": ("1F1B",), "zero_stage": (1, 0)},
         ),
         export=export,
     )

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from trimtab.costs.adapters import adapt_layer
-from trimtab.costs.flops import layer_matmuls
+from trimtab.costs.formula.adapters import adapt_layer
+from trimtab.costs.formula.flops import layer_matmuls
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import ALL_LINEAR, Lora
 from trimtab.specs import ModelSpec

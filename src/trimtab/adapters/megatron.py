@@ -210,7 +210,7 @@ def can_run(model: ModelSpec, _pp: int) -> Expressible:
         forbidden_cuts=unsupported_cuts(model),
         tiers=full_blocks,
         ladders=partial(megatron_ladders, model),
-        choices={"schedule": SCHEDULES, "zero_stage": (1, 0)},
+        choices={"host": ("megatron", "recipe"), "schedule": SCHEDULES, "zero_stage": (1, 0)},
         tp_degrees=lambda tp: not head_problems(model, tp),
         degrees=("cp", "ep", "etp"),
     )

@@ -148,7 +148,7 @@ def _can_run(model: ModelSpec, _pp: int) -> Expressible:
         forbidden_cuts=_unsupported_cuts(model),
         tiers=full_blocks,
         ladders=ladders,
-        choices={"schedule": SCHEDULES, "zero_stage": (1, 0)},
+        choices={"host": ("megatron",), "schedule": SCHEDULES, "zero_stage": (1, 0)},
         tp_degrees=lambda tp: not head_problems(model, tp),
     )
 

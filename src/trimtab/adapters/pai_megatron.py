@@ -168,7 +168,7 @@ def _can_run(model: ModelSpec, pp: int) -> Expressible:
         splits=pai_splits(model, pp),
         tiers=full_blocks,
         ladders=lambda stages: [pai_ladder(model, stages)],
-        choices={"schedule": ("1F1B",), "zero_stage": (1, 0)},
+        choices={"host": ("megatron",), "schedule": ("1F1B",), "zero_stage": (1, 0)},
         tp_degrees=lambda tp: not head_problems(model, tp),
         degrees=("cp", "ep", "etp") if "EP" in SCRIPTS[model.family][1] else ("cp",),
     )

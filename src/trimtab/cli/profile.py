@@ -11,13 +11,13 @@ from trimtab.cli.output import JsonOption, console, print_json
 from trimtab.cli.settings import verb
 from trimtab.errors import TrimtabError, join_problems
 from trimtab.lora import Lora
-from trimtab.options import Attention, DType, Option, Tower, option_problems
+from trimtab.options import Attention, DType, HostName, Option, Tower, option_problems
 from trimtab.plan.options import LORA, parse_towers
 
 if TYPE_CHECKING:
-    from trimtab.costs.fit import Calibration
-    from trimtab.costs.measured import TimedProfile
-    from trimtab.costs.traced_fit import TracedProfile
+    from trimtab.costs.measured.fitted import Calibration
+    from trimtab.costs.measured.timed_fit import TimedProfile
+    from trimtab.costs.measured.traced_fit import TracedProfile
     from trimtab.specs import ModelSpec, Profile
 
 _ROWS = 1024  # of the table, where nothing was timed
@@ -52,6 +52,7 @@ class ProfileOptions:
     ] = None
     repeats: Annotated[int | None, Option("Times each size is timed; default 9.", least=1)] = None
     tp: Annotated[int, Option("Tensor-parallel degree; layers are timed at 1.", least=1, common=True)] = 1
+    host: Annotated[HostName, Option("Whose seconds the formulas take, and which logged runs are fitted to.")] = "eager"
     fused_kernels: Annotated[bool, Option("Norms, rotary and gates as single kernels (TE, Liger).")] = False
     frozen_towers: Annotated[
         tuple[Tower, ...],
@@ -113,6 +114,7 @@ class ProfileOptions:
         return {
             "dtype": self.dtype,
             "attention": self.attention or "flash",
+            "host": self.host,
             "fused_kernels": self.fused_kernels,
             "frozen_towers": frozenset(self.frozen_towers),
             "lora": self.lora,
@@ -145,7 +147,7 @@ def profile(
     else:
         device, given = find_device(options.device or ""), options.given
         if options.traced:
-            from trimtab.costs.traced import profile_traced
+            from trimtab.costs.measured.traced import profile_traced
 
             counts = profile_traced(read_config(config), model, device, **given)
             result = counts.profile
@@ -172,7 +174,7 @@ def _show(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from trimtab.costs.settings import CostSettings
+    from trimtab.costs.formula.settings import CostSettings
     from trimtab.report.profile_table import kept_rows, kind_rows, print_kept, print_kinds, print_runs
 
     given = options.given | {"attention": result.attention, "dtype": result.dtype}
@@ -216,7 +218,7 @@ def _show(
 
 def _time(config: str, model: "ModelSpec", options: ProfileOptions) -> "TimedProfile":
     from trimtab.cli.output import progress
-    from trimtab.costs.timed import TimingOptions, open_device, profile_timed
+    from trimtab.costs.measured.timed import TimingOptions, open_device, profile_timed
     from trimtab.models.describe import read_config
 
     timing = TimingOptions(

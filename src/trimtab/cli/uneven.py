@@ -15,7 +15,7 @@ from trimtab.cli.output import JsonOption, console, print_json
 from trimtab.errors import PartitionError
 
 if TYPE_CHECKING:
-    from trimtab.partition.flops_rule import StageMemory, UnevenModel, UnevenSplit
+    from trimtab.partition.published import StageMemory, UnevenModel, UnevenSplit
 
 GB = 1e9  # the notebook's
 
@@ -38,7 +38,7 @@ def uneven(
     Beside its answer: the optimum in the same FLOPs. `trimtab plan` decides by seconds and bytes of every layer.
     """
     from trimtab.models.describe import describe
-    from trimtab.partition.flops_rule import stage_memory, uneven_model
+    from trimtab.partition.published import stage_memory, uneven_model
 
     model = describe(config)
     counted = uneven_model(model, image=read_size(image), decoder_tokens=seq)
@@ -67,7 +67,7 @@ def uneven(
 
 def _splits(counted: UnevenModel, pp: int, first: int | None) -> tuple[dict[str, UnevenSplit], str | None]:
     """Those to compare by name, and why the rule's is not among them."""
-    from trimtab.partition.flops_rule import best_split, flops_split, priced_split, split_with
+    from trimtab.partition.published import best_split, flops_split, priced_split, split_with
 
     optimum, no_answer = best_split(counted, pp=pp), None  # first: it refuses more stages than layers
     splits = {"even": priced_split(counted, [(counted.llm_layers + i) // pp for i in range(pp)][::-1])}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.costs.seconds import mean_seconds, pass_seconds
+from trimtab.costs.profile import mean_seconds, pass_seconds
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitProblem, entry_bytes

@@ -1,19 +1,183 @@
-"""Timeline of a pipeline step whose micro-batches all cost differently; and of many steps on many ranks."""
+"""Timeline of a pipeline step whose micro-batches all cost differently; many steps on many ranks; their spread."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from trimtab.costs.seconds import stage_seconds
+from trimtab.costs.profile import stage_seconds
 from trimtab.errors import PartitionError
 from trimtab.options import ScheduleName
-from trimtab.partition.replay import Waves, makespans, replay, waves_of
-from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order, splits_backward
-from trimtab.partition.timeline import Timeline
+from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order, devices_of_stages, splits_backward
 from trimtab.specs import FloatArray, IntArray, Profile, Stage, evaluate
+
+# -- what a simulated step looks like ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timeline:
+    """Start and end of every block of one pipeline step.
+
+    Use it to draw a step, or to sum idle time; `simulate` returns one and has an example.
+
+    Blocks are rows of four equally long columns; `kind` is 0 forward, 1 backward, 2 weight gradients where a schedule
+    runs them apart from the backward. Seconds from the step's start.
+    """
+
+    stage: npt.NDArray[np.int32]
+    microbatch: npt.NDArray[np.int32]
+    kind: npt.NDArray[np.int8]
+    start_s: FloatArray
+    end_s: FloatArray
+    num_devices: int
+    makespan_s: float
+    stage_devices: tuple[int, ...] | None = None  # device of every stage; None: stage s on s mod num_devices
+
+    def device_of(self, stage: int) -> int:
+        """Stages go round the devices unless `stage_devices` says otherwise, as V-shaped schedules do."""
+        return stage % self.num_devices if self.stage_devices is None else self.stage_devices[stage]
+
+    @property
+    def device(self) -> IntArray:
+        """Device of every block."""
+        num_stages = int(self.stage.max(initial=-1)) + 1
+        return np.array([self.device_of(stage) for stage in range(num_stages)], np.int64)[self.stage]
+
+    def busy_s(self) -> FloatArray:
+        """Seconds each device computes."""
+        busy: FloatArray = np.bincount(self.device, self.end_s - self.start_s, self.num_devices).astype(np.float64)
+        return busy
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle share of the devices: 1 - busy / (devices x makespan)."""
+        available_s = self.num_devices * self.makespan_s
+        return float(1.0 - self.busy_s().sum() / available_s) if available_s > 0 else 0.0
+
+
+# -- end of every block, each device in a fixed order, many steps at once ---------------------------------------------
+#
+# A block starts when its device is free and what it waits for has arrived. Of every device the next block, if what it
+# waits for is in an earlier *wave*, belongs to the next one; a wave is one operation of NumPy over its blocks and all
+# steps.
+#
+# Example: 1F1B of 2 stages and 2 micro-batches (F0 on stage 0, f0 on stage 1). Device 0 runs F0 F1 B0 B1, device 1 runs
+# f0 b0 f1 b1. Waves: F0 | F1 f0 | b0 | B0 f1 | b1 | B1.
+
+
+MOST_AT_ONCE = 2**18  # ends of blocks: 2 MiB
+
+
+class Wave(NamedTuple):
+    """Blocks `first <= j < last`, and what each waits for; `n`: for nothing."""
+
+    first: int
+    last: int
+    source: IntArray  # the block of another device whose result it takes
+    before: IntArray  # the block before it on its device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Waves:
+    """The n blocks of all devices, wave by wave."""
+
+    waves: tuple[Wave, ...]
+    kind: IntArray  # (n,) FORWARD, BACKWARD, WEIGHT
+    stage: IntArray  # (n,)
+    microbatch: IntArray  # (n,)
+    sent: IntArray  # (n,) what arrives behind the source: its row among (2, S, M); 2 S M: nothing is sent
+
+
+@lru_cache(maxsize=256)
+def waves_of(schedule: ScheduleName, *, num_devices: int, num_chunks: int, num_microbatches: int) -> Waves:
+    """The waves of `block_order`."""
+    order = block_order(schedule, num_devices=num_devices, num_chunks=num_chunks, num_microbatches=num_microbatches)
+    S, M = num_devices * num_chunks, num_microbatches
+    stage, microbatch, kind = (x.ravel().astype(np.int64) for x in (order.stage, order.microbatch, order.kind))
+    n, per_device = len(stage), order.stage.shape[1]
+    # 1. What each block waits for: its kind on a neighbouring stage, if of another device. What it takes from its own
+    #    device came before in the order.
+    number = np.full((3, S, M), n)
+    number[kind, stage, microbatch] = np.arange(n)
+    neighbour = np.select([kind == FORWARD, kind == BACKWARD], [stage - 1, stage + 1], -1)
+    waits = (neighbour >= 0) & (neighbour < S)
+    neighbour %= S
+    waits &= order.device[neighbour] != order.device[stage]
+    source = np.where(waits, number[kind, neighbour, microbatch], n)
+    before = np.where(np.arange(n) % per_device > 0, np.arange(n) - 1, n)
+    sent = np.where(waits, (kind * S + neighbour) * M + microbatch, 2 * S * M)
+    # 2. The waves: of each device the next block, if what it waits for was in an earlier wave.
+    done = np.zeros(n + 1, np.bool_)
+    done[n] = True
+    following, waves = np.arange(0, n, per_device), []
+    while len(following):
+        runs = done[source[following]]
+        assert runs.any(), "no schedule deadlocks"
+        waves.append(following[runs])
+        done[waves[-1]] = True
+        following = following + runs
+        following = following[~runs | (following % per_device > 0)]
+    # 3. Blocks numbered wave by wave.
+    sequence = np.concatenate(waves)
+    renumbered = np.full(n + 1, n)
+    renumbered[sequence] = np.arange(n)
+    source, before = renumbered[source[sequence]], renumbered[before[sequence]]
+    bounds = itertools.pairwise(np.cumsum([0, *map(len, waves)]).tolist())
+    return Waves(
+        waves=tuple(Wave(first, last, source[first:last], before[first:last]) for first, last in bounds),
+        kind=kind[sequence],
+        stage=stage[sequence],
+        microbatch=microbatch[sequence],
+        sent=sent[sequence],
+    )
+
+
+def replay(waves: Waves, seconds: FloatArray, sends: FloatArray, table: IntArray) -> FloatArray:
+    """(n, steps) end of every block in every step, blocks as in `waves`.
+
+    `seconds` (3, S, num_packs): forward; backward, which the stage before waits for; weight gradients, which nothing
+    waits for. `sends` (2, S, num_packs): after the forward, after the backward. `table[step, microbatch]` is a pack,
+    or -1 for an empty slot, which takes no time.
+    """
+    S, num_packs = seconds.shape[1:]
+    n, (num_steps, M) = len(waves.stage), table.shape
+    # 1. What every block takes in every step, and what it waits for behind its source.
+    pack = table.T.ravel()
+    own = seconds.reshape(3 * S, num_packs).take(pack, axis=1).reshape(3 * S * M, num_steps)
+    arriving = np.zeros((2 * S * M + 1, num_steps))
+    arriving[:-1] = sends.reshape(2 * S, num_packs).take(pack, axis=1).reshape(2 * S * M, num_steps)
+    took = own.take((waves.kind * S + waves.stage) * M + waves.microbatch, axis=0)
+    delay = arriving.take(waves.sent, axis=0)
+    if table.min() < 0:
+        is_empty = (table.T < 0)[waves.microbatch]
+        took[is_empty], delay[is_empty] = 0.0, 0.0
+    # 2. Wave by wave; the last row, which blocks that wait for nothing read, stays 0.
+    end = np.zeros((n + 1, num_steps))
+    for first, last, source, before in waves.waves:
+        ready = end.take(source, axis=0)
+        ready += delay[first:last]
+        np.maximum(ready, end.take(before, axis=0), out=ready)
+        np.add(ready, took[first:last], out=end[first:last])
+    return end[:n]
+
+
+def makespans(waves: Waves, seconds: FloatArray, sends: FloatArray, table: IntArray) -> FloatArray:
+    """(steps,) makespan of each step: see `replay`."""
+    at_once = max(1, MOST_AT_ONCE // len(waves.stage))
+    parts = [
+        replay(waves, seconds, sends, table[first : first + at_once]).max(axis=0)
+        for first in range(0, len(table), at_once)
+    ]
+    return np.concatenate(parts)
+
+
+# -- stages' seconds, one step and many -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -177,3 +341,67 @@ def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
         seconds[WEIGHT] = np.minimum(times.weight_s, times.backward_s)
         seconds[BACKWARD] -= seconds[WEIGHT]
     return BlockCosts(seconds=seconds, sends=np.array([times.send_forward_s, times.send_backward_s], np.float64))
+
+
+# -- steps on devices that are not equally fast -----------------------------------------------------------------------
+#
+# The step as expected, and the time that one in twenty exceeds.
+#
+# The time of each device in each step is its own, exp(jitter z) times the planned with z normal. Jitter of single
+# kernels averages out over the thousands of a step; what power and temperature do to a device's clock does not. A stage
+# of several devices (tp, cp) goes as the slowest of them, a pipeline as its stages let it, a step as the slowest rank.
+
+
+_MOST_BLOCKS = 2**21  # simulated in all: 0.1 s
+_FEWEST, _MOST = 24, 512  # draws
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpread:
+    """Seconds of a step on devices with jitter, over the data's own unlike steps."""
+
+    mean_s: float
+    p95_s: float
+
+
+def spread_steps(
+    times: StageTimes,
+    table: IntArray,
+    step_s: FloatArray,
+    *,
+    schedule: ScheduleName,
+    num_devices: int,
+    stage_devices: int,
+    jitter: float,
+    all_reduce_s: float = 0.0,
+    seed: int = 0,
+) -> StepSpread:
+    """`StepSpread` of steps `step_s` (num_steps,), which `simulate_steps` found for the same arguments.
+
+    Draws up to 512 steps spread over the data, each with devices of its own, and simulates their pipelines. How many
+    times as long a draw took may happen to any step: mean and quantile are over all pairs. Seeded, so the same for the
+    same input. Beside 4,000 steps drawn and simulated one by one: within 1 % (tests/unit/test_jitter.py).
+    """
+    if jitter == 0.0:
+        return StepSpread(mean_s=float(step_s.mean()), p95_s=float(np.quantile(step_s, 0.95)))
+    num_steps, dp, M = table.shape
+    S, P = len(times.forward_s), num_devices
+    waves = waves_of(schedule, num_devices=P, num_chunks=S // P, num_microbatches=M)
+    draws = int(np.clip(_MOST_BLOCKS // (len(waves.stage) * dp), _FEWEST, _MOST))
+    drawn = np.linspace(0, num_steps - 1, num=draws).astype(np.int64)
+
+    # 1. The packs of every drawn step, each a column of its own, on devices of their own.
+    packs = table[drawn].ravel()
+    slots = np.where(packs >= 0, np.arange(len(packs)), -1).reshape(draws * dp, M)
+    normal = np.random.default_rng(seed).standard_normal((P, draws * dp, stage_devices)).max(axis=2)
+    slowest = np.exp(jitter * normal)[devices_of_stages(schedule, num_devices=P, num_chunks=S // P)]  # (S, draws dp)
+    costs = block_costs(times, schedule)
+    seconds = costs.seconds.take(packs, axis=2) * np.repeat(slowest, M, axis=1)
+
+    # 2. Their steps, and what they would do to any other.
+    pipelines = makespans(waves, seconds, costs.sends.take(packs, axis=2), slots).reshape(draws, dp).max(axis=1)
+    ratios = (pipelines + all_reduce_s) / step_s[drawn]
+    quantiles = np.quantile(step_s, (np.arange(200) + 0.5) / 200) if num_steps > 200 else step_s
+    return StepSpread(
+        mean_s=float(step_s.mean() * ratios.mean()), p95_s=float(np.quantile(np.outer(quantiles, ratios), 0.95))
+    )

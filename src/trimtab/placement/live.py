@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimtab.costs.flops import layer_matmuls, measured_terms
+from trimtab.costs.formula.flops import layer_matmuls, measured_terms
 from trimtab.errors import PartitionError
 from trimtab.models.families import family_of
 from trimtab.placement.machine import Batch, Workload

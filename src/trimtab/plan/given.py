@@ -7,6 +7,7 @@ from trimtab.errors import PlanError, join_problems
 from trimtab.lora import Lora
 from trimtab.options import (
     Attention,
+    AttentionKernel,
     Dispatcher,
     DType,
     ExpertProducts,
@@ -23,8 +24,10 @@ from trimtab.options import (
 from trimtab.parallel import ParallelDims
 from trimtab.plan.options import (
     ATTENTION,
+    ATTENTION_KERNEL,
     DISPATCHER,
     DTYPE,
+    EARLY_STOP,
     EP_OVERLAP,
     EXPERT_PRODUCTS,
     FREEZE,
@@ -103,12 +106,14 @@ class GivenRun:
     optimizer: Annotated[Optimizer | None, OPTIMIZER] = None
     dtype: Annotated[Precision | None, DTYPE] = None
     attention: Annotated[Attention | None, ATTENTION] = None
-    host: Annotated[HostName, HOST] = "none"
+    host: Annotated[HostName, HOST] = "common"
     host_block_s: Annotated[float | None, HOST_BLOCK_S] = None
     fused_kernels: Annotated[bool | None, FUSED_KERNELS] = None
     sequence_parallel: Annotated[bool | None, SEQUENCE_PARALLEL] = None
     vision_sequence_parallel: Annotated[bool | None, VISION_SEQUENCE_PARALLEL] = None
     grad_dtype: Annotated[DType | None, GRAD_DTYPE] = None
+    attention_kernel: Annotated[AttentionKernel | None, ATTENTION_KERNEL] = None
+    early_stop: Annotated[bool | None, EARLY_STOP] = None
     tp_overlap: Annotated[bool | None, TP_OVERLAP] = None
     expert_imbalance: Annotated[float | None, IMBALANCE] = None
     expert_products: Annotated[ExpertProducts | None, EXPERT_PRODUCTS] = None

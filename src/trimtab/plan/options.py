@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
-from trimtab.costs.host import HOSTS
+from trimtab.costs.formula.host import HOSTS
 from trimtab.errors import PlanError, join_problems
 from trimtab.lora import Lora, parse_lora
 from trimtab.options import (
     Attention,
+    AttentionKernel,
     Dispatcher,
     DType,
     ExpertProducts,
@@ -220,6 +221,8 @@ FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger); d
 SEQUENCE_PARALLEL = Option("The language model's norms and residuals divided among tp; default: as the host.")
 VISION_SEQUENCE_PARALLEL = Option("The same in the vision tower; default: as the host.")
 GRAD_DTYPE = Option("Gradients as they are summed; default: as the host.")
+ATTENTION_KERNEL = Option("Of flash attention: FlashAttention-2, or cuDNN's; default: as the host.")
+EARLY_STOP = Option("Recompute ends before a block's last product, as PyTorch's own does; default: as the host.")
 EXPERT_PRODUCTS = Option("Experts by grouped kernels, or by a loop over them; default: as the host.")
 TP_OVERLAP = Option("tp's messages run beside the products, as with Megatron's --tp-comm-overlap.")
 EP_OVERLAP = Option("Experts' rows are sent beside products, as with --overlap-moe-expert-parallel-comm.")
@@ -294,12 +297,14 @@ class PlanOptions:
     dtype: Annotated[Precision, DTYPE] = "bf16"
     attention: Annotated[Attention, ATTENTION] = "flash"
     # what the host does by itself where nothing is said
-    host: Annotated[HostName, HOST] = "none"
+    host: Annotated[HostName, HOST] = "common"
     host_block_s: Annotated[float | None, HOST_BLOCK_S] = None
     fused_kernels: Annotated[bool | None, FUSED_KERNELS] = None
     sequence_parallel: Annotated[bool | None, SEQUENCE_PARALLEL] = None
     vision_sequence_parallel: Annotated[bool | None, VISION_SEQUENCE_PARALLEL] = None
     grad_dtype: Annotated[DType | None, GRAD_DTYPE] = None
+    attention_kernel: Annotated[AttentionKernel | None, ATTENTION_KERNEL] = None
+    early_stop: Annotated[bool | None, EARLY_STOP] = None
     tp_overlap: Annotated[bool | None, TP_OVERLAP] = None
     expert_imbalance: Annotated[float | None, IMBALANCE] = None
     expert_products: Annotated[ExpertProducts | None, EXPERT_PRODUCTS] = None

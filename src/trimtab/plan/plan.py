@@ -13,6 +13,7 @@ from typing import Literal
 from trimtab.lora import Lora
 from trimtab.options import (
     Attention,
+    AttentionKernel,
     Dispatcher,
     DType,
     ExpertProducts,
@@ -294,6 +295,8 @@ class TrainingInput:
     sequence_parallel: bool | None = None
     vision_sequence_parallel: bool | None = None
     grad_dtype: DType | None = None
+    attention_kernel: AttentionKernel | None = None
+    early_stop: bool | None = None
     tp_overlap: bool | None = None
     ep_overlap: bool = False
     expert_imbalance: float | None = None  # rows of the busiest expert-parallel device over the mean

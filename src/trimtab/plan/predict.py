@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from trimtab.balance.packing import PackResult, pack_samples
-from trimtab.costs.logs import place_blocks
+from trimtab.costs.measured.fitted import place_blocks
 from trimtab.errors import PlanError, refuse_type
 from trimtab.options import RecomputedTier
-from trimtab.partition.baselines import even_stages
-from trimtab.partition.jitter import StepSpread
+from trimtab.partition.published import even_stages
+from trimtab.partition.simulate import StepSpread
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.decide.case import MemoryBudget, Setting, make_case
 from trimtab.plan.decide.compare import Run, Variant, simulate_run

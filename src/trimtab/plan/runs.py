@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.costs.devices import find_device
-from trimtab.costs.fit import Calibration, fit_runs
-from trimtab.costs.logs import LoggedRun, LoggedSchedule, read_runs
-from trimtab.costs.observed import Term
+from trimtab.costs.measured.fitted import Calibration, LoggedRun, LoggedSchedule, fit_runs, read_runs
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.files import blake2b
@@ -249,11 +247,6 @@ def _same_device(run: str, planned: str) -> bool:
 # A profile calibrated on the user's own runs: the fit of `costs.fit` through the pipeline simulator.
 
 
-TERMS_BY_NEED: tuple[Term, ...] = ("language", "vision", "first stage")
-"""What is fitted, in the order in which few logged times are spent on it. "language" by itself scales both
-towers."""
-
-
 def profile_from_logs(
     path: Path | str,
     model: ModelSpec,
@@ -264,11 +257,11 @@ def profile_from_logs(
 ) -> Calibration:
     """`Calibration.profile`: `model` at `dims` on `device`, its seconds fitted to the runs that `path` (JSON) lists.
 
-    `settings` are the other keywords of `profile_model` (zero_stage, attention, fused_kernels, ...), the same for the
-    runs and for the profile. Fitted are language, vision and the first stage's constant, as far as the runs
-    hold them and are enough for them. `Calibration.warnings` are sentences to print: a stage kind that no run makes the
-    slowest, a coefficient that the runs do not settle, a run that stage times do not explain.
-    `Calibration.runs` holds each run's logged and fitted seconds, `Calibration.terms` each coefficient with its band.
+    `settings` are the other keywords of `profile_model` (host, zero_stage, attention, ...), the same for the runs and
+    for the profile. Fitted are factors of the host's seconds, the language model's and the tower's, as far as the runs
+    hold them and are enough for them. `Calibration.warnings` are sentences to print: a factor that the runs do not
+    settle, a run that stage times do not explain. `Calibration.runs` holds each run's logged and fitted seconds,
+    `Calibration.terms` each factor with its band.
     Raises `TrimtabError` with every problem of the file at once. Format of the file: `costs.logs.read_runs`.
     """
     runs = read_runs(path, model, device, **settings)
@@ -278,7 +271,7 @@ def profile_from_logs(
 
 def calibrate_profile(target: Profile, runs: Sequence[LoggedRun]) -> Calibration:
     """`target` calibrated on `runs`; its memory band is their largest error where peaks were logged."""
-    calibration = fit_runs(target, runs, simulate_logged, terms=default_terms(runs))
+    calibration = fit_runs(target, runs, simulate_logged)
     errors = [error for run in runs for error in peak_errors(run)]
     if not errors:
         return calibration
@@ -292,18 +285,6 @@ def calibrate_profile(target: Profile, runs: Sequence[LoggedRun]) -> Calibration
         calibration,
         profile=replace(profile, memory_error=max(band, 0.01), assumptions=(*profile.assumptions, *said)),
     )
-
-
-def default_terms(runs: Sequence[LoggedRun]) -> tuple[Term, ...]:
-    """The terms that these runs hold, no more than there are logged times."""
-    num_logged = sum((run.iteration_s is not None) + len(run.stage_s or ()) for run in runs)
-    towers = {layer.tower for run in runs for layer in run.profile.layers}
-    held: dict[Term, bool] = {
-        "language": "language" in towers,
-        "vision": bool(towers - {"language"}),
-        "first stage": any(len(run.stages) > 1 for run in runs),
-    }
-    return tuple(name for name in TERMS_BY_NEED if held[name])[:num_logged]
 
 
 def simulate_logged(forward_s: FloatArray, backward_s: FloatArray, *, schedule: LoggedSchedule) -> float:

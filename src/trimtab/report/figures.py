@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trimtab.partition.schedules import WEIGHT
-from trimtab.partition.timeline import Timeline
+from trimtab.partition.simulate import Timeline
 from trimtab.plan.decide.compare import Variant
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.report import plots, svg

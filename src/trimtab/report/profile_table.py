@@ -9,12 +9,12 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from trimtab.costs.analytic import find_columns
-from trimtab.costs.fit import Calibration
-from trimtab.costs.flops import layer_matmuls, pair_flops
-from trimtab.costs.measured import KindFit
-from trimtab.costs.settings import CostSettings
-from trimtab.costs.traced_fit import KindCounts
+from trimtab.costs.formula.flops import layer_matmuls, pair_flops
+from trimtab.costs.formula.layers import find_columns
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.measured.fitted import Calibration
+from trimtab.costs.measured.timed_fit import KindFit
+from trimtab.costs.measured.traced_fit import KindCounts
 from trimtab.report.table import Column, Table, numeric, print_table
 from trimtab.report.words import percent
 from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, Profile

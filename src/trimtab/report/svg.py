@@ -13,7 +13,7 @@ from html import escape
 
 import numpy as np
 
-from trimtab.partition.timeline import Timeline
+from trimtab.partition.simulate import Timeline
 from trimtab.report.words import Scale, clean, time_scale
 from trimtab.units import format_seconds
 

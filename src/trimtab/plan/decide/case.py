@@ -8,7 +8,7 @@ from functools import cached_property
 
 from trimtab.balance.packing import PackResult, pack_samples, refuse_empty
 from trimtab.balance.schedule import fill_table
-from trimtab.costs.memory_band import MemoryBand, memory_band
+from trimtab.costs.profile import MemoryBand, memory_band
 from trimtab.errors import PlanError
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.decide.epoch import Epoch

@@ -16,11 +16,10 @@ import numpy as np
 from trimtab.balance.packing import pack_samples
 from trimtab.options import RecomputeMode, same_fields
 from trimtab.partition.assess import DeviceMemory
-from trimtab.partition.baselines import even_stages, full_recompute
+from trimtab.partition.published import even_stages, full_recompute
 from trimtab.partition.schedules import microbatch_unit
-from trimtab.partition.simulate import StageTimes, simulate, simulate_steps
+from trimtab.partition.simulate import StageTimes, Timeline, simulate, simulate_steps
 from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.partition.timeline import Timeline
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits

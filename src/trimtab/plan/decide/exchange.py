@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import keep_at_home, share_images, share_pools, tower_bytes, tower_seconds
-from trimtab.costs.adapters import adapt_layer
-from trimtab.costs.settings import ITEM_BYTES, Efficiency
+from trimtab.costs.formula.adapters import adapt_layer
+from trimtab.costs.formula.settings import ITEM_BYTES, Efficiency
 from trimtab.errors import TrimtabError
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.work import MICROBATCHES, PATCHES, one_tile

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.costs.memory_band import measured_band
+from trimtab.costs.profile import measured_band
 from trimtab.errors import PlanError
-from trimtab.partition.baselines import full_recompute
+from trimtab.partition.published import full_recompute
 from trimtab.partition.schedules import splits_backward
 from trimtab.plan.decide.case import Case, MemoryBudget
 from trimtab.plan.options import risk_problems

@@ -20,10 +20,10 @@ from functools import cache, partial
 
 import numpy as np
 
-from trimtab.costs.exchange import document_multiple
+from trimtab.costs.formula.exchange import document_multiple
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.measured.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
 from trimtab.costs.profile import profile_model, with_tiers
-from trimtab.costs.saved import carry_bytes, carry_probed_bytes, carry_seconds, refuse_unlike
-from trimtab.costs.settings import CostSettings
 from trimtab.errors import PartitionError, PlanError
 from trimtab.options import ScheduleName, same_fields
 from trimtab.partition.schedules import microbatch_unit
@@ -191,6 +191,9 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     A traced profile gives its bytes instead, a probed one both.
     """
     traced = options.profile is not None and options.profile.method == "traced"
+    fused = {}  # left open: as in what was measured
+    if options.profile is not None and options.fused_kernels is None:
+        fused = {"fused_kernels": options.profile.fused_kernels}
 
     def formulas(device: DeviceSpec, dims: ParallelDims, *, links: bool = True, gathered: bool = True) -> Profile:
         rates = link_rates(cluster, dims)
@@ -203,6 +206,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
                 "zero_stage": options.sharding if gathered else min(options.sharding, 2),
                 "frozen_towers": frozenset(options.frozen_towers),
             }
+            | fused
             | (rates if links else dict.fromkeys(rates, math.inf)),
         )
 

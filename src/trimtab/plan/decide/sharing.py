@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.images import tower_seconds
-from trimtab.costs.settings import Efficiency
+from trimtab.costs.formula.settings import Efficiency
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.options import VisionExchange, VisionGroup
 from trimtab.plan.decide.case import Case, SharedVision
@@ -135,10 +135,14 @@ def _summarise(
     num_steps, dp, _ = table.shape
     groups = 1 if decision.group == "dp" else dp
     constant = _constant_s(profile) * decision.pooling
-    called = found.seconds.any(axis=1, keepdims=True) * constant
-    seconds = (found.seconds + called).reshape(num_steps, groups, -1, decision.degree)  # (steps, groups, calls, N)
+    called = found.seconds.any(axis=1, keepdims=True)
+    host_s = _host_s(profile) * decision.pooling
+    seconds = (called * np.maximum(found.seconds + constant, host_s)).reshape(
+        num_steps, groups, -1, decision.degree
+    )  # (steps, groups, calls, N)
     without = tower_seconds(case.setting.profile).of_images(case.work[:, _IMAGE_TERMS])
-    without += (without > 0) * _constant_s(case.setting.profile)
+    plain = case.setting.profile
+    without = np.where(without > 0, np.maximum(without + _constant_s(plain), _host_s(plain)), 0.0)
     per_step = np.where(table >= 0, without[np.maximum(table, 0)], 0.0).sum(axis=2)  # (steps, dp)
     own = per_step.mean(axis=0)
     packed = np.bincount(case.packing.indices, minlength=len(case.samples)) * case.samples.num_patches
@@ -191,6 +195,11 @@ def _constant_s(profile: Profile) -> float:
     """Forward and backward of vision tower and projector on a micro-batch of no size: kernels, weights read once."""
     layers = (layer for layer in profile.layers if layer.tower != "language")
     return sum(layer.forward_s[MICROBATCHES] + layer.backward_s[MICROBATCHES] for layer in layers)
+
+
+def _host_s(profile: Profile) -> float:
+    """Seconds of the host for forward and backward of vision tower and projector: no call takes less."""
+    return sum(layer.host_forward_s + layer.host_backward_s for layer in profile.layers if layer.tower != "language")
 
 
 def _update_s(profile: Profile) -> float:

@@ -10,9 +10,8 @@ import numpy as np
 from trimtab.errors import PartitionError, PlanError
 from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.bmp import BmpResult, bmp_split, rank_cuts
-from trimtab.partition.evaluate import Evaluator
-from trimtab.partition.search import SearchResult, search_makespan
+from trimtab.partition.published import BmpResult, bmp_split, rank_cuts
+from trimtab.partition.search import Evaluator, SearchResult, search_makespan
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.work import stage_link, steps_of, times_of

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from trimtab.costs.exchange import document_multiple
-from trimtab.costs.settings import Efficiency
+from trimtab.costs.formula.exchange import document_multiple
+from trimtab.costs.formula.settings import Efficiency
+from trimtab.costs.profile import host_share
 from trimtab.errors import PlanError
 from trimtab.options import Attention
-from trimtab.partition.jitter import StepSpread, spread_steps
-from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
+from trimtab.partition.simulate import StageTimes, StepSpread, simulate_steps, spread_steps, stage_times
 from trimtab.partition.stages import SplitProblem
 from trimtab.specs import (
     NUM_WORK_TERMS,
@@ -28,7 +28,6 @@ from trimtab.specs import (
     Stage,
     evaluate,
 )
-from trimtab.units import format_seconds
 
 MICROBATCHES, PATCHES, PATCHES_SQ, PATCHES_WINDOWED, TOKENS, TOKENS_SQ, TOKENS_WINDOWED = range(NUM_WORK_TERMS)
 
@@ -166,7 +165,7 @@ def one_tile(model: ModelSpec) -> ImageCounts:
 # Seconds of packs on stages, of steps, and of what a step costs beside its micro-batches.
 
 
-_SHORTEST_S = 2.5e-3  # a block's pass in dense text runs that hold; bench/published_small.py has shorter ones
+_WAITS = 0.02  # of forward and backward: below that the host is not worth a sentence
 
 
 def stage_link(cluster: ClusterSpec) -> float:
@@ -207,15 +206,13 @@ def spread_of(
 
 
 def host_sentences(profile: Profile, work: FloatArray) -> tuple[str, ...]:
-    """What to know where blocks run so shortly that launching them takes longer, which formulas do not price."""
-    blocks = [i for i, layer in enumerate(profile.layers) if layer.kind == "block"]
-    forward_s = float(np.mean(evaluate(profile.matrix("forward_s")[blocks], work))) if blocks else 0.0
-    if profile.method != "analytic" or not 0 < forward_s < _SHORTEST_S:
+    """Say where the host decides, and not the device: how long the mean micro-batch waits for it."""
+    waits = host_share(profile, work)
+    if waits < _WAITS:
         return ()
     return (
-        f"A block's forward takes {format_seconds(forward_s)} in the mean. Below {format_seconds(_SHORTEST_S)} hosts "
-        "may launch too slowly: published runs took 1.9 to 3.6 times as long. Larger packs then gain more than is "
-        "shown; trimtab profile --timed measures it.",
+        f"The host decides here: {waits:.0%} of the mean micro-batch's forward and backward wait for its launches. "
+        "Larger packs gain that. Hosts differ by a factor of 4: one run settles yours (trimtab profile --from-logs).",
     )
 
 

@@ -17,8 +17,7 @@ from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file, is_there
 from trimtab.models.describe import describe, read_config
 from trimtab.models.shipped import find_shipped
-from trimtab.partition.assess import DeviceMemory
-from trimtab.partition.peaks import ReplayedPeak, replay_peaks
+from trimtab.partition.assess import DeviceMemory, ReplayedPeak, replay_peaks
 from trimtab.plan.decide.case import MemoryBudget, tower_cuts
 from trimtab.plan.decide.compare import simulate_plan
 from trimtab.plan.decide.epoch import draw_epoch
@@ -41,7 +40,7 @@ from trimtab.specs import ClusterSpec, ModelSpec, Stage
 from trimtab.units import format_bytes
 
 if TYPE_CHECKING:
-    from trimtab.costs.traced_fit import TracedProfile
+    from trimtab.costs.measured.traced_fit import TracedProfile
 
 
 _ROUNDING = 0.011  # of a figure in GiB or ms
@@ -321,7 +320,7 @@ def find_traced_model(path: Path | str, config: Path | str | None = None) -> tup
 
 def trace_plan(found: ReloadedPlan, config: str) -> TracedProfile:
     """The plan's model, counted with the plan's own dtype, attention, kernels and frozen towers."""
-    from trimtab.costs.traced import profile_traced  # torch and Transformers
+    from trimtab.costs.measured.traced import profile_traced  # torch and Transformers
 
     options, case = found.case.options, found.case
     return profile_traced(

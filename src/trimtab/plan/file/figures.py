@@ -8,10 +8,9 @@ from itertools import pairwise
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
-from trimtab.costs.adapters import count_adapters
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.memory_band import MemoryBand
-from trimtab.costs.profile import profile_bytes
+from trimtab.costs.formula.adapters import count_adapters
+from trimtab.costs.profile import MemoryBand, profile_bytes
 from trimtab.files import blake2b
 from trimtab.options import same_fields
 from trimtab.partition.assess import SplitResult

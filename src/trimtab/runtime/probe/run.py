@@ -16,7 +16,7 @@ import torch
 
 from trimtab.errors import PartitionError, PlanError
 from trimtab.options import RecomputedTier, Tower
-from trimtab.partition.baselines import full_recompute
+from trimtab.partition.published import full_recompute
 from trimtab.partition.schedules import splits_backward
 from trimtab.partition.stages import recompute_stages
 from trimtab.plan.decide.case import Case
@@ -73,7 +73,7 @@ def measure_kinds(bench: Bench, full: Sequence[DeviceProbe]) -> Iterator[KeptPro
     layout = bench.rank.pipeline.layout
     before = {(x.device, x.pack): x for x in full}
     of_device = [_kinds_of(bench, layout.stages_of(device)) for device in range(layout.num_devices)]
-    tiers = ("none", "selective", "attention") if bench.case.problem.recompute == "auto" else ("none",)
+    tiers = ("none", "selective") if bench.case.problem.recompute == "auto" else ("none",)
     for number in range(max(map(len, of_device))):
         for tier in tiers:
             for pack in bench.batches:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.costs.measured.traced_step import StepMode, young_garbage
 from trimtab.costs.profile import with_tiers
-from trimtab.costs.traced_mode import StepMode
-from trimtab.costs.traced_step import young_garbage
 from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.probed import heaviest_packs

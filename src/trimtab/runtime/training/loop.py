@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import tower_bytes, tower_seconds
-from trimtab.costs.adapters import adapt_layer
+from trimtab.costs.formula.adapters import adapt_layer
 from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.lora import Lora
 from trimtab.models.asking.layers import read_linears

@@ -201,6 +201,7 @@ CHOICES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "schedule": get_args(TorchSchedule),
         "fills_pipeline": (True,),
         "zero_stage": (0,),  # every data-parallel rank holds the whole state of its stages
+        "host": ("eager",),
         "fused_kernels": (False,),
         "dtype": ("bf16", "fp32"),
         "optimizer": ("adamw", "sgd_momentum", "sgd"),  # of torch.optim

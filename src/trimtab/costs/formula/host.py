@@ -1,0 +1,106 @@
+"""Hosts: how fast each launches what a layer's pass asks for, and what it does by itself, which is what is priced.
+
+A layer's pass lasts max(device, host); a stage's pass is the sum over its layers. The host's seconds are a constant of
+a block, whatever its kernels: a fused kernel costs Python as much as the operations that it replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from trimtab.options import (
+    EXPERT_IMBALANCE,
+    AdapterWeights,
+    AttentionKernel,
+    Dispatcher,
+    DType,
+    ExpertProducts,
+    HostName,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Seconds of one host, and its settings where nothing else is said.
+
+    block_s: of a block's forward. Its backward takes twice as long, recompute the forward once more, any other layer
+        (embedding, projector, norm, head) a third.
+    expert_s: of each kernel of one expert, in the forward; twice as many in the backward.
+    takes_turns: the device waits while experts' kernels are launched; else these seconds add to `block_s`.
+    send_bytes_per_s: of sends between stages for which both ends wait; None: sends run next to the products.
+    """
+
+    block_s: float
+    expert_s: float
+    takes_turns: bool = False
+    send_bytes_per_s: float | None = None
+    fused_kernels: bool = False
+    sequence_parallel: bool = True
+    vision_sequence_parallel: bool = False
+    attention_kernel: AttentionKernel = "fa2"
+    early_stop: bool = False  # recompute ends before a block's last product
+    tp_overlap: bool = False
+    grad_dtype: DType = "fp32"
+    fp16_grad_dtype: DType = "fp32"  # of runs in fp16
+    adapter_weights: AdapterWeights = "fp32"
+    dispatcher: Dispatcher = "alltoall"
+    expert_imbalance: float = EXPERT_IMBALANCE
+    expert_products: ExpertProducts = "grouped"
+
+    def settings(self, dtype: str) -> dict[str, Any]:
+        """Return its fields of `CostSettings`, for a run in `dtype`."""
+        names = (
+            *("fused_kernels", "sequence_parallel", "vision_sequence_parallel", "tp_overlap"),
+            *("attention_kernel", "early_stop", "adapter_weights"),
+            *("dispatcher", "expert_imbalance", "expert_products"),
+        )
+        own = {name: getattr(self, name) for name in names}
+        return {**own, "grad_dtype": self.fp16_grad_dtype if dtype == "fp16" else self.grad_dtype}
+
+
+# Where the figures come from (bench/published.py prints what they give):
+# - block_s 2.2 ms: 88-token steps of LoongForge on A800, micro-batch 1 of nanotron on H100, MindSpeed-MM at pp 1 on
+#   Ascend 910B imply 1.8, 2.3 and 1.9 to 2.3 ms. One H20 host took 9.8 ms: a run of your own settles it
+#   (`trimtab profile --from-logs`). Recipes replay graphs: none.
+# - expert_s 120 us: LoongForge's three runs with experts; 16 us: three tuned runs of NeMo on H100 and B200, where the
+#   device waits in turn.
+# - send_bytes_per_s: nanotron's pipelines of a 1B model want 3.3 to 4.1 GB/s at both ends; no other source does.
+_EAGER_S, _EXPERT_S = 2.2e-3, 120e-6
+HOSTS: Mapping[HostName, Host] = MappingProxyType(
+    {
+        # kernels alone, as a profile of the device sees them
+        "none": Host(block_s=0.0, expert_s=16e-6, takes_turns=True, sequence_parallel=False),
+        # what is common today, where no host is named
+        "common": Host(block_s=_EAGER_S, expert_s=_EXPERT_S, fused_kernels=True, vision_sequence_parallel=True),
+        # Transformers' modules in PyTorch, as Trainer, Accelerate, FSDP2 and `trimtab train` run them
+        "eager": Host(block_s=_EAGER_S, expert_s=_EXPERT_S, vision_sequence_parallel=True, early_stop=True),
+        # the same under DeepSpeed, which keeps gradients in the model's format
+        "deepspeed": Host(
+            block_s=_EAGER_S, expert_s=_EXPERT_S, grad_dtype="bf16", fp16_grad_dtype="fp16", early_stop=True
+        ),
+        # Megatron-Core with Transformer Engine; its vision models are not sequence parallel
+        "megatron": Host(
+            block_s=_EAGER_S, expert_s=_EXPERT_S, fused_kernels=True, fp16_grad_dtype="fp16", adapter_weights="same"
+        ),
+        # tuned recipes of Megatron-Bridge and NeMo: graphs, bf16 gradients, balanced routing
+        "recipe": Host(
+            block_s=0.0,
+            expert_s=16e-6,
+            takes_turns=True,
+            fused_kernels=True,
+            attention_kernel="cudnn",
+            tp_overlap=True,
+            grad_dtype="bf16",
+            fp16_grad_dtype="fp16",
+            adapter_weights="same",
+            dispatcher="deepep",
+            expert_imbalance=1.0,
+        ),
+        "nanotron": Host(block_s=_EAGER_S, expert_s=_EXPERT_S, send_bytes_per_s=4e9),
+    }
+)
+OTHER_LAYERS = 1 / 3
+"""Of a block's seconds on the host, for any other layer; nothing in the sources is bound by it."""
