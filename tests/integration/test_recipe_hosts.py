@@ -19,6 +19,7 @@ import yaml
 
 from export_cases import decide
 from trimtab.adapters.frameworks import find_target
+from trimtab.adapters.running import Launch
 from trimtab.plan.file.reload import reload_plan
 from trimtab.specs import ParallelDims
 
@@ -47,6 +48,9 @@ RUN: dict[str, Any] = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
+
+
+LAUNCH = Launch(dtype="fp32", attention="sdpa", fused_kernels=False)  # what a CPU without other packages runs
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +91,9 @@ def losses(trainer: Any) -> list[float]:
 def settings(name: str, plan: Path) -> dict[str, Any]:
     """What `trimtab export NAME` prints of the plan."""
     case = reload_plan(plan).case
-    found = decide(case.model, reload_plan(plan).stages, dims=ParallelDims(), num_microbatches=2, zero_stage=0)
+    found = decide(
+        case.model, reload_plan(plan).stages, dims=ParallelDims(), num_microbatches=2, zero_stage=0, launch=LAUNCH
+    )
     told = yaml.safe_load(find_target(name).export(found, None).text)
     assert isinstance(told, dict)
     return told

@@ -38,11 +38,9 @@ def test_the_module_says_every_layer_and_the_plans_bounds():
     assert found["PARTS"] == [0, 3, BLOCK + 2, len(MODEL.layers)]
     assert found["RECOMPUTE"] == []
     assert found["TIED"] == [("embed_tokens", "lm_head")]
-    assert found["CONFIG"] == {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 8,
-        "zero_optimization": {"stage": 1},
-    }
+    config = found["CONFIG"]
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (1, 8)
+    assert config["zero_optimization"] == {"stage": 1}
     assert all(len(line) <= 120 for line in export(MODEL, stages).text.splitlines())
 
 

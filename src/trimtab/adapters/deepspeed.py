@@ -8,6 +8,7 @@ tests/integration/test_deepspeed.py shows on two processes. Nothing is imported 
 from __future__ import annotations
 
 import json
+import pprint
 from collections.abc import Sequence
 
 from trimtab.adapters.blocks import count_by_tier, lost_tiers
@@ -88,6 +89,7 @@ def export(plan: Decided, _price: float | None) -> Exported:
                 optimizer=("adamw",),
                 grad_dtype=("bf16", "fp16", "fp32"),
                 fused_kernels=(True, False),
+                sequence_parallel=(True, False),  # of tp, which it leaves to the layers
             ),
         ]
     )
@@ -118,7 +120,7 @@ def export(plan: Decided, _price: float | None) -> Exported:
         recompute=f"frozenset({recompute})",
         tied=list(model.tied),
         tied_note="; the pairs of TIED as TiedLayerSpec" if model.tied else "",
-        config=repr(config),
+        config=pprint.pformat(config, width=100, sort_dicts=False),
         attention=IMPLEMENTATIONS[plan.launch.attention],
         frozen=list(plan.frozen_towers),
         fused=plan.launch.fused_kernels,

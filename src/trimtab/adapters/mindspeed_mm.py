@@ -36,7 +36,7 @@ _KNOWN: Mapping[str, Collection[object]] = {
     "dtype": ("bf16", "fp16", "fp32"),
     "attention": ("flash", "eager"),
     "grad_dtype": ("fp32", "fp16"),
-    "fused_kernels": (True, False),  # of the NPU, which its models call by themselves
+    "fused_kernels": (True,),  # of the NPU, which its models call by themselves
     "sequence_parallel": (True, False),
 }
 
@@ -76,7 +76,7 @@ def export(plan: Decided, price: float | None) -> Exported:
         "accumulate_allreduce_grads_in_fp32": launch.grad_dtype == "fp32" and launch.dtype == "bf16",
     }
     arguments |= {name: True for name, on in switches.items() if on}
-    arguments |= {"optimizer": "adam", "transformer_impl": "local"}
+    arguments["optimizer"] = "adam"
 
     counts = {tower: _most(model, stages, tower) for tower in _TOWERS}
     fields = {tower: _fields(plan, tower, counts[tower]) for tower in _TOWERS}
