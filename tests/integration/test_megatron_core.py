@@ -22,10 +22,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from export_cases import by_counts, cut, make_model
-from trimtab.adapters.blocks import blocks_of
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
 from trimtab.adapters.megatron_check import MegatronFlags, built_vision_layers, parse_megatron_flags, stage_counts
-from trimtab.adapters.running import Decided
+from trimtab.adapters.running import Decided, blocks_of
 from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.specs import (
     MlpSpec,

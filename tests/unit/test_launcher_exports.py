@@ -13,8 +13,7 @@ from export_cases import by_counts, cut, decide, first_block, make_model
 from trimtab.adapters import megatron_bridge, ms_swift, pai_megatron
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.launch_files import from_megatron
-from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
-from trimtab.adapters.megatron_recompute import megatron_ladders
+from trimtab.adapters.megatron import MegatronExport, megatron_flags, megatron_ladders, unsupported_cuts
 from trimtab.adapters.pai_megatron import pai_ladder, pai_splits
 from trimtab.adapters.running import Exported, degree_problems
 from trimtab.errors import UnsupportedPlanError

@@ -11,8 +11,16 @@ import json
 import pprint
 from collections.abc import Sequence
 
-from trimtab.adapters.blocks import count_by_tier, lost_tiers
-from trimtab.adapters.running import IMPLEMENTATIONS, Decided, Exported, Target, refuse, schedule_problems
+from trimtab.adapters.running import (
+    IMPLEMENTATIONS,
+    Decided,
+    Exported,
+    Target,
+    count_by_tier,
+    lost_tiers,
+    refuse,
+    schedule_problems,
+)
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.specs import Stage, recomputing, tiers_of
 

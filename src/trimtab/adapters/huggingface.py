@@ -12,9 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from trimtab.adapters.blocks import TIERS
 from trimtab.adapters.lora import peft_config, peft_lines, quantisation_config
-from trimtab.adapters.running import IMPLEMENTATIONS, Decided, Exported, Target, refuse
+from trimtab.adapters.running import IMPLEMENTATIONS, TIERS, Decided, Exported, Target, refuse
 from trimtab.options import Optimizer
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.plan.file.yaml import fold_modules

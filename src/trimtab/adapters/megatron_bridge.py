@@ -11,11 +11,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trimtab.adapters.blocks import blocks_of, recomputed_blocks
 from trimtab.adapters.lora import canonical_layers
-from trimtab.adapters.megatron import ENERGON, can_run, megatron_flags
-from trimtab.adapters.megatron_recompute import megatron_ladders
-from trimtab.adapters.running import Decided, Exported, Target, full_blocks, refuse
+from trimtab.adapters.megatron import ENERGON, can_run, megatron_flags, megatron_ladders
+from trimtab.adapters.running import Decided, Exported, Target, blocks_of, full_blocks, recomputed_blocks, refuse
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import Lora
 from trimtab.options import Tower

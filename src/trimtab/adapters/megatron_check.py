@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Literal, get_args
 
-from trimtab.adapters.blocks import head_problems, padded_heads
 from trimtab.adapters.megatron import layout_of
+from trimtab.adapters.running import head_problems, padded_heads
 from trimtab.errors import PlanError, join_problems
 from trimtab.specs import ModelSpec
 from trimtab.units import format_count

@@ -11,15 +11,19 @@ import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from trimtab.adapters.blocks import blocks_of, head_problems, is_block, recompute_first, recomputed_blocks
 from trimtab.adapters.megatron import SCHEDULES
 from trimtab.adapters.running import (
     Decided,
     Exported,
     Target,
+    blocks_of,
     cut_problems,
     full_blocks,
+    head_problems,
+    is_block,
     price_without_cuts,
+    recompute_first,
+    recomputed_blocks,
     refuse,
     schedule_problems,
 )

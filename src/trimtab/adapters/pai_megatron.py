@@ -10,9 +10,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
-from trimtab.adapters.blocks import blocks_of, count_by_tier, head_problems, lost_tiers, recompute_first
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
-from trimtab.adapters.running import Decided, Exported, Target, full_blocks, refuse
+from trimtab.adapters.running import (
+    Decided,
+    Exported,
+    Target,
+    blocks_of,
+    count_by_tier,
+    full_blocks,
+    head_problems,
+    lost_tiers,
+    recompute_first,
+    refuse,
+)
 from trimtab.errors import UnsupportedPlanError
 from trimtab.options import Tower
 from trimtab.plan.decide.expressible import Expressible
