@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "src")]
 
 from export_cases import by_counts, cut, decide, make_model  # noqa: E402
-from trimtab.adapters import megatron_bridge, mindspeed_mm, pai_megatron  # noqa: E402
+from trimtab.adapters import megatron_hosts, mindspeed_mm, pai_megatron  # noqa: E402
 from trimtab.adapters.frameworks import find_target  # noqa: E402
 from trimtab.specs import ParallelDims, RecomputeChoice  # noqa: E402
 
@@ -152,14 +152,14 @@ def check_bridge(source: Source) -> Iterator[str]:
         if path.startswith(model) and path.endswith("_bridge.py")
         for name in re.findall(r'(?:source=|_HF_CLASS_NAME = )"?(\w+)', source.read(path) or "")
     }
-    yield from missing(set(megatron_bridge.PROVIDERS.values()), sources, "Megatron-Bridge's registry")
+    yield from missing(set(megatron_hosts.PROVIDERS.values()), sources, "Megatron-Bridge's registry")
     copying = {
         path
         for path in source.paths
         if path.endswith("transformer_config.py")
         and "config.recompute_granularity = megatron_config" in (source.read(path) or "")
     }
-    for family in megatron_bridge.COPIES_RECOMPUTE:
+    for family in megatron_hosts.COPIES_RECOMPUTE:
         stem = {"qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl"}.get(family, family)
         stem = {"exaone4_5": "exaone45", "ernie4_5_vl_moe": "ernie45_vl"}.get(stem, stem)
         if not any(stem in path for path in copying):

@@ -21,7 +21,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from trimtab.adapters import megatron_bridge, ms_swift
+from trimtab.adapters import megatron_hosts
 from trimtab.adapters.running import Decided
 from trimtab.models.describe import describe
 from trimtab.options import Dispatcher
@@ -113,7 +113,7 @@ def core_training_fields() -> set[str]:
 
 @pytest.mark.parametrize("decided", CASES)
 def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(decided):
-    export = megatron_bridge.export(decided, None)
+    export = megatron_hosts.export_bridge(decided, None)
     container = fields_of(source("megatron-bridge", "megatron/bridge/training/config.py"))
     provider = fields_of(source("megatron-bridge", "megatron/bridge/models/gpt_provider.py"), "GPTModelProvider")
     pytest.importorskip("torch", reason="megatron-core needs torch")
@@ -161,7 +161,7 @@ def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(decided):
 
 @pytest.mark.parametrize("decided", CASES)
 def test_swift_reads_our_command_as_we_mean_it(decided):
-    export = ms_swift.export(decided, None)
+    export = megatron_hosts.export_swift(decided, None)
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     known = {}

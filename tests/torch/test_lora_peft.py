@@ -14,7 +14,7 @@ import torch
 from shrunk_models import make_shrunk
 from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant
 
-from trimtab.adapters.lora import peft_config, quantisation_config
+from trimtab.adapters.huggingface import peft_config, quantisation_config
 from trimtab.costs.formula.adapters import count_adapters
 from trimtab.costs.measured.stand_ins import AdaptedLinear
 from trimtab.lora import NF4_BYTES, Lora

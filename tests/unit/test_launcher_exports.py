@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from export_cases import by_counts, cut, decide, first_block, make_model
-from trimtab.adapters import megatron_bridge, ms_swift, pai_megatron
+from trimtab.adapters import megatron_hosts, pai_megatron
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.launch_files import from_megatron
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, megatron_ladders, unsupported_cuts
@@ -25,11 +25,11 @@ def megatron(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Megatron
 
 
 def bridge(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
-    return megatron_bridge.export(decide(model, stages, **options), None)
+    return megatron_hosts.export_bridge(decide(model, stages, **options), None)
 
 
 def swift(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
-    return ms_swift.export(decide(model, stages, **options), None)
+    return megatron_hosts.export_swift(decide(model, stages, **options), None)
 
 
 def pai(model: ModelSpec, stages: tuple[Stage, ...], *, price: float | None = None, **options) -> Exported:
@@ -90,7 +90,7 @@ def test_bridge_copies_the_recompute_to_qwen3_vls_tower_alone():
     assert any("0 vision layers is planned" in w and "copies" in w and "2 are recomputed" in w for w in export.warnings)
     for family in ("qwen3_vl", "qwen2_5_vl"):
         model = make_model(family=family)
-        can = megatron_bridge.TARGETS["megatron-bridge"].can(model, 3)
+        can = megatron_hosts.TARGETS["megatron-bridge"].can(model, 3)
         ways = [way for ladder in can.ladders(by_counts(model, 3, 4, 5)) for way in ladder]
         assert max(stage.num_recomputed() for way in ways for stage in way[:1]) == (7 if family == "qwen3_vl" else 3)
         for way in ways:
@@ -205,7 +205,7 @@ def test_pai_refuses_other_splits_families_and_chunks_at_once():
         pai(MODEL, stages, dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2)
 
 
-@pytest.mark.parametrize(("name", "adapter"), [("pai-megatron", pai_megatron), ("megatron-bridge", megatron_bridge)])
+@pytest.mark.parametrize(("name", "adapter"), [("pai-megatron", pai_megatron), ("megatron-bridge", megatron_hosts)])
 def test_a_family_that_a_host_lacks_is_refused_before_a_plan_is_made(name: str, adapter: ModuleType):
     with pytest.raises(UnsupportedPlanError, match="is of the family internvl, and"):
         adapter.TARGETS[name].can(make_model(family="internvl"), 2)

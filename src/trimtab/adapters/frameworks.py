@@ -26,8 +26,8 @@ class Framework:
 
 FRAMEWORKS: Mapping[str, Framework] = {
     "megatron": Framework("megatron", "Print Megatron-Core flags for PLAN, or why it cannot be run, and the price."),
-    "megatron-bridge": Framework("megatron_bridge", "Print assignments to a Megatron-Bridge configuration for PLAN."),
-    "ms-swift": Framework("ms_swift", "Print arguments of ms-swift's `megatron sft` for PLAN."),
+    "megatron-bridge": Framework("megatron_hosts", "Print assignments to a Megatron-Bridge configuration for PLAN."),
+    "ms-swift": Framework("megatron_hosts", "Print arguments of ms-swift's `megatron sft` for PLAN."),
     "pai-megatron": Framework("pai_megatron", "Print environment and arguments of Pai-Megatron-Patch's scripts."),
     "mindspeed-mm": Framework("mindspeed_mm", "Print arguments and model-file fields of MindSpeed-MM for PLAN."),
     "deepspeed": Framework("deepspeed", "Write a Python module with a PipelineModule that is cut as PLAN says."),
@@ -35,8 +35,8 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "accelerate": Framework("huggingface", "Print the lines that train PLAN with Accelerate and DDP."),
     "fsdp2": Framework("huggingface", "Print the lines that train PLAN with torch's fully_shard."),
     "trl": Framework("huggingface", "Print the lines that train PLAN with TRL's SFTTrainer."),
-    "llama-factory": Framework("recipes", "Print settings of a LLaMA-Factory file that trains PLAN, packs and all."),
-    "axolotl": Framework("recipes", "Print settings of an axolotl file that trains PLAN, packs and all."),
+    "llama-factory": Framework("huggingface", "Print settings of a LLaMA-Factory file that trains PLAN and its packs."),
+    "axolotl": Framework("huggingface", "Print settings of an axolotl file that trains PLAN, packs and all."),
 }
 """By the name on the command line."""
 

@@ -1,4 +1,7 @@
-"""A plan for trainers that run a whole model on every rank: Transformers, TRL, Accelerate, FSDP2.
+"""A plan for trainers that run a whole model on every rank.
+
+Transformers, TRL, Accelerate and FSDP2 get lines of Python; LLaMA-Factory and axolotl, which train with Transformers'
+Trainer, settings of their YAML files (read at llamafactory 0.9.5 and axolotl 0.21.0). LoRA comes as lines for PEFT.
 
 Packs come by the runtime's own data set and collator, state is sharded by the host, and recompute is set layer by
 layer (`trimtab.torch.apply_recompute`). Transformers' own switch stays off: it knows every n-th layer, counted through
@@ -8,16 +11,128 @@ both towers alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
-from trimtab.adapters.lora import peft_config, peft_lines, quantisation_config
+import yaml
+
 from trimtab.adapters.running import IMPLEMENTATIONS, TIERS, Decided, Exported, Target, refuse
-from trimtab.options import Optimizer
+from trimtab.costs.formula.adapters import adapt_layer
+from trimtab.costs.formula.flops import layer_matmuls
+from trimtab.errors import UnsupportedPlanError
+from trimtab.lora import ALL_LINEAR, Lora
+from trimtab.options import Optimizer, Tower
 from trimtab.plan.decide.expressible import Expressible
 from trimtab.plan.file.yaml import fold_modules
 from trimtab.specs import ModelSpec, tiers_of
+
+# -- LoRA: lines for PEFT, and the names of Megatron-Core's linear layers --------------------------------------------
+
+
+_MLP = {"gate": "linear_fc1_gate", "up": "linear_fc1_up", "down": "linear_fc2"}
+CANONICAL: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: f"linear_{name}" for name in "qkv"},
+        "o": "linear_proj",
+        **{name: f"mlp.{matrix}" for name, matrix in _MLP.items()},
+        **{f"shared {name}": f"shared_experts.{matrix}" for name, matrix in _MLP.items()},
+    }
+)
+"""Products of a block by Megatron-Core's names; experts lie one module deeper (`mlp.experts.linear_fc1`)."""
+
+
+def peft_config(model: ModelSpec, lora: Lora) -> dict[str, Any]:
+    """Arguments of `peft.LoraConfig`: adapters where `lora` has them, and in no other tower."""
+    targets = ALL_LINEAR if ALL_LINEAR in lora.targets else list(lora.targets)
+    found = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
+    elsewhere = _modules_of_other_towers(model, lora)
+    if elsewhere:
+        found["exclude_modules"] = rf"({'|'.join(map(re.escape, elsewhere))})(\..*)?"
+    return found
+
+
+def quantisation_config(model: ModelSpec, lora: Lora, *, sharded: bool) -> dict[str, Any]:
+    """Arguments of `transformers.BitsAndBytesConfig` that store what the plan prices in 4 bits; none for 16.
+
+    `sharded`: FSDP shards only weights of one dtype, so packed ones are stored as bfloat16.
+    """
+    if lora.bits == 16:
+        return {}
+    head = [x.name for x in model.layers if x.kind == "head"]
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        **({"bnb_4bit_quant_storage": "bfloat16"} if sharded else {}),
+        "llm_int8_skip_modules": [*head, *_modules_of_other_towers(model, lora)],
+    }
+
+
+def peft_lines(model: ModelSpec, lora: Lora, *, sharded: bool) -> str:
+    """Python lines: how the base is loaded, and the adapters, to run after the lines of recompute."""
+    quantised = quantisation_config(model, lora, sharded=sharded)
+    loaded = f"# load the model with quantization_config=BitsAndBytesConfig({_call(quantised)})\n" if quantised else ""
+    cast = "" if lora.weights != "same" else ", autocast_adapter_dtype=False"
+    return (
+        f"{loaded}from peft import LoraConfig, get_peft_model\n\n"
+        f"model = get_peft_model(model, LoraConfig({_call(peft_config(model, lora))}){cast})"
+    )
+
+
+def canonical_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
+    """Ends of names in Megatron-Core, q, k, v and gate, up apart, as Megatron-Bridge's `CanonicalLoRA` has them."""
+    return tuple(CANONICAL[product] for product in _adapted_products(model, lora, host))
+
+
+def joined_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
+    """Ends of names in Megatron-Core itself, which joins q, k, v and gate, up.
+
+    One adapter stands beside each of these, with fewer weights than the plan counts.
+    """
+    products = _adapted_products(model, lora, host)
+    for parts in (("q", "k", "v"), ("gate", "up"), ("shared gate", "shared up")):
+        if 0 < len({*parts} & {*products}) < len(parts):
+            raise UnsupportedPlanError(
+                f"LoRA on {' and '.join(lora.targets)} was planned, and {host} has {', '.join(parts)} in one matrix: "
+                f"plan with all of these or none, as in targets={ALL_LINEAR}"
+            )
+    apart = re.compile("_(gate|up)$")
+    names = ("linear_qkv" if x in "qkv" else apart.sub("", CANONICAL[x]) for x in products)
+    return tuple(dict.fromkeys(names))
+
+
+def _adapted_products(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
+    """Products of the decoder's blocks beside which there are adapters: in all blocks alike, for names are patterns."""
+    found: dict[str, int] = {}
+    there: dict[str, int] = {}
+    for layer in (x for x in model.layers if x.tower == "language" and x.kind == "block"):
+        for name in (p.name for p in layer_matmuls(layer, 1)):
+            there[name] = there.get(name, 0) + 1
+        for adapter in adapt_layer(layer, lora, 1):
+            for name in adapter.products or (adapter.name,):
+                found[name] = found.get(name, 0) + 1
+    unlike = [name for name, number in found.items() if name not in CANONICAL or number < there.get(name, 0)]
+    if unlike:
+        raise UnsupportedPlanError(
+            f"LoRA ({lora}) was planned on {unlike[0]}, of which {host} is told no pattern: plan with targets that are "
+            "attention's or the MLP's in every block, or for transformers"
+        )
+    return tuple(found)
+
+
+def _modules_of_other_towers(model: ModelSpec, lora: Lora) -> list[str]:
+    """The lists of blocks and the projectors of towers without adapters."""
+    names = [x.name for x in model.layers if x.tower not in lora.towers and x.kind in ("block", "projector", "embed")]
+    return list(dict.fromkeys(re.sub(r"\.\d+$", "", name) for name in names if not name.endswith("embed_tokens")))
+
+
+def _call(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
 
 _APPLY = """from trimtab import apply_recompute
 
@@ -26,6 +141,9 @@ RECOMPUTE = {{
 }}
 for granularity, modules in RECOMPUTE.items():
     apply_recompute(model, modules, granularity=granularity)  # leave the Trainer's own activation_checkpointing off"""
+
+
+# -- trainers in Python ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,4 +328,157 @@ def _target(host: _Host) -> Target:
     )
 
 
-TARGETS = {name: _target(host) for name, host in _HOSTS.items()}
+# -- LLaMA-Factory, axolotl -----------------------------------------------------------------------------------------
+
+
+_ZERO_STAGES = (0, 3, 2, 1)  # tried in this order where the user names none
+Settings = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """One of these two launchers."""
+
+    title: str
+    checked_with: str
+    packs: str
+    settings: Callable[[Decided, int], Settings]  # of a plan and the ZeRO stage it gets
+    head: str  # how the file is run
+    lora: tuple[int, ...] = ()
+
+
+def _deepspeed(zero_stage: int) -> Settings:
+    if not zero_stage:
+        return {}
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {
+        "deepspeed": {
+            "zero_optimization": {"stage": zero_stage},
+            **dict.fromkeys(auto, "auto"),
+            "bf16": {"enabled": "auto"},
+            "zero_allow_untested_optimizer": True,
+        }
+    }
+
+
+def _llama_factory(plan: Decided, zero_stage: int) -> Settings:
+    frozen: Collection[Tower] = plan.frozen_towers
+    tuning: Settings = {"finetuning_type": "full"}
+    if (lora := plan.lora) is not None:
+        if lora.weights not in (None, "fp32") or lora.towers != ("language",):
+            refuse(
+                [
+                    f"LoRA ({lora}) was planned, and LLaMA-Factory's export says adapters in fp32 and of the language "
+                    "model: plan with weights=fp32,towers=language"
+                ]
+            )
+        frozen = ("vision", "projector")
+        tuning = {
+            "finetuning_type": "lora",
+            "lora_rank": lora.r,
+            "lora_alpha": round(lora.alpha),
+            "lora_dropout": lora.dropout,
+            "lora_target": "all" if ALL_LINEAR in lora.targets else ",".join(lora.targets),
+            **({"quantization_method": "bnb", "quantization_bit": 4} if lora.bits == 4 else {}),
+        }
+    return {
+        "stage": "sft",
+        "do_train": True,
+        **tuning,
+        "freeze_vision_tower": "vision" in frozen,
+        "freeze_multi_modal_projector": "projector" in frozen,
+        "freeze_language_model": "language" in frozen,
+        "dataset": "planned",  # it asks for a name; the packs come from PLAN
+        "packing": False,
+        "neat_packing": False,
+        "disable_gradient_checkpointing": True,
+        "flash_attn": {"flash": "fa2", "sdpa": "sdpa", "eager": "disabled"}[plan.launch.attention],
+        "enable_liger_kernel": plan.launch.fused_kernels,
+        **_precision(plan),
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": plan.num_microbatches,
+        **_deepspeed(zero_stage),
+    }
+
+
+def _precision(plan: Decided) -> Settings:
+    words = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "sgd": "sgd"}
+    dtype = plan.launch.dtype
+    optimizer = words[plan.launch.optimizer]
+    return {"bf16": dtype == "bf16", "fp16": dtype == "fp16", "optim": optimizer}
+
+
+_LIGER = ("axolotl.integrations.liger.LigerPlugin",)
+
+
+def _stem(name: str) -> str:
+    """Return the module list of a block, or the layer itself."""
+    return re.sub(r"\.\d+$", "", name)
+
+
+def _axolotl(plan: Decided, zero_stage: int) -> Settings:
+    precision, fused = _precision(plan), plan.launch.fused_kernels
+    trained = {}
+    if plan.frozen_towers:
+        names = [layer.name for layer in plan.model.layers if layer.tower not in plan.frozen_towers]
+        trained = {"unfrozen_parameters": [f"^{re.escape(x)}" for x in dict.fromkeys(map(_stem, names))]}
+    return {
+        "bf16": precision["bf16"],
+        "fp16": precision["fp16"],
+        "optimizer": precision["optim"],
+        "attn_implementation": IMPLEMENTATIONS[plan.launch.attention],
+        **trained,
+        "plugins": ["trimtab.runtime.training.axolotl_plugin.PlannedPacks", *(_LIGER if fused else ())],
+        **({"liger_rms_norm": True, "liger_rope": True, "liger_glu_activation": True} if fused else {}),
+        "datasets": [{"path": "PLAN", "type": "chat_template"}],
+        "skip_prepare_dataset": True,
+        "sample_packing": False,
+        "pad_to_sequence_len": False,
+        "remove_unused_columns": False,
+        "gradient_checkpointing": False,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": plan.num_microbatches,
+        **_deepspeed(zero_stage),
+    }
+
+
+_RECIPES: Mapping[str, _Recipe] = {
+    "llama-factory": _Recipe(
+        title="LLaMA-Factory",
+        checked_with="llamafactory 0.9.5, its own parser and trainer on a CPU",
+        packs="`runtime.training.llama_factory_run` in place of `llamafactory-cli train`",
+        settings=_llama_factory,
+        lora=(16, 4),
+        head="# torchrun --nproc-per-node N -m trimtab.runtime.training.llama_factory_run PLAN FILE",
+    ),
+    "axolotl": _Recipe(
+        title="axolotl",
+        checked_with="axolotl 0.21.0, its own schema, plug-in manager and trainer on a CPU",
+        packs="a plug-in, `runtime.training.axolotl_plugin`",
+        settings=_axolotl,
+        head="# axolotl train FILE, with the plan's folder for PLAN",
+    ),
+}
+
+
+def export_recipe(plan: Decided, _price: float | None, *, host: _Recipe) -> Exported:
+    """The settings that the plan decides, to be merged into a file that names model, data and learning rate."""
+    refuse(plan.launch.problems(host.title, **KNOWN))
+    zero_stage, warnings = check_whole(plan, host.title, _ZERO_STAGES)
+    settings = host.settings(plan, zero_stage)
+    text = yaml.safe_dump(settings, sort_keys=False).rstrip()
+    return Exported(text=f"{host.head}\n{text}", fields=settings, runs=plan.stages, warnings=tuple(warnings))
+
+
+TARGETS = {name: _target(host) for name, host in _HOSTS.items()} | {
+    name: Target(
+        title=host.title,
+        host="eager",
+        checked_with=host.checked_with,
+        packs=host.packs,
+        can=lambda model, _pp: whole(model, _ZERO_STAGES),
+        export=partial(export_recipe, host=host),
+        lora=host.lora,
+    )
+    for name, host in _RECIPES.items()
+}
