@@ -69,7 +69,14 @@ def test_rounding_up_twice_names_blocks_that_do_not_exist_and_empties_the_last_g
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "world_size", "vit_alpha"), [(0, 2, 0.5), (4, 0, 0.5), (4, 2, 1.0), (4, 2, -0.1)]
+    ("vit_alpha", "counts"), [(1.0, [1, 16, 15]), (1.5, [1, 22, 9]), (2.0, [1, 31, 0]), (2.5, [1, 31, 0])]
+)
+def test_from_one_on_the_first_gpu_holds_no_block_but_the_last(vit_alpha, counts):
+    assert blocks_per_gpu(32, 3, vit_alpha) == counts
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "world_size", "vit_alpha"), [(0, 2, 0.5), (4, 0, 0.5), (4, 2, 2.0), (4, 1, 1.0), (4, 2, -0.1)]
 )
 def test_arguments_without_a_rule_are_refused(num_layers, world_size, vit_alpha):
     with pytest.raises(PartitionError, match="is not defined"):

@@ -1,4 +1,4 @@
-"""A plan's decisions as assignments to a Megatron-Bridge configuration.
+"""A plan for Megatron-Bridge (assignments to a configuration) and ms-swift (arguments of `megatron sft`).
 
 Megatron-Bridge's model providers are Megatron-Core's `TransformerConfig` with more fields, so what a layout cannot say
 it cannot say either. Written for 0.4 to 0.6; `bench/hosts.py` reads fields, families and what a tower copies from the
@@ -186,8 +186,7 @@ BRIDGE = {
 }
 
 
-# A plan's decisions as arguments of ms-swift's `megatron sft`.
-#
+# -- ms-swift ---------------------------------------------------------------------------------------------------------
 # ms-swift hands Megatron-Core's settings on under its own names, and builds the vision tower from Hugging Face's class,
 # whole on the first stage: nothing truncates it. Names and choices checked against ms-swift 4.6.0 by
 # tests/integration/test_megatron_launchers.py.

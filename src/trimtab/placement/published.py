@@ -24,7 +24,8 @@ def split_model(
 
     As `split_model` in OpenGVLab/InternVL, internvl_chat/internvl/model/__init__.py: every GPU takes
     ceil(L / (n - alpha)) decoder blocks, the first one ceil((1 - alpha) times that); ViT, projector, embedding, last
-    norm, head, rotary table and the last block lie on GPU 0. Rounding up twice can name blocks that do not exist and
+    norm, head, rotary table and the last block lie on GPU 0. With a `vit_alpha` of 1 or more
+    GPU 0 gets no other block. Rounding up twice can name blocks that do not exist and
     can leave the last GPUs without any: `assess_map` reports both. Keys are those of the remote code.
 
     There `world_size` is the number of visible GPUs, as in `trimtab.placement.split_model`. `variant`: model cards
@@ -35,10 +36,10 @@ def split_model(
     """
     if variant not in get_args(Variant):
         raise PartitionError(f"split_model has no variant {variant!r}: choose one of {', '.join(get_args(Variant))}")
-    if num_layers < 1 or world_size < 1 or not 0 <= vit_alpha < 1:
+    if num_layers < 1 or world_size < 1 or not 0 <= vit_alpha < world_size:
         raise PartitionError(
-            f"split_model of {num_layers} layers on {world_size} GPUs with vit_alpha {vit_alpha} is not defined: give "
-            "at least 1 layer and 1 GPU (world_size), and a vit_alpha from 0 up to but not 1"
+            f"split_model of {num_layers} layers on {world_size} GPUs with vit_alpha {vit_alpha} is not defined: "
+            "give at least 1 layer and 1 GPU (world_size), and a vit_alpha from 0 to below the number of GPUs"
         )
     share = math.ceil(num_layers / (world_size - vit_alpha))
     shares = [math.ceil(share * (1 - vit_alpha)), *([share] * (world_size - 1))]
