@@ -33,6 +33,7 @@ NO_FILES = (
     "images of this model cannot be counted: the files of its processor were not given: put preprocessor_config.json "
     "or processor_config.json beside config.json, or pass --set preprocessor=FILE"
 )
+TEXT_ONLY = "this is a text model, which reads no images: leave samples with images out, or name the whole model"
 
 
 def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] | None = None) -> ImageRule:
@@ -244,6 +245,8 @@ def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
     """The description that Transformers gives, with the image rule of its processor."""
     answer = ask_transformers(config, "describe")
     model = read_description(answer, whence=f"the answer on model_type {quote(config.get('model_type'))}")
+    if not model.indices("vision"):
+        return replace(model, image_rule=UnsettledRule(reason=TEXT_ONLY))
     assumed = {"image_seq_length"} - set(config)  # of the class's own image size, not of this model's
     whole = {**config, **{key: value for key, value in answer["config"].items() if key not in assumed}}
     rule, markup = image_rule_by_processor(whole, files, settings)
