@@ -10,7 +10,7 @@ that 100 % is out of reach.
 
 Tests run in processes forked where torch is imported already. Files with loops that numba compiles are tried with an
 empty cache, since numba does not see a change in another file: about four CPU seconds more for each test file.
-Run: python bench/mutation.py [--rooms balance partition costs/formula plan/decide] [--per-room 12] [--seed 0] [--jobs 2]
+Run: python bench/mutation.py [--rooms costs/formula plan/decide] [--per-room 12] [--seed 0] [--jobs 2]
      [--minutes 25] [--files compiled|uncompiled] [--then further|marked|nothing]
 """
 
