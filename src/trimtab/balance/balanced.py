@@ -156,6 +156,8 @@ def choose_aim(
         return Aim(fill, "tight")
     # 1. the trial, and best fit on it: `least` is how full its packs are
     needed = float(sum_columns(counted).max())
+    if needed <= 0.0:
+        return Aim(n.tight_fill, "tight")
     num_trial = int(np.ceil(len(columns) * min(1.0, n.trial_packs / max(needed, 1.0))))
     trial, own = columns[:num_trial], counted[:num_trial]
     own_needed = float(sum_columns(own).max())
