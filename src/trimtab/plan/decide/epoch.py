@@ -122,7 +122,7 @@ def share_exactly(total: int, shares: FloatArray) -> IntArray:
 
 def _draw(num_rows: int, count: int, seed: int, source: int) -> IntArray:
     """(num_rows,) how often each row of a source is drawn: the first `count` of its shuffle, which repeats for ever."""
-    from trimtab.balance.rng import permutation
+    from trimtab.compiled import permutation
 
     whole, rest = divmod(count, num_rows)
     times = np.full(num_rows, whole, np.int64)
