@@ -10,7 +10,7 @@ that 100 % is out of reach.
 
 Tests run in processes forked where torch is imported already. Files with loops that numba compiles are tried with an
 empty cache, since numba does not see a change in another file: about four CPU seconds more for each test file.
-Run: python bench/mutation.py [--rooms balance partition runtime/vision] [--per-room 12] [--seed 0] [--jobs 2]
+Run: python bench/mutation.py [--rooms costs/formula plan/decide] [--per-room 12] [--seed 0] [--jobs 2]
      [--minutes 25] [--files compiled|uncompiled] [--then further|marked|nothing]
 """
 
@@ -42,7 +42,7 @@ import pytest
 
 from near_tests import ROOT, SOURCE, tests_of
 
-ROOMS = ("balance", "partition", "runtime/vision")
+ROOMS = ("balance", "partition", "runtime/vision", "costs/formula", "plan/decide")
 LEVELS_MORE = 2
 LIMIT_S = 90.0  # of CPU, for the tests of more levels in all
 WAIT_S, WAIT_FACTOR = 60.0, 6.0  # longest wall time of a run: so much, and so many times its limit of CPU seconds

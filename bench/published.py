@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.costs import settings
 from trimtab.costs.devices import parse_cluster
+from trimtab.costs.formula import settings
 from trimtab.costs.formula.host import Host
 from trimtab.errors import TrimtabError
 from trimtab.lora import Lora

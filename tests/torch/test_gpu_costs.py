@@ -24,8 +24,8 @@ from bench.gpu.refit import FITTED, Layer, main, refit  # noqa: E402
 from bench.gpu.shares import can_share, cut_to_share  # noqa: E402
 
 from gain_models import make_model  # noqa: E402
-from trimtab.costs import analytic  # noqa: E402
 from trimtab.costs.devices import DEVICES  # noqa: E402
+from trimtab.costs.formula import layers as analytic  # noqa: E402
 from trimtab.costs.formula.curves import Efficiency, efficiency_of  # noqa: E402
 from trimtab.costs.formula.flops import layer_matmuls  # noqa: E402
 from trimtab.costs.formula.layers import find_gradients  # noqa: E402
