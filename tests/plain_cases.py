@@ -101,6 +101,7 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_train.py::test_the_report_takes_the_run": 0,
     "torch/test_verify_pipeline.py::test_stages_that_cut_tower_and_decoder_have_the_models_loss_and_gradients": 1,  # 12
     "torch/test_videos.py::test_a_video_is_sized_trained_and_packed_as_its_processor_makes_it": 0,  # 16
+    "unit/test_export_gate.py::test_a_setting_is_read_back_or_refused": 12,  # 3 each
     "unit/test_expressible.py::test_the_next_degrees_are_taken_where_nothing_fits_that_can_be_run": 0,  # 2
     "unit/test_gains_on_real_data.py::test_no_plan_is_slower_than_its_baseline_and_a_slower_row_says_why": 1,  # 30
     "unit/test_jitter.py::test_mean_and_quantile_are_those_of_steps_drawn_one_by_one": 2,
