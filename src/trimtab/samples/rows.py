@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
-from trimtab.samples.problems import BadRecordError, wrong
+from trimtab.samples.problems import BadRecordError, shorten, wrong
 from trimtab.samples.videos import VIDEO_FACTS, VIDEO_KINDS, Video, column_videos, part_video
+from trimtab.typed_json import parse_json
 
 T = TypeVar("T")
 
@@ -25,10 +26,17 @@ _ROLES = {  # ShareGPT's names beside OpenAI's
     "tool": "tool",
     "observation": "tool",
 }
+_LEARNT = ("loss", "train", "training", "weight")
+"""Fields of a turn that say whether it is learnt: ms-swift's and LLaMA-Factory's, axolotl's, OpenAI's."""
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 
 CONVERSATION_KEYS = ("conversations", "messages", "texts")
-KNOWN_KEYS = ("id", "image", "images", "video", "videos", *VIDEO_FACTS, "system", "tools", *CONVERSATION_KEYS)
+TEMPLATE_FIELDS = ("enable_thinking", "documents")
+KNOWN_KEYS = (
+    *TEMPLATE_FIELDS,
+    "chat_template_kwargs",
+    *("id", "image", "images", "video", "videos", *VIDEO_FACTS, "system", "tools", *CONVERSATION_KEYS),
+)
 
 
 class Slot(Enum):
@@ -45,6 +53,7 @@ class Message:
     content: tuple[str | Slot | None, ...]
     was_text: bool  # the record gave a plain string without images and videos
     extra: tuple[tuple[str, object], ...] = ()  # other fields of the message, for the template
+    is_learnt: bool = True  # of the assistant's turns; False: the record says so
 
     @property
     def num_images(self) -> int:
@@ -63,6 +72,7 @@ class Conversation:
     images: tuple[str | bytes, ...]
     videos: tuple[Video, ...] = ()
     tools: tuple[object, ...] | None = None
+    arguments: tuple[tuple[str, object], ...] = ()  # of the chat template, by the record
 
 
 def record_id(record: object) -> str | None:
@@ -110,6 +120,7 @@ def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None
         images=_join(inline.images, column, "image", IMAGE_MARK),
         videos=_join(inline.videos, inline.videos_column, "video", VIDEO_MARK),
         tools=_tools(record),
+        arguments=_arguments(record),
     )
 
 
@@ -157,16 +168,32 @@ def _message(turn: object, where: str, inline: _Inline) -> Message:
     if known is None:
         raise wrong(f"'{role_key}'", role, "one of " + ", ".join(_ROLES))
     content = turn.get(content_key)
-    extra = tuple((k, v) for k, v in turn.items() if k not in (role_key, content_key) and v is not None)
+    extra = tuple((k, v) for k, v in turn.items() if k not in (role_key, content_key, *_LEARNT) and v is not None)
+    is_learnt = _is_learnt(turn, known)
     if content is None and extra and known == "assistant":
-        return Message(role=known, content=(), was_text=True, extra=extra)  # a tool call without text
+        return Message(role=known, content=(), was_text=True, extra=extra, is_learnt=is_learnt)  # a tool call alone
     if isinstance(content, str):
         parts = tuple(_split_text(content, inline))
         is_plain = all(isinstance(part, str) for part in parts)
-        return Message(role=known, content=parts, was_text=is_plain, extra=extra)
+        return Message(role=known, content=parts, was_text=is_plain, extra=extra, is_learnt=is_learnt)
     if not isinstance(content, (list, tuple)):
         raise wrong(f"'{content_key}'", content, "a string or a list of parts")
-    return Message(role=known, content=tuple(_parts(content, inline)), was_text=False, extra=extra)
+    return Message(role=known, content=tuple(_parts(content, inline)), was_text=False, extra=extra, is_learnt=is_learnt)
+
+
+def _is_learnt(turn: Mapping[str, object], role: str) -> bool:
+    """What the turn says of its own loss: `loss`, `train`, `training` or `weight`, true or false, 1 or 0."""
+    said = {name: turn[name] for name in _LEARNT if turn.get(name) is not None}
+    for name, value in said.items():
+        if value not in (0, 1):
+            raise wrong(f"'{name}' of a turn", value, "true or false, or 1 or 0: turns are learnt or not")
+        if role != "assistant" and value and name != "weight":
+            raise BadRecordError(
+                "type", f"'{name}' of a {role}'s turn is {value}, and the assistant's alone are learnt: leave it out"
+            )
+    if len({bool(value) for value in said.values()}) > 1:
+        raise BadRecordError("type", f"a turn says both of its loss ({', '.join(said)}): keep one of these fields")
+    return all(said.values())
 
 
 def _split_text(text: str, inline: _Inline) -> Iterator[str | Slot | None]:
@@ -253,5 +280,33 @@ def _join(inline: list[T | None], column: list[T], kind: str, mark: str) -> tupl
 
 
 def _tools(record: Mapping[str, object]) -> tuple[object, ...] | None:
+    """A list of objects, or the same as JSON text, as TRL, LLaMA-Factory and others keep it in columns."""
     tools = record.get("tools")
-    return tuple(tools) if isinstance(tools, (list, tuple)) and tools else None
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = parse_json(tools.encode("utf-8", "surrogatepass"))
+        except ValueError as error:
+            raise BadRecordError(
+                "type", f"'tools' is text that is no JSON ({shorten(str(error), 60)}): give a list"
+            ) from None
+    if isinstance(tools, dict):
+        tools = [tools]
+    if not tools:
+        return None
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, (dict, str)) for tool in tools):
+        raise wrong("'tools'", tools, "a list of objects, or that as JSON text")
+    return tuple(tools)
+
+
+def _arguments(record: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    """`chat_template_kwargs`, and what TRL hands on beside it: names that templates know."""
+    given = record.get("chat_template_kwargs")
+    if isinstance(given, str) and given.strip():
+        try:
+            given = parse_json(given.encode("utf-8", "surrogatepass"))
+        except ValueError:
+            raise wrong("'chat_template_kwargs'", given, "an object, or that as JSON text") from None
+    if given is not None and not isinstance(given, dict):
+        raise wrong("'chat_template_kwargs'", given, "an object, or that as JSON text")
+    own = {name: record[name] for name in TEMPLATE_FIELDS if record.get(name) is not None}
+    return tuple({**own, **(given or {})}.items())

@@ -15,6 +15,7 @@ from trimtab.limited import at
 from trimtab.models.images.clips import NO_CLIPS
 from trimtab.options import Exif
 from trimtab.samples.chunks import TOO_DEEP, Broken, Chunk, Record
+from trimtab.samples.encode import learnt_spans
 from trimtab.samples.lengths import SizesAlone, image_counter
 from trimtab.samples.media import MediaFolder
 from trimtab.samples.media_folders import MediaFolders
@@ -209,6 +210,8 @@ class Sizer:
         except ImageError as error:
             raise BadRecordError("video", str(error)) from None
         chat = self._counter.render(read.conversation, read.images, videos)
+        if sum(message.role == "assistant" for message in read.conversation.messages) > 1:  # a lone one is found
+            learnt_spans(self._counter, read.conversation)
         images = [*read.images, *(video.image for video in videos)]
         return _Sized(line=read.line, name=read.name, source=read.source, images=images, chat=chat)
 

@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.errors import SampleError
+from trimtab.address import place_of
+from trimtab.errors import SampleError, refuse_type
 from trimtab.files import write_atomically
 from trimtab.samples.arrays import Arrays, pack_arrays, pack_strings, unpack_arrays, unpack_strings
 from trimtab.samples.problems import BadKind, BadSample, shorten
@@ -199,12 +200,14 @@ def table_from_bytes(content: bytes, *, origin: str) -> SampleTable:
     return _parse_sizing(lambda: content, origin).table
 
 
-def save_sizing(result: SizingResult, path: Path) -> None:
+def save_sizing(result: SizingResult, path: Path | str) -> None:
     """Write table, bad samples and assumptions as .npz; the file is complete, or is not there.
 
     Use it to size once and plan often: `load_sizing`, `trimtab plan` and `trimtab pack` read the file.
     The same result gives the same bytes with the same version of numpy.
     """
+    refuse_type("path", path, Path | str, "the path of a file.npz")
+    path = Path(path)
     if path.suffix != ".npz":
         raise SampleError(f"a table cannot be saved as {path.name}: end the name in .npz")
     write_atomically(path, _sizing_bytes(result))
@@ -232,7 +235,7 @@ def _sizing_bytes(result: SizingResult) -> bytes:
     return pack_arrays(arrays | pack_strings("id", table.ids or ()), meta)
 
 
-def load_sizing(path: Path) -> SizingResult:
+def load_sizing(path: Path | str) -> SizingResult:
     """What `save_sizing` wrote; a file that is damaged or of another kind is a `SampleError`.
 
     Use it for a table that was sized before, also by `trimtab size --out`.
@@ -243,7 +246,8 @@ def load_sizing(path: Path) -> SizingResult:
     >>> load_sizing(path).table.num_tokens.tolist()
     [300, 20]
     """
-    return _parse_sizing(path.read_bytes, str(path))
+    refuse_type("path", path, Path | str, "the path of a file that save_sizing wrote")
+    return _parse_sizing(place_of(path).read_bytes, str(path))
 
 
 def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
