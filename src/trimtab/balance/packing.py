@@ -7,13 +7,10 @@ from typing import get_args
 
 import numpy as np
 
-from trimtab.balance.aim import Aim
-from trimtab.balance.balanced import aim_for, pack_balanced
-from trimtab.balance.bound import above_limits
+from trimtab.balance.balanced import Aim
 from trimtab.balance.cost import LinearCost, default_cost
-from trimtab.balance.groups import Groups, complete_rows
-from trimtab.balance.metrics import BalanceReport, report_balance
-from trimtab.balance.schedule import TOLERANCE, schedule_packs
+from trimtab.balance.metrics import BalanceReport, above_limits, report_balance
+from trimtab.balance.schedule import TOLERANCE, Groups, complete_rows, schedule_packs
 from trimtab.errors import PackingError, join_problems, refuse_type
 from trimtab.options import Order, Oversize, PackMethod
 from trimtab.shown import html_table, three_lines
@@ -101,7 +98,8 @@ def pack_samples(
     >>> packed.num_packs, int(packed.sums(tiles).max())
     (4, 6)
     """
-    from trimtab.balance.rng import scatter  # loads numba
+    from trimtab.balance.balanced import aim_for, pack_balanced  # loads numba
+    from trimtab.compiled import scatter
 
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
@@ -117,7 +115,7 @@ def pack_samples(
     rows, starts = scatter(len(samples), num_parts, seed, epoch)
     aim: Aim | float | None = fill
     counts, pack_sums = [np.empty(0, np.int64)], [np.empty((0, 3 if order != "random" or num_microbatches > 1 else 0))]
-    num_packed = 0
+    num_packed, rows_alike = 0, order != "random"
     for part in range(num_parts):
         # 2. its samples; those above a limit are packs of their own, or nobody's
         own = rows[starts[part] : starts[part + 1]].copy() if num_parts > 1 else rows
@@ -130,11 +128,20 @@ def pack_samples(
             groups = Groups(small, np.zeros(1, np.int64))
         elif method == "balanced":
             if num_parts > 1 and not isinstance(aim, Aim):  # the same for all parts
-                aim = aim_for(columns, own_cost, limits=limits, dp=dp, fill=aim, **keys)
-            how = {"num_others": len(alone), "shard": part, **keys}
-            groups = pack_balanced(columns, own_cost, limits=limits, dp=dp, aim=aim, **how)
+                aim = aim_for(columns, own_cost, limits=limits, dp=dp, fill=aim, rows_alike=rows_alike, **keys)
+            groups = pack_balanced(
+                columns,
+                own_cost,
+                limits=limits,
+                dp=dp,
+                aim=aim,
+                num_others=len(alone),
+                rows_alike=rows_alike,
+                shard=part,
+                **keys,
+            )
         elif method == "isf":
-            from trimtab.balance.isf import pack_isf
+            from trimtab.balance.published import pack_isf
 
             groups = pack_isf(columns, limits=limits, filters=filters, iterations=iterations, **keys)
         else:
@@ -208,9 +215,12 @@ def refuse_empty(packing: Packing) -> None:
 
 def warm_up(*methods: PackMethod) -> None:
     """Compile or load the compiled loops of these methods, or of all: a measured run then contains none of it."""
-    small = SampleTable.of(np.arange(40) % 5, np.arange(40) + 1, patch_unit="tiles")
+    many = SampleTable.of(np.arange(40) % 5, np.arange(40) + 1, patch_unit="tiles")
+    few = SampleTable.of(np.arange(40) % 7 + 3, np.arange(40) * 7 % 40 + 30, patch_unit="tiles")
     for method in methods or METHODS:
-        pack_samples(small, limits=(9, 90), dp=2, method=method, order="sorted")
+        for table in (many, few):
+            pack_samples(table, limits=(9, 90), dp=2, method=method)
+        pack_samples(many, limits=(9, 90), dp=2, method=method, order="sorted")
 
 
 def read_sizes(samples: SampleTable, rows: IntArray | None = None) -> IntArray:
@@ -251,7 +261,7 @@ def find_problems(fill: float | None, oversize: str, **counts: float) -> list[st
 
 
 def _batch(method: PackMethod, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
-    from trimtab.balance.baselines import batch_by_device, batch_by_length, batch_randomly
+    from trimtab.balance.published import batch_by_device, batch_by_length, batch_randomly
 
     if method == "random":
         return batch_randomly(len(lengths), batch_size=batch_size, dp=dp, seed=seed, epoch=epoch)
@@ -303,7 +313,8 @@ def _find_oversize(samples: SampleTable, limits: tuple[int, int]) -> IntArray:
 def describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, int]) -> str:
     """All samples above a limit, a line each."""
     lines = [
-        f"{len(rows)} of {len(samples)} samples do not fit a pack of {limits[0]} {samples.patch_unit} and {limits[1]} "
+        f"{len(rows):,} of {len(samples):,} samples do not fit a pack of {limits[0]} {samples.patch_unit} and "
+        f"{limits[1]} "
         'tokens: raise the limits, or choose oversize "alone" (a pack of its own each) or "skip" (left out and '
         "listed): --set oversize=skip"
     ]
