@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from trimtab.cli.app import app
 from trimtab.cli.output import progress, told_of_compiling
 from trimtab.cli.verbs import VERBS
-from trimtab.samples.read import read_lengths
+from trimtab.samples.lengths import read_lengths
 from trimtab.units import format_number
 
 Run = Any

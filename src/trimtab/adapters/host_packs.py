@@ -21,9 +21,9 @@ from trimtab.adapters.data_files import WrittenData, open_records, read_planned,
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import open_atomically, write_atomically, written_together
 from trimtab.options import ReadingOptions
-from trimtab.samples.media_folders import MediaFolders
+from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
-from trimtab.samples.record_lines import places_of
+from trimtab.samples.records import places_of
 from trimtab.samples.rows import read_conversation
 from trimtab.samples.sources import whole_root
 

@@ -1,4 +1,4 @@
-"""From the name of an image or a video in a sample to its size, without leaving the media folder."""
+"""Images and videos of records: from their names to their sizes and bytes, without leaving the media folder."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ import binascii
 import errno
 import io
 import os
+import posixpath
 import re
 import stat
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.errors import ImageError
+from trimtab.address import Address
+from trimtab.errors import ImageError, SampleError
 from trimtab.options import Exif
-from trimtab.samples.containers import read_clip, read_frames
-from trimtab.samples.headers import image_size
+from trimtab.samples.headers import image_size, read_clip, read_frames
 from trimtab.samples.problems import BadRecordError, shorten
-from trimtab.samples.videos import Video
+from trimtab.samples.rows import Video
 from trimtab.specs import Clip
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
@@ -185,3 +187,57 @@ def _data_url_bytes(url: str) -> bytes:
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"a data: URL is not base64: {error}; encode the image again") from None
+
+
+# -- the folder of each data file --------------------------------------------------------------------------------------
+
+
+class AddressFolder(MediaFolder):
+    """A media folder behind an address; a name that leads out of it is refused unless `allow_outside`."""
+
+    def __init__(self, root: Address, *, allow_outside: bool, exif: Exif) -> None:
+        super().__init__(root, allow_outside=allow_outside, exif=exif)
+        self._root = str(root)
+
+    def _descriptor(self, image: str | bytes, kind: Literal["image", "video"] = "image") -> int:
+        """An open file with the content, which goes when it is closed."""
+        assert isinstance(image, str), "bytes are carried"
+        address = self._address(image, kind)
+        try:
+            content = address.read_bytes()
+        except (OSError, SampleError) as error:
+            raise unreadable_media(f"{kind} {shorten(image)}", "read", self._root, error) from None
+        with tempfile.TemporaryFile() as file:
+            file.write(content)
+            file.seek(0)
+            return os.dup(file.fileno())
+
+    def _address(self, name: str, kind: str) -> Address:
+        """Root and name as one address, `..` resolved, quoted ones too."""
+        scheme, _, root = self._root.partition("://")
+        own, mark, inner = name.partition("://")
+        path = f"/{inner}" if mark else posixpath.join(f"/{root}", name)
+        spellings = (path, unquote(path))
+        below = f"/{root.rstrip('/')}/".replace("//", "/")
+        lies_in = all(f"{posixpath.normpath(spelling)}/".startswith(below) for spelling in spellings)
+        if (mark and own != scheme) or not (lies_in or self._allow_outside):
+            raise outside_media(f"{kind} {shorten(name)}", self._root)
+        return Address(f"{scheme}:/{posixpath.normpath(path)}")
+
+
+class MediaFolders:
+    """The media folder of each data file: the one stated for it, or else `root`, or else the file's own folder."""
+
+    def __init__(self, root: Path | None, *, allow_outside: bool, exif: Exif) -> None:
+        self._root = root
+        self._made: dict[Path, MediaFolder] = {}
+        self._how: dict[str, Any] = {"allow_outside": allow_outside, "exif": exif}
+
+    def of(self, file: Path, stated: Path | None = None) -> MediaFolder:
+        root = stated or self._root or file.parent
+        if root not in self._made:
+            if isinstance(root, Address):
+                self._made[root] = AddressFolder(root, **self._how)
+            else:
+                self._made[root] = MediaFolder(root, **self._how)
+        return self._made[root]

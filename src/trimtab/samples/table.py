@@ -1,23 +1,83 @@
-"""Sample tables: joined from parts, saved as .npz, loaded again."""
+"""Sample tables: joined from parts, saved as .npz without pickle, loaded again; and finished chunks of a pass."""
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.address import place_of
+from trimtab.address import Address, place_of
 from trimtab.errors import SampleError, refuse_type
-from trimtab.files import write_atomically
-from trimtab.samples.arrays import Arrays, pack_arrays, pack_strings, unpack_arrays, unpack_strings
-from trimtab.samples.problems import BadKind, BadSample, shorten
+from trimtab.files import blake2b, write_atomically
+from trimtab.samples.problems import BadKind, BadSample, Chunk, shorten
 from trimtab.specs import ImageCounts, IntArray, SampleTable
+
+# -- named arrays and strings as the bytes of an .npz: equal input to equal bytes --------------------------------------
+
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any]) -> bytes:
+    """An .npz with its metadata as JSON; equal input gives equal bytes."""
+    assert not any(array.dtype.hasobject for array in arrays.values()), "it would be pickled"
+    buffer = io.BytesIO()
+    text = json.dumps(meta, sort_keys=True).encode()
+    # without `allow_pickle`, which NumPy before 2.2 writes as an array of that name
+    np.savez(buffer, meta=np.frombuffer(text, np.uint8), **arrays)  # type: ignore[arg-type]  # its types know 2.2
+    return buffer.getvalue()
+
+
+def unpack_arrays(content: bytes) -> tuple[Arrays, dict[str, Any]]:
+    """What `pack_arrays` wrote; raises ValueError, KeyError or BadZipFile on anything else."""
+    _refuse_inflated(content)
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    meta = json.loads(arrays.pop("meta").tobytes())
+    if not isinstance(meta, dict):
+        raise ValueError("its metadata is no object")
+    return arrays, meta
+
+
+def _refuse_inflated(content: bytes) -> None:
+    """`ValueError` for arrays that would take more memory than the file has bytes; before they take any.
+
+    We compress nothing, so both words on an array's size, the archive's and the array's own, are below the file's size.
+    """
+    advice = "and a table is not compressed"
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        packed = [entry.file_size for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            raise ValueError(f"its {len(content)} bytes hold compressed arrays of {sum(packed)}, {advice}")
+        for entry in archive.infolist():
+            with archive.open(entry) as file:
+                version = np.lib.format.read_magic(file)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(file)
+            declared = math.prod(shape) * dtype.itemsize
+            if declared > len(content):
+                raise ValueError(f"its {len(content)} bytes declare an array of {declared}, {advice}")
+
+
+def pack_strings(name: str, strings: Sequence[str]) -> Arrays:
+    """Strings as one block of UTF-8 and their ends: no pickle, no padding to the longest."""
+    encoded = [text.encode() for text in strings]
+    ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+    return {f"{name}_utf8": np.frombuffer(b"".join(encoded), np.uint8), f"{name}_ends": ends}
+
+
+def unpack_strings(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+    block, ends = arrays[f"{name}_utf8"].tobytes(), arrays[f"{name}_ends"].tolist()
+    return [block[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=bool(ends))]
+
 
 COLUMNS = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_windowed")
 TABLE_VERSION = "1"
@@ -347,3 +407,57 @@ def _integers(array: npt.NDArray[Any], dtype: type[np.signedinteger[Any]]) -> np
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise ValueError(f"a column of {array.dtype} is no column of whole numbers")
     return array.astype(dtype, copy=False)
+
+
+# -- finished chunks, so that a killed pass goes on where it was -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkFile:
+    """Where a chunk's result lies, and what it says that it is the result of."""
+
+    path: Path
+    of: str
+
+    @staticmethod
+    def of_chunk(folder: Path, chunk: Chunk, settings_key: str) -> ChunkFile:
+        """The name changes with the file's size or time, the chunk, and the settings."""
+        status = chunk.file.stat()
+        identity: tuple[object, ...] = (str(chunk.file.resolve()), status.st_size, status.st_mtime_ns)
+        identity += (chunk.format, chunk.start, chunk.stop, chunk.media_root and str(chunk.media_root))
+        of = repr((identity, blake2b(settings_key.encode())))
+        return ChunkFile(path=folder / f"chunk-{blake2b(of.encode())}.npz", of=of)
+
+
+def save_part(file: ChunkFile, part: Part) -> None:
+    """Write one finished chunk; the file is complete, or is not there."""
+    content = part_bytes(part, of=file.of)
+    if isinstance(file.path, Address):
+        file.path.write_bytes(content)
+    else:
+        write_atomically(file.path, content)
+
+
+def load_part(file: ChunkFile) -> Part | None:
+    """The chunk saved there; None where there is none, or it is damaged (every array has a checksum) or another's."""
+    try:
+        return part_from(file.path.read_bytes(), of=file.of)
+    except UNREADABLE:
+        return None
+
+
+def part_bytes(part: Part, of: str = "") -> bytes:
+    """The part as plain data; `of` says of what."""
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    plain = {name: value for name, value in values.items() if name not in arrays}
+    return pack_arrays(arrays, plain | {"bad": [asdict(sample) for sample in part.bad], "of": of})
+
+
+def part_from(content: bytes, of: str = "") -> Part:
+    """What `part_bytes` wrote; raises one of `UNREADABLE` for anything else."""
+    arrays, plain = unpack_arrays(content)
+    if plain.pop("of") != of:
+        raise ValueError("it is the part of another chunk")
+    lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
+    return Part(**{**arrays, **plain, **lists, "bad": tuple(map(bad_from_dict, plain["bad"]))})

@@ -38,7 +38,7 @@ from trimtab.runtime.data.formats import (
 from trimtab.runtime.data.records import PlannedRecords, open_records, refuse_remote_code
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
-from trimtab.samples.media_folders import MediaFolders
+from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import TokenizerFiles, read_tokenizer
