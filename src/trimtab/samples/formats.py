@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from trimtab.address import Address
 from trimtab.errors import SampleError
 from trimtab.samples.problems import MAX_VALUES, BadRecordError, Groups, Record, parse_record, shorten
-from trimtab.samples.rows import CONVERSATION_KEYS
+from trimtab.samples.shapes import has_shape
 from trimtab.typed_json import STRICT, refuse_surrogates
 
 _BATCH_ROWS = 512  # made into records at once
@@ -204,7 +204,7 @@ def _tar_record(line: int, key: str | None, members: dict[str, bytes], twice: Se
     try:
         if "json" in members:
             value = parse_record(members["json"])
-        if isinstance(value, dict) and any(value.get(name) for name in CONVERSATION_KEYS):
+        if isinstance(value, dict) and (has_shape(value) or "txt" not in members):
             return Record(line=line, key=key, value=value, images=images)
         if "txt" in members:
             text = members["txt"].decode("utf-8")
@@ -217,7 +217,7 @@ def _tar_record(line: int, key: str | None, members: dict[str, bytes], twice: Se
         return Record(
             line=line, key=key, problem=BadRecordError("type", "the .txt member is not UTF-8: encode it again")
         )
-    reason = "the sample has neither a .json member with 'conversations' or 'messages' nor a .txt member: add one"
+    reason = "the sample has neither a .json member, which holds an object, nor a .txt member: add one"
     return Record(line=line, key=key, problem=BadRecordError("type", reason))
 
 

@@ -19,8 +19,7 @@ from trimtab.models.images.limits import rule_in_sample
 from trimtab.samples.formats import open_parquet, unreadable
 from trimtab.samples.problems import BadSample, Format, refuse_bad, shorten
 from trimtab.samples.records import GROUPED, detect_format, layout_of, read_records
-from trimtab.samples.rows import CONVERSATION_KEYS
-from trimtab.samples.size import repeat_samples
+from trimtab.samples.shapes import has_shape
 from trimtab.samples.sources import find_sources, source_labels
 from trimtab.samples.table import (
     COLUMNS,
@@ -31,6 +30,7 @@ from trimtab.samples.table import (
     numbers_of,
     part_bytes,
     part_from,
+    repeat_samples,
 )
 from trimtab.specs import ImageCounts, ImageRule, IntArray, SampleTable
 
@@ -70,7 +70,7 @@ def holds_lengths(path: Path) -> bool:
 
 
 def _gives_lengths(names: Collection[str]) -> bool:
-    return any(key in names for key in TOKEN_KEYS) and not any(key in names for key in CONVERSATION_KEYS)
+    return any(key in names for key in TOKEN_KEYS) and not has_shape(names)
 
 
 def read_length_parts(files: Sequence[Path], image_rule: ImageRule | None) -> list[Part]:

@@ -174,6 +174,11 @@ def read_records(path: Path, *, more_columns: tuple[str, ...] = ()) -> Iterator[
             num_lines += last
 
 
+def names_of(chunk: Chunk) -> tuple[str, ...]:
+    """The columns of a chunk's file; none of a file without columns."""
+    return layout_of(chunk.file, chunk.format).names if chunk.format in GROUPED else ()
+
+
 def read_chunk(chunk: Chunk, *, more_columns: tuple[str, ...] = ()) -> Iterator[Record]:
     """The chunk's records in order; broken ones carry their problem.
 

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import TypeVar
 
 from trimtab.samples.problems import BadRecordError, shorten, wrong
+from trimtab.samples.shapes import CONVERSATION_KEYS, SHAPE_KEYS, Columns, as_messages
 from trimtab.specs import Clip
 from trimtab.typed_json import parse_json
 
@@ -27,6 +28,8 @@ _OWN_SAMPLING = (
     *("resized_height", "resized_width", "video_start", "video_end"),
 )
 """What a Qwen content part asks of its own video; `fps` and `nframes` only where no facts of a file are given."""
+_OWN_SIZE = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""What it asks of its own image."""
 _FRAME_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp"))
 
 
@@ -136,13 +139,33 @@ _LEARNT = ("loss", "train", "training", "weight")
 """Fields of a turn that say whether it is learnt: ms-swift's and LLaMA-Factory's, axolotl's, OpenAI's."""
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 
-CONVERSATION_KEYS = ("conversations", "messages", "texts")
 TEMPLATE_FIELDS = ("enable_thinking", "documents")
 KNOWN_KEYS = (
     *TEMPLATE_FIELDS,
     "chat_template_kwargs",
-    *("id", "image", "images", "video", "videos", *VIDEO_FACTS, "system", "tools", *CONVERSATION_KEYS),
+    *("id", "image", "images", "video", "videos", *VIDEO_FACTS, "system", "tools", *CONVERSATION_KEYS, *SHAPE_KEYS),
 )
+HARMLESS_KEYS = frozenset(
+    (
+        *("source", "dataset", "dataset_name", "data_source", "split", "subset", "category", "task", "tag", "tags"),
+        *(
+            "index",
+            "idx",
+            "uid",
+            "uuid",
+            "sample_id",
+            "question_id",
+            "image_id",
+            "image_name",
+            "url",
+            "license",
+            "meta",
+        ),
+        *("metadata", "info", "lang", "language", "length", "num_tokens", "token_num", "image_wh", "score"),
+        *("__key__", "__url__", "__index_level_0__", "height", "width", "height_list", "width_list"),
+    )
+)
+"""Fields that say where a record comes from, or what others measured of it: they change no sample."""
 
 
 class Slot(Enum):
@@ -191,20 +214,22 @@ def record_id(record: object) -> str | None:
     raise wrong("id", value, "a string or a whole number")
 
 
-def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None) -> Conversation:
+def read_conversation(
+    record: object, *, images: tuple[bytes, ...] | None = None, columns: Columns = ()
+) -> Conversation:
     """A record in the style of LLaVA / ShareGPT (`conversations`), OpenAI (`messages`) or The Cauldron (`texts`).
 
     Every `<image>` in a text and every content part of type image or image_url is an image. A part may carry its image;
     the others take theirs from `image` or `images`, in order. `images` given here (members of a tar shard) replace
     those two fields and paths in parts. As many placeholders as images are asked for, neither more nor fewer. The same
     holds for `<video>`, parts of type video or video_url, and `video` or `videos`; a `<video>` in a record without
-    videos is text.
+    videos is text. Records of other shapes are read as `shapes.as_messages` has them; `columns` names their fields.
     """
     if not isinstance(record, dict):
         raise wrong("the record", record, "a JSON object")
+    record = as_messages(record, columns, num_images=None if images is None else len(images))
     name = next((key for key in CONVERSATION_KEYS if record.get(key) is not None), None)
-    if name is None:
-        raise BadRecordError("type", "the record has none of 'conversations', 'messages' and 'texts': add one of them")
+    assert name is not None, "as_messages saw to it"
     turns = _rows_of(record[name])
     if name == "texts":
         turns = _cauldron_turns(turns, record)
@@ -343,6 +368,13 @@ def _parts(content: list[object] | tuple[object, ...], inline: _Inline) -> Itera
 
 
 def _part_image(part: Mapping[str, object]) -> str | bytes | None:
+    own = [name for name in _OWN_SIZE if part.get(name) is not None]
+    if own:
+        raise BadRecordError(
+            "type",
+            f"a content part asks for a size of its own ({', '.join(own)}), and all images are cut alike: give "
+            "--max-pixels instead, and leave these out",
+        )
     for key in ("image_url", "image", "url", "path", "base64"):
         value = part.get(key)
         if value is None:

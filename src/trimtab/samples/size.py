@@ -9,9 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from trimtab.address import Address, Allowed, place_of
 from trimtab.errors import SampleError
 from trimtab.files import fingerprint_file
@@ -19,106 +16,24 @@ from trimtab.models.images.asked import AskedClips, AskedImages
 from trimtab.models.images.limits import write_rule
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
-from trimtab.samples.problems import BadKind, BadSample, Chunk, refuse_bad, shorten
+from trimtab.samples.problems import BadSample, Chunk, refuse_bad, shorten
 from trimtab.samples.records import list_chunks
+from trimtab.samples.shapes import read_columns
 from trimtab.samples.sizer import SizerSettings, ask_assumptions, size_chunks
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
-from trimtab.samples.table import Part, SizedFile, SizingResult, join_parts
+from trimtab.samples.table import (
+    Part,
+    SizedFile,
+    SizingResult,
+    join_parts,
+    leave_out_long,
+    leave_out_repeated,
+    repeat_samples,
+)
 from trimtab.samples.tokens import read_tokenizer
 from trimtab.specs import ClipRule, ImageMarkup, ImageRule
 
-# -- whole files: ids that come again, and how often samples are in an epoch -------------------------------------------
-
-
-def leave_out_long(file: Path, part: Part, max_tokens: int | None) -> Part:
-    """The part without samples of more than `max_tokens`, which are bad."""
-    if max_tokens is None:
-        return part
-    advice = f"more than max_tokens {max_tokens}: shorten the sample or raise the limit"
-    over = np.flatnonzero(part.numbers[:, 2] > max_tokens).tolist()
-    return _leave_out(file, part, {row: f"{part.numbers[row, 2]} tokens, {advice}" for row in over}, "length")
-
-
-def leave_out_repeated(file: Path, parts: Sequence[Part], unique_ids: bool) -> list[Part]:
-    """Leave out, or number, samples whose id an earlier sample of the file has."""
-    first: dict[str, int] = {}
-    result = []
-    for part in parts:
-        if part.ids is None:
-            result.append(part)
-            continue
-        ids, again = list(part.ids), dict[int, str]()
-        for row, name in enumerate(part.ids):
-            if name is None:
-                continue
-            line = int(part.lines[row])
-            if name not in first:
-                first[name] = line
-            elif unique_ids:
-                again[row] = f"line {first[name]} has this id too: make ids unique, or let unique_ids=False number them"
-            else:
-                numbered = _numbered(name, first)
-                ids[row], first[numbered] = numbered, line
-        result.append(_leave_out(file, replace(part, ids=tuple(ids)), again, "id"))
-    return result
-
-
-def _numbered(name: str, taken: dict[str, int]) -> str:
-    number = 2
-    while f"{name}#{number}" in taken:
-        number += 1
-    return f"{name}#{number}"
-
-
-def _leave_out(file: Path, part: Part, reasons: dict[int, str], kind: BadKind) -> Part:
-    if not reasons:
-        return part
-    keep = np.ones(len(part.lines), np.bool_)
-    keep[list(reasons)] = False
-    bad = [
-        BadSample.of(file, int(part.lines[row]), part.ids[row] if part.ids else None, kind, reason)
-        for row, reason in reasons.items()
-    ]
-    bad = sorted((*part.bad, *bad), key=lambda sample: sample.line or 0)
-    return replace(_kept(part, keep), bad=tuple(bad))
-
-
-def _kept(part: Part, keep: npt.NDArray[np.bool_]) -> Part:
-    """The part without the samples that are not kept; its bad ones as they are."""
-    return replace(
-        part,
-        numbers=part.numbers[keep],
-        image_patches=None if part.image_patches is None else part.image_patches[np.repeat(keep, part.numbers[:, 0])],
-        lines=part.lines[keep],
-        ids=tuple(name for name, kept in zip(part.ids, keep.tolist(), strict=True) if kept) if part.ids else None,
-        source=part.source[keep] if part.source is not None else None,
-    )
-
-
-def repeat_samples(parts: Sequence[Part], repeat: float) -> list[Part]:
-    """The parts of a file as often as its samples are in an epoch: a whole number of times, or only its beginning.
-
-    Below 1 the samples of the first int(n x repeat) of n lines stay. A sample's id counts its repeats: a, a#2, a#3.
-    """
-    if repeat < 1:
-        ends = [int(part.lines.max(initial=0)) for part in parts]
-        ends += [bad.line or 0 for part in parts for bad in part.bad]
-        num_lines = max(sum(part.num_lines for part in parts), max(ends, default=0))
-        return [_begin(part, int(num_lines * repeat)) for part in parts]
-    again = [_renamed(part, number) for number in range(2, int(repeat) + 1) for part in parts]
-    return [*parts, *again]
-
-
-def _begin(part: Part, last_line: int) -> Part:
-    kept = _kept(part, part.lines <= last_line)
-    return replace(kept, bad=tuple(bad for bad in part.bad if (bad.line or 0) <= last_line))
-
-
-def _renamed(part: Part, number: int) -> Part:
-    ids = None if part.ids is None else tuple(name and f"{name}#{number}" for name in part.ids)
-    return replace(part, ids=ids, bad=())
-
-
+_MOST_NAMED = 12  # fields in one assumption
 _MAX_BAD = 1000  # samples: when so many are bad, something is wrong with all of them
 Progress = Callable[[int, int], None]
 
@@ -139,6 +54,7 @@ def size_samples(
     max_tokens: int | None = None,
     unique_ids: bool = True,
     source_key: str | None = None,
+    columns: str | None = None,
     on_bad: Literal["error", "skip"] = "error",
     workers: int = 1,
     resume_dir: Path | str | None = None,
@@ -157,7 +73,8 @@ def size_samples(
     raise one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read
     at all always raises. `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names
     the field that says which data set a record comes from (text, at most 80 characters); without it what was named is
-    the source. `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
+    the source. `columns` says what fields of another shape mean, as in question=query,answer=label,image=img.
+    `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
     kept there: a killed pass started again takes them over, unless data file, tokenizer or settings have changed
     (images are not looked at again). With `shard` (i, n) only every n-th chunk from the i-th is sized and kept there,
     for any scheduler to spread over machines; the result holds no samples, and a last call without `shard` joins what
@@ -189,6 +106,7 @@ def size_samples(
             allow_outside=allow_outside,
             exif=exif,
             clip_rule=clip_rule,
+            columns=read_columns(columns),
             network=_is_remote(sources, media_root),
         )
         assumptions += ask_assumptions(settings)  # refuses a tokenizer before anything is read
@@ -200,6 +118,12 @@ def size_samples(
         parts = size_all(settings, progress=progress)
         if shard is not None:
             return _kept_shard(sources, shard, sum(map(len, parts)))
+        unused = sorted({name for file_parts in parts for part in file_parts for name in part.unused})
+        if unused:
+            assumptions.append(
+                f"these fields of records are not read: {', '.join(map(shorten, unused[:_MOST_NAMED]))}"
+                f"{', ...' if len(unused) > _MOST_NAMED else ''} (--columns says what a field means)"
+            )
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
         if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):

@@ -25,14 +25,16 @@ from trimtab.samples.encode import learnt_spans
 from trimtab.samples.lengths import SizesAlone, image_counter
 from trimtab.samples.media import MediaFolder, MediaFolders
 from trimtab.samples.problems import TOO_DEEP, BadRecordError, BadSample, Broken, Chunk, Record, shorten
-from trimtab.samples.records import read_chunk
-from trimtab.samples.rows import Conversation, read_conversation, record_id
+from trimtab.samples.records import names_of, read_chunk
+from trimtab.samples.rows import HARMLESS_KEYS, KNOWN_KEYS, Conversation, read_conversation, record_id
+from trimtab.samples.shapes import Columns
 from trimtab.samples.table import COLUMNS, ChunkFile, Part, load_part, numbers_of, part_bytes, part_from, save_part
 from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles
 from trimtab.specs import Clip, ClipRule, ImageCounts, ImageRule
 
 _BATCH = 512  # chats encoded together
 _BATCH_CPU_S = 120
+_MOST_UNUSED = 20  # fields that are named of one chunk
 _MADE_TO_FAIL = "fix or drop it"
 
 
@@ -51,6 +53,7 @@ class SizerSettings:
     allow_outside: bool
     exif: Exif
     clip_rule: ClipRule | None
+    columns: Columns = ()
     network: bool = False  # data or media lie behind an address that the user named
 
     def key(self) -> str:
@@ -92,6 +95,7 @@ class Sizer:
         self._counter = TokenCounter(settings.tokenizer)
         self._count_image = image_counter(settings.image_rule)
         self._clip_rule = settings.clip_rule
+        self._used = {*KNOWN_KEYS, *HARMLESS_KEYS, settings.source_key, *(name for _, name in settings.columns)}
         self._media = MediaFolders(settings.media_root, allow_outside=settings.allow_outside, exif=settings.exif)
 
     @property
@@ -102,6 +106,7 @@ class Sizer:
     def size(self, chunk: Chunk, most_bad: int | None = None, broken: Broken = Broken()) -> Part:  # noqa: B008 - frozen
         """The chunk's samples; of its bad ones no more than one above `most_bad`, behind which nothing is read."""
         sized: list[_Sized] = []
+        unused = set(names_of(chunk)) - self._used
         with_videos: list[_Read] = []
         bad: list[BadSample] = []
         num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
@@ -112,6 +117,8 @@ class Sizer:
             if record.blank:
                 continue
             name = record.key
+            if isinstance(record.value, dict):
+                unused.update(record.value.keys() - self._used)
             try:
                 name = record_id(record.value) or record.key
                 read = self._read(record, name, media)
@@ -160,12 +167,14 @@ class Sizer:
             source_names=tuple(codes),
             patch_unit="patches",
             tokens_exact=self._counter.exact,
+            unused=tuple(sorted(map(str, unused))[:_MOST_UNUSED]),
         )
 
     def _records(self, chunk: Chunk, broken: Broken) -> Iterator[Record]:
         """The records, each announced before it is read."""
-        key, line = self._settings.source_key, chunk.first_line or 1
-        records = read_chunk(chunk, more_columns=() if key is None else (key,))
+        line = chunk.first_line or 1
+        key = () if self._settings.source_key is None else (self._settings.source_key,)
+        records = read_chunk(chunk, more_columns=(*key, *(name for _, name in self._settings.columns)))
         while True:
             at(f"record {line}")
             if line == broken.ends_at:
@@ -195,7 +204,10 @@ class Sizer:
             raise record.problem
         if record.value == TOO_DEEP:
             raise BadRecordError("json", f"{TOO_DEEP}: {_MADE_TO_FAIL}")
-        source, conversation = self._source(record), read_conversation(record.value, images=record.images)
+        source, conversation = (
+            self._source(record),
+            read_conversation(record.value, images=record.images, columns=self._settings.columns),
+        )
         try:
             num_images = len(conversation.images)
             images = [self._count_image(num_images, *media.image_size(image)) for image in conversation.images]

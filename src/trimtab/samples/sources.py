@@ -19,7 +19,7 @@ from trimtab.errors import SampleError, join_problems, refuse_type
 from trimtab.files import read_small
 from trimtab.samples.problems import BadRecordError, parse_record, shorten
 from trimtab.samples.records import format_of_name, refuse_mosaic
-from trimtab.samples.rows import CONVERSATION_KEYS
+from trimtab.samples.shapes import CONVERSATION_KEYS
 from trimtab.samples.table import is_saved_table, source_names_of
 from trimtab.typed_json import parse_json
 
