@@ -252,7 +252,7 @@ def test_a_plan_keeps_the_profile_it_was_made_with(tmp_path: Path) -> None:
 def test_a_plan_from_a_traced_profile_reads_its_bytes(tmp_path: Path) -> None:
     """Half the bytes, so less recompute; seconds are the formulas'; what is read back is what was planned."""
     internvl, samples, cluster = describe("InternVL-Chat-V1-5"), tile_samples(), parse_cluster("16xA100")
-    options = PlanOptions(pp=4, tp=2, num_microbatches=8, memory_bytes=50 * 2**30)
+    options = PlanOptions(pp=4, tp=2, num_microbatches=8, memory_bytes=50 * 2**30, host="none")
     formulas = make_plan(internvl, samples, cluster, options)
     limits = {"max_patches": formulas.packing.limits[0], "max_tokens": formulas.packing.limits[1]}
     saved = counted(profile_model(internvl, cluster.device), 0.5, pair_bytes=0.0)

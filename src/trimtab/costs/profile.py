@@ -380,7 +380,8 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
         "Seconds come from formulas: "
         f"{e.product_share(4096, 4096, 4096):.0%} of peak flop/s for a product of 4,096 rows and columns, "
         f"{e.product_share(1024, 4096, 4096):.0%} for 1,024 rows, {e.attention:.0%} for attention, {e.memory:.0%} of "
-        f"peak memory bandwidth, {e.link:.0%} of the link; nothing overlaps."
+        f"peak memory bandwidth, {e.link:.0%} of the link; nothing overlaps.",
+        _about_host(settings),
     ]
     for tower in ("vision", "language"):
         heads = {x.attention.num_heads for x in model.layers if x.tower == tower and x.attention is not None}
@@ -420,6 +421,10 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
         said.append(f"Products of the blocks are {settings.dtype.upper()}: switch it on in your launcher.")
     if settings.zero_stage == 3:
         said.append("Weights gathered by ZeRO-3 are not overlapped with computing: an upper bound.")
+        if settings.expert_products == "loop" and has_experts(model):
+            said.append(
+                "ZeRO-3 gathers every expert for a loop over them: a published run took 9.5 times as long as Megatron."
+            )
     if settings.frozen_towers:
         said.append(f"Frozen: {', '.join(sorted(settings.frozen_towers))}.")
     if settings.lora is not None:
@@ -427,6 +432,18 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
     if settings.dims.pp > 1 and any(x.kind == "head" and x.num_params == 0 for x in model.layers):
         said.append("The tied head holds its own copy of the embedding, as on a stage of its own.")
     return said
+
+
+def _about_host(settings: CostSettings) -> str:
+    """The line that says what is priced of the host: its own defaults, or what was said."""
+    parts = ["fused kernels" if settings.fused_kernels else "PyTorch's own kernels", f"{settings.grad_dtype} gradients"]
+    if settings.dims.tp > 1:
+        both = (("language model", settings.sequence_parallel), ("vision tower", settings.vision_sequence_parallel))
+        towers = [tower for tower, on in both if on]
+        parts.append(f"sequence parallelism in {' and '.join(towers)}" if towers else "no sequence parallelism")
+    if (block_s := settings.host_s("block")) > 0:
+        parts.append(f"{1e3 * block_s:.3g} ms of the host for a block's forward")
+    return f"Priced as host {settings.host!r} runs: {', '.join(parts)}."
 
 
 def _about_lora(model: ModelSpec, settings: CostSettings, lora: Lora) -> list[str]:
