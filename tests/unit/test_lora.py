@@ -27,7 +27,7 @@ from trimtab.costs.saved import refuse_unlike
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.lora import NF4_BYTES, Lora, parse_lora
 from trimtab.plan.predict import predict_run
-from trimtab.runtime.training.target import refuse_quantised
+from trimtab.runtime.training.settings import refuse_quantised
 from trimtab.specs import Linear, ParallelDims, Stage
 
 A100 = DEVICES["A100-80GB"]

@@ -3,31 +3,100 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.utils import cached_file
 
 from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
 from trimtab.plan.file.yaml import load_plan, unfold_modules
 from trimtab.plan.plan import Plan
-from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.dataset import PlanBatchSampler
+from trimtab.runtime.data.collate import PackedCollator, step_denominator
+from trimtab.runtime.data.conversations import open_conversations
+from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.runtime.data.packing import collator_of, prepare_packing
-from trimtab.runtime.data.packing_runs import sharded, unwrap
+from trimtab.runtime.data.packing_runs import sharded, untouched, unwrap
 from trimtab.runtime.data.tables import PlanTables, open_tables
-from trimtab.runtime.recompute.apply import applied_to
-from trimtab.runtime.recompute.apply import apply as apply_recompute
-from trimtab.runtime.training.loader import StepLoader, refuse_loss_of_its_own, step_loader
+from trimtab.runtime.recompute import applied_to
+from trimtab.runtime.recompute import apply as apply_recompute
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
-from trimtab.runtime.vision.apply import vision_dp_from_plan
-from trimtab.runtime.vision.callback import VisionDataParallelCallback
+from trimtab.runtime.vision.apply import VisionDataParallelCallback, vision_dp_from_plan
+
+# A plan in a loop that is written around `model(**batch).loss` (Accelerate's examples): the loader brings the loss.
+#
+# Models of Transformers divide the sum of token losses by `num_items_in_batch` where a batch holds it. Here it is
+# W / (R M): W labels in the step, R ranks, M micro-batches. The loop divides by M (`accelerator.backward` does) and
+# gradients are averaged over R ranks, so that the step's loss is sum / W, whatever pack a token lies in.
+
+
+class StepLoader(PlanDataLoader):
+    """A `PlanDataLoader` that reads a step's micro-batches before it hands out the first, to know the labels in all."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        deal = self._settle().deal
+        shares = deal.num_microbatches * deal.dp
+        step: list[dict[str, Any]] = []
+        for batch in DataLoader.__iter__(self):
+            step.append(batch)
+            if len(step) < deal.num_microbatches:
+                continue
+            items = step_denominator(step).cpu() / shares
+            for own in step:
+                self._num_used += 1
+                yield self._placed({**own, "num_items_in_batch": items})
+            step = []
+        self._settle()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("microbatches_done"):
+            raise PlanError(
+                "the state was taken inside a step, whose loss needs all of its micro-batches: take states between "
+                "steps, after optimizer.step()"
+            )
+        super().load_state_dict(state)
+
+
+def refuse_loss_of_its_own(model: Any) -> None:
+    """Asks the model: twice the items must give half the loss. Qwen3-VL of Transformers 4.57 to 5.12 reads none."""
+    ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device)
+    with untouched(model), torch.no_grad():
+        once, twice = (
+            float(model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=torch.tensor(float(items))).loss)
+            for items in (1, 2)
+        )
+    if not math.isclose(once, 2 * twice, rel_tol=0.01):
+        raise UnsupportedPlanError(
+            f"model(**batch).loss was to be that of whole steps, and {type(model).__name__} of Transformers "
+            f"{transformers.__version__} does not read num_items_in_batch: use packed_loss in your loop, or a newer "
+            "Transformers"
+        )
+
+
+def step_loader(given: DataLoader[Any], sampler: PlanBatchSampler, collate: Any, device: torch.device) -> StepLoader:
+    """The user's loader, of the plan's packs."""
+    return StepLoader(
+        given.dataset,
+        sampler,
+        device=device,
+        collate_fn=collate,
+        num_workers=given.num_workers,
+        pin_memory=given.pin_memory,
+        persistent_workers=given.persistent_workers,
+        prefetch_factor=given.prefetch_factor,
+    )
+
+
+# `balanced`: one line puts a plan under a Transformers `Trainer`, TRL's among them, or under an Accelerate loop.
+
 
 LOG = logging.getLogger("trimtab")
 
@@ -36,14 +105,23 @@ _HOSTS = ("transformers", "trl", "llamafactory", "swift", "axolotl")
 
 
 def balanced(
-    trainer: Any, plan: PlanTables | Path | str, *, model: Any = None, reshuffle: bool = True, verify: bool = True
+    trainer: Any,
+    plan: PlanTables | Path | str | None = None,
+    *,
+    model: Any = None,
+    reshuffle: bool = True,
+    verify: bool = True,
 ) -> Any:
-    """Call this on a Trainer that you have made, before `train()`: it then trains as the plan says. The same object.
+    """Call this on a Trainer that you have made, before `train()`: its ranks then have even work. The same object.
 
-    `trainer = trimtab.balanced(trainer, "plan-folder")` is the whole change. The plan's packs come in the plan's order,
-    made of the samples that your own collator makes of `train_dataset`, whose row i is the plan's; the layers that the
-    plan recomputes do, and nothing else; images are shared over the data-parallel ranks where the plan says so; the
-    loss weighs every token of a step alike (or as the collator says); checkpoints know the place in the plan. Losses
+    `trainer = trimtab.balanced(trainer)` is the whole change. Each optimizer step keeps exactly the samples that the
+    Trainer draws for it; they are shared evenly among ranks and micro-batches and packed without padding. Sizes are
+    asked of the trainer's own data set through its own collator, once a row.
+
+    With a plan, `trimtab.balanced(trainer, "plan-folder")`, it trains as the plan says. The packs come in the plan's
+    order, made of the samples that your own collator makes of `train_dataset`, whose row i is the plan's; the layers
+    that the plan recomputes do, and nothing else; images are shared over the data-parallel ranks where the plan says
+    so; the loss weighs every token of a step alike (or as the collator says); checkpoints know their place. Losses
     equal those of the plain loop (docs/howto-trainer.md) to five digits. Transformers 4.57 and later, on any number of
     ranks: DDP, FSDP, DeepSpeed.
 
@@ -72,15 +150,17 @@ def balanced(
         )
     if isinstance(trainer, PlannedTrainer):
         raise UnsupportedPlanError("this trainer was to be balanced, and it is already: call balanced once")
-    tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
-    decided = None if isinstance(plan, PlanTables) else _plan_of(Path(plan))
+    tables = plan if plan is None or isinstance(plan, PlanTables) else open_tables(plan)
+    decided = None if plan is None or isinstance(plan, PlanTables) else _plan_of(Path(plan))
     problems = [*_problems_of_trainer(trainer), *_problems_of_data(trainer.train_dataset, tables, decided)]
-    problems += _problems_of_steps(trainer, tables)
+    if tables is not None:
+        problems += _problems_of_steps(trainer, tables)
     if decided is not None:
         problems += _problems_of_plan(trainer.model, decided)
     if problems:
         raise PlanError(join_problems(problems))
-    _switch_on(trainer, decided)
+    if tables is not None:
+        _switch_on(trainer, decided)
     pack = _pack_of(trainer.data_collator, trainer.model, max(1, trainer.args.world_size))
     trainer._feed = _feed_of(tables, decided, pack, reshuffle=reshuffle, verify=verify)
     trainer.model_accepts_loss_kwargs = True  # before Transformers 5 this says that the loss is scaled
@@ -96,8 +176,13 @@ def _plan_of(path: Path) -> Plan | None:
 
 
 def _balanced_loader(
-    loader: DataLoader[Any], plan: PlanTables | Path | str, model: Any, *, reshuffle: bool, verify: bool
+    loader: DataLoader[Any], plan: PlanTables | Path | str | None, model: Any, *, reshuffle: bool, verify: bool
 ) -> StepLoader:
+    if plan is None:
+        raise UnsupportedPlanError(
+            "a DataLoader was to be balanced without a plan, and nothing says which of its batches are a step: give "
+            "the Trainer, or a plan"
+        )
     if model is None:
         raise UnsupportedPlanError("a DataLoader was to be balanced, and packs are made for a model: give model= too")
     tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
@@ -136,7 +221,9 @@ def _pack_of(given: Any, model: Any, num_ranks: int) -> PackedCollator:
     return replace(alone, vision_in_every_pack=alone.family.smallest is not None or must)
 
 
-def _feed_of(tables: PlanTables, decided: Plan | None, pack: PackedCollator, *, reshuffle: bool, verify: bool) -> Feed:
+def _feed_of(
+    tables: PlanTables | None, decided: Plan | None, pack: PackedCollator, *, reshuffle: bool, verify: bool
+) -> Feed:
     limit = None if decided is None else decided.decisions.packing.max_tokens
     return Feed(plan=tables, reshuffle=reshuffle, verify=verify, pack=pack, max_tokens=limit)
 
@@ -201,10 +288,12 @@ def _problems_of_trainer(trainer: Any) -> Iterator[str]:
         )
 
 
-def _problems_of_data(data: Any, tables: PlanTables, decided: Plan | None) -> Iterator[str]:
+def _problems_of_data(data: Any, tables: PlanTables | None, decided: Plan | None) -> Iterator[str]:
     if data is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         what = "no train_dataset" if data is None else f"a train_dataset without rows ({type(data).__name__})"
-        yield f"the plan takes samples by their row, and there is {what}: give a data set with len() and [row]"
+        yield f"samples are taken by their row, and there is {what}: give a data set with len() and [row]"
+        return
+    if tables is None:
         return
     last = int(tables.indices.max(initial=-1))  # a mixture may draw rows several times, or not at all
     if len(data) <= last:
@@ -261,3 +350,19 @@ def _problems_of_plan(own_model: Any, decided: Plan) -> Iterator[str]:
 def _is_changed(model: nn.Module) -> bool:
     """Adapters, packed weights and shards: parameters are then no longer those of the configuration."""
     return sharded(model) or hasattr(model, "peft_config") or getattr(model, "is_quantized", False)
+
+
+# A plan in launchers that make a Trainer of Transformers themselves: LLaMA-Factory, axolotl.
+
+
+def planned_samples(plan: Path | str, model: str) -> PlanDataset:
+    """The plan's samples for the model of this name or folder, tokenized when asked for; unreadable ones are filled."""
+    rows = open_conversations(plan, Path(str(cached_file(model, "config.json"))).parent)
+    return PlanDataset(rows, rows.records.samples, on_error="filler")
+
+
+def run_as_planned(trainer: Any, plan: Path | str) -> None:
+    """Have a Trainer that was made with `planned_samples` train as the plan says, its collator set aside."""
+    config = trainer.model.config
+    trainer.data_collator = PackedCollator(config, attention=config._attn_implementation)
+    balanced(trainer, plan)

@@ -5,33 +5,122 @@ Nothing here is of one version of Transformers: the loader is our own, which the
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
-from trimtab.runtime.data.alone import AloneThenPacked
-from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.cursor import Cursor, Deal, cursor_from_state, cursor_to_state
-from trimtab.runtime.data.dataset import PlanBatchSampler
-from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominator
+from trimtab.runtime.data.collate import PackedCollator, label_weights, packed_loss, step_denominator
+from trimtab.runtime.data.dataset import AloneThenPacked, PlanBatchSampler
 from trimtab.runtime.data.packing import prepare_packing
 from trimtab.runtime.data.packing_runs import sharded, unwrap
-from trimtab.runtime.data.tables import PlanTables
-from trimtab.runtime.training.restore import check_adapters, restore_weights
-from trimtab.runtime.watch import Watch, open_watch
+from trimtab.runtime.data.tables import Cursor, Deal, PlanTables, cursor_from_state, cursor_to_state
+from trimtab.runtime.ranks import Watch, open_watch
+from trimtab.runtime.training.shared import SharedSampler, size_of_sample
+from trimtab.samples.problems import shorten
+
+# Restore the weights of a Trainer's checkpoint, by the mapping that `from_pretrained` uses, and prove it.
+#
+# Transformers saves some models under other names than their modules have (Qwen2.5-VL, InternVL), and its Trainer loads
+# a checkpoint by the names in the file: every key is then missing, and training goes on from fresh weights. Here the
+# class of the model reads the checkpoint itself, and each tensor is compared before the first step.
+
+
+_ADAPTER = "adapter_model.safetensors"
+
+
+def restore_weights(model: nn.Module, folder: Path) -> None:
+    """Read the weights of a whole model out of `folder`; `PlanError` where one is left that cannot be."""
+    if not isinstance(model, PreTrainedModel):
+        raise PlanError(
+            """Read the weights of a whole model out of `folder`; `PlanError` for what cannot be restored."""
+            "names its weights are stored: load them yourself, and resume by PlanDataLoader.load_state_dict"
+        )
+    stored = _read_as_pretrained(model, folder)
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if name in stored:
+                tensor.copy_(stored[name])
+    _refuse_other(own, stored, folder)
+
+
+def check_adapters(model: Any, folder: Path) -> None:
+    """`PlanError` where the adapters of a PEFT model are not those in `folder`."""
+    from peft import get_peft_model_state_dict
+
+    try:
+        stored = load_file(folder / _ADAPTER)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(folder / _ADAPTER, error) from None
+    _refuse_other(get_peft_model_state_dict(model), stored, folder)
+
+
+def _read_as_pretrained(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """The tensors of the checkpoint by the names of the model's modules."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    try:
+        read, found = type(model).from_pretrained(
+            folder,
+            config=copy.deepcopy(model.config),
+            dtype=torch.float32 if torch.float32 in dtypes else model.dtype,  # the widest: each is cast to its own
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError) as error:
+        raise _unreadable(folder, error) from None
+    wrong = {what: sorted(map(str, found[what])) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if problems := [f"{len(keys)} {what.replace('_', ' ')} ({keys[0]})" for what, keys in wrong.items() if keys]:
+        raise PlanError(
+            f"{folder} does not hold this {type(model).__name__}: {', '.join(problems)}; resume with the model of the "
+            "run, or start again"
+        )
+    tensors: dict[str, Tensor] = read.state_dict()
+    return tensors
+
+
+def _refuse_other(own: dict[str, Tensor], stored: dict[str, Tensor], folder: Path) -> None:
+    """Compare tensor by tensor."""
+    lacking = sorted(own.keys() - stored.keys())
+    other = [name for name in own.keys() & stored.keys() if not _equal(own[name], stored[name])]
+    if lacking or other:
+        raise PlanError(
+            f"{folder} was not restored: {len(lacking)} tensors are not in it and {len(other)} differ, "
+            f"{(lacking + sorted(other))[0]} the first; resume with the model and the versions of the run"
+        )
+
+
+def _equal(own: Tensor, stored: Tensor) -> bool:
+    return own.shape == stored.shape and bool(torch.equal(own.cpu(), stored.to(own.dtype).cpu()))
+
+
+def _unreadable(path: Path, error: Exception) -> PlanError:
+    return PlanError(
+        f"{path} cannot be read ({type(error).__name__}: {shorten(str(error), 200)}): remove this checkpoint, and "
+        "resume from the one before it"
+    )
+
+
+# A user's own Transformers `Trainer` on a plan: its packs in its order, their loss, and the place in every checkpoint.
+#
+# Nothing here is of one version of Transformers: the loader is our own, which the Trainer of 4.57 to 5.23 runs as it
+# is.
+
 
 LOG = logging.getLogger("trimtab")
 
@@ -50,12 +139,25 @@ class TrainerPlanSampler(PlanBatchSampler):
         start = self.deal.advance(self.cursor, num_unread)
         return chain(([] for _ in range(num_unread)), self.deal.microbatches(self.rank, start))
 
+    def begin_at(self, global_step: int) -> tuple[int, int]:
+        """The epoch of a step, and how many of its batches have run."""
+        cursor = self._cursor_at(global_step)
+        return cursor.epoch, cursor.packs_done // self.deal.dp
+
+    def state_at(self, global_step: int) -> dict[str, Any]:
+        """What a checkpoint holds of the place in the plan."""
+        return dict(cursor_to_state(self.deal, self._cursor_at(global_step)))
+
+    def _cursor_at(self, global_step: int) -> Cursor:
+        epoch, step = divmod(global_step, max(1, self.deal.num_steps_left(Cursor())))
+        return Cursor(epoch=epoch, packs_done=step * self.deal.packs_per_step)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feed:
     """What a balanced Trainer runs."""
 
-    plan: PlanTables
+    plan: PlanTables | None  # None: the Trainer's own batches, shared
     reshuffle: bool
     verify: bool  # that the model keeps samples of a pack apart, before the first step
     pack: PackedCollator
@@ -100,7 +202,8 @@ class PlannedTrainer:
             folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
             try:
                 chosen = _newest_whole(folder) if given is True else _refuse_torn(Path(str(given)))
-                _check_state(self._make_sampler().deal, chosen / STATE_FILE)
+                if self._feed.plan is not None:
+                    _check_state(self._plan_sampler(self._feed.plan).deal, chosen / STATE_FILE)
                 found = [(str(chosen), None)]
             except PlanError as problem:
                 found = [("", problem)]
@@ -137,10 +240,10 @@ class PlannedTrainer:
         else:
             self._load_from_checkpoint(folder)
 
-    def _make_sampler(self) -> TrainerPlanSampler:
+    def _plan_sampler(self, plan: PlanTables) -> TrainerPlanSampler:
         arguments = self.args  # type: ignore[attr-defined]
         return TrainerPlanSampler(
-            self._feed.plan,
+            plan,
             dp=max(1, arguments.world_size),
             rank=arguments.process_index,
             num_microbatches=arguments.gradient_accumulation_steps,
@@ -150,7 +253,8 @@ class PlannedTrainer:
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This rank's packs, not to be prepared: they are this rank's already, and the Trainer moves them itself."""
         trainer: Any = self
-        arguments, sampler = trainer.args, self._make_sampler()
+        arguments, plan = trainer.args, self._feed.plan
+        sampler = self._shared_sampler() if plan is None else self._plan_sampler(plan)
         trainer.remove_callback(_FollowEpochs)  # of an earlier call of train
         trainer.add_callback(_FollowEpochs(sampler))
         trainer.remove_callback(_WatchRanks)
@@ -166,6 +270,24 @@ class PlannedTrainer:
             pin_memory=arguments.dataloader_pin_memory and arguments.device.type != "cpu",
             persistent_workers=arguments.dataloader_persistent_workers,
             prefetch_factor=arguments.dataloader_prefetch_factor,
+        )
+
+    def _shared_sampler(self) -> SharedSampler:
+        """Of the batches that the Trainer's own loader draws."""
+        trainer: Any = self
+        own, arguments = super().get_train_dataloader(), trainer.args  # type: ignore[misc]
+        without_fillers = replace(self._feed.pack, vision_in_every_pack=False)
+        given = trainer.data_collator
+        alone = without_fillers if isinstance(given, PackedCollator) else AloneThenPacked(given, without_fillers)
+        return SharedSampler(
+            own=own,
+            data=trainer.train_dataset if not hasattr(trainer.train_dataset, "column_names") else own.dataset,
+            size_of=size_of_sample(trainer.model, alone),
+            rank=arguments.process_index,
+            num_ranks=max(1, arguments.world_size),
+            num_microbatches=arguments.gradient_accumulation_steps,
+            seed=arguments.seed,
+            num_workers=arguments.dataloader_num_workers,
         )
 
     def get_batch_samples(
@@ -259,7 +381,7 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
     hide the sampler from it, and the epoch would run in the order of epoch 0.
     """
 
-    def __init__(self, sampler: TrainerPlanSampler) -> None:
+    def __init__(self, sampler: TrainerPlanSampler | SharedSampler) -> None:
         self._sampler = sampler
         self._begins = False
 
@@ -267,10 +389,10 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
         self._begins = True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        cursor = self._cursor(state.global_step)
-        self._sampler.set_epoch(cursor.epoch)
+        epoch, num_done = self._sampler.begin_at(state.global_step)
+        self._sampler.set_epoch(epoch)
         if self._begins and not args.ignore_data_skip:  # a resumed run: the Trainer skips what it has of this epoch
-            self._sampler.num_unread = cursor.packs_done // self._sampler.deal.dp
+            self._sampler.num_unread = num_done
         self._begins = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -282,14 +404,9 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
             dist.barrier()  # every rank has written its part
         if state.is_world_process_zero:
             folder = _checkpoint_of(args, state)
-            place = cursor_to_state(self._sampler.deal, self._cursor(state.global_step))
+            place = self._sampler.state_at(state.global_step)
             files = {str(x.relative_to(folder)): x.stat().st_size for x in sorted(folder.rglob("*")) if x.is_file()}
             write_atomically(folder / STATE_FILE, json.dumps({**place, "files": files}) + "\n")
-
-    def _cursor(self, global_step: int) -> Cursor:
-        deal = self._sampler.deal
-        epoch, step = divmod(global_step, max(1, deal.num_steps_left(Cursor())))
-        return Cursor(epoch=epoch, packs_done=step * deal.packs_per_step)
 
 
 class _WatchRanks(TrainerCallback):  # type: ignore[misc]
