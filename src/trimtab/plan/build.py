@@ -13,7 +13,7 @@ from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, describe_draw, open_epoch
 from trimtab.plan.decide.expressible import Expressible, best_split
-from trimtab.plan.decide.setting import choose_setting, default_global_batch
+from trimtab.plan.decide.search import choose_setting, default_global_batch
 from trimtab.plan.decide.sharing import VisionChosen, choose_vision
 from trimtab.plan.decide.simplest import ChosenSetting
 from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
@@ -80,7 +80,9 @@ def make_plan(
             f"the cluster has {cluster.num_devices} devices, and the data {len(rows)} samples: most devices would have "
             "nothing to do; give more data, or a smaller cluster"
         )
-    budget = MemoryBudget.of(cluster, options)
+    budget, asked = MemoryBudget.of(cluster, options), options
+    if not options.fills_packs:
+        options = replace(options, global_batch=default_global_batch(cluster, options, len(rows)))
 
     chosen = choose_setting(
         model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=_step(progress, "settings")
@@ -102,7 +104,7 @@ def make_plan(
         setting_error=tried.error,
         assumptions=(
             *epoch.notes,
-            *batch_assumption(cluster, options, len(rows)),
+            *batch_assumption(cluster, asked, len(rows)),
             *describe_draw(epoch.sources),
             *tried.sentences(),
             *(found.sentences() if within is None else (_NARROWED,)),
@@ -156,10 +158,12 @@ def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: in
     """A sentence, where the planner chose the global batch."""
     if options.global_batch is not None or options.num_microbatches is not None:
         return ()
-    return (
-        f"No global batch was given: about {default_global_batch(cluster, options, num_samples)} samples a step were "
-        "aimed at.",
-    )
+    chosen = default_global_batch(cluster, options, num_samples)
+    if options.fills_packs:
+        return (f"No global batch was given: about {chosen} samples a step were aimed at.",)
+    if chosen < default_global_batch(cluster, options, 2**62):
+        return (f"No global batch was given, and the data holds {chosen} samples: a step takes all of them.",)
+    return (f"No global batch was given: every step takes {chosen} samples.",)
 
 
 def write_plan(details: PlanDetails, folder: Path | str) -> Path:

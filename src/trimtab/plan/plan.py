@@ -366,6 +366,7 @@ class PackingDecision:
     offsets: TableFile
     indices: TableFile
     schedule: TableFile
+    global_batch: int | None = None  # samples of every step, the last may hold fewer; none, and no such key: it varies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

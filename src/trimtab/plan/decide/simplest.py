@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trimtab.options import same_fields
 from trimtab.plan.decide.case import Setting
-from trimtab.plan.options import PlanOptions
+from trimtab.plan.options import PlanOptions, Preference
 from trimtab.plan.plan import SettingEstimate
 from trimtab.units import format_bytes, format_number, round_digits, round_gib
 
@@ -17,6 +17,9 @@ CHOICE_ERROR = 0.05
 Smaller than that of a time, for what they share cancels. Where shares fitted to two sizes of one source predict its
 other 64 runs on 8 to 64 devices, the median error is 2.4 % and nine tenths are within 6.1 % (bench/published_text.py).
 """
+
+EQUAL = 0.01
+"""Settings that are alike in speed for every purpose: the simplest of them is taken."""
 
 _PLAIN_SCHEDULES = ("1F1B", "GPipe")  # every framework with a pipeline has them
 _KINDS = (
@@ -58,9 +61,7 @@ class Priced:
     options: PlanOptions
     step_s: float
     samples_per_s: float
-    samples_per_pack: float
     peak_bytes: float  # of the fullest device, at the limits
-    larger: Priced | None = None  # the next larger packs that fit; None: there are none
 
     @property
     def estimate(self) -> SettingEstimate:
@@ -83,11 +84,16 @@ class Priced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSetting:
-    """The settings that fit, the fastest first; `error` of the fastest's speed may be given up for a simpler one."""
+    """The settings that fit, the fastest first; a simpler one is taken where it is nearly as fast."""
 
     considered: tuple[Priced, ...]
     num_misfits: int  # divisions of the devices for which nothing fits the memory, or the model's shapes
-    error: float
+    prefer: Preference = "fastest"
+
+    @property
+    def error(self) -> float:
+        """So much of the fastest's speed may be given up for a simpler setting."""
+        return CHOICE_ERROR if self.prefer == "simplest" else EQUAL
 
     @property
     def best(self) -> Priced:
@@ -112,20 +118,10 @@ class ChosenSetting:
         """What was considered, for the plan's reader; nothing where there was no choice."""
         said: list[str] = []
         best = self.best
-        if (larger := best.larger) is not None:
-            said.append(
-                f"Packs hold {best.samples_per_pack:.3g} samples, {format_number(best.samples_per_s)} samples/s at "
-                f"their mean; the next larger, {larger.samples_per_pack:.3g} samples, would give "
-                f"{format_number(larger.samples_per_s)}."
-            )
         if len(self.considered) + self.num_misfits > 1:
             more = "1 more does" if self.num_misfits == 1 else f"{self.num_misfits} more do"
             misfits = f"; {more} not fit" if self.num_misfits else ""
-            rule = (
-                f"the simplest of those within {100 * self.error:g} % of the fastest, closer than predictions can tell"
-                if self.error
-                else "the fastest"
-            )
+            rule = f"the simplest of those within {100 * self.error:g} % of the fastest"
             said.append(
                 f"Degrees, ZeRO and schedule are {best.estimate.label}: of {len(self.considered)} settings that fit, "
                 f"{rule}{misfits}. Speeds at their mean packs stand under estimates.settings."

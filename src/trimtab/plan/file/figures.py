@@ -233,6 +233,7 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
             **same_fields(options, PackingDecision)
             | same_fields(setting, PackingDecision)
             | {
+                "global_batch": None if options.fills_packs else options.global_batch,
                 "num_packs": packing.num_packs,
                 "num_steps": schedule.num_steps,
                 "num_oversize": len(packing.oversize),
