@@ -34,7 +34,6 @@ from trimtab.balance.packing import (
     pack_samples as pack_samples,
     report_packing as report_packing,
 )
-from trimtab.balance.columns import pack_columns as pack_columns
 from trimtab.balance.cost import LinearCost as LinearCost
 from trimtab.specs import (
     Packing as Packing,

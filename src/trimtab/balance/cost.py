@@ -5,22 +5,12 @@ Symbols: P patches and T tokens of an item (a sample, an image, a frame), P_s se
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.errors import PackingError
-from trimtab.specs import FloatArray, SampleTable
-
-Column = npt.NDArray[Any]
-"""One number per sample: integers of any width, also `np.load(path, mmap_mode="r")`."""
-
-ColumnCost = Callable[..., npt.ArrayLike]
-"""Cost of each sample from its sizes: called with one float64 array per limited column, in the order of the limits."""
+from trimtab.specs import FloatArray, IntArray, SampleTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +51,11 @@ class LinearCost:
         """Cost of each image, (n, 3) its patches, patches_sq and patches_windowed."""
         return self.of(terms[:, 0], patches_sq=terms[:, 1], patches_windowed=terms[:, 2])
 
-    def of_samples(self, samples: SampleTable) -> FloatArray:
-        """Cost of each sample of a table."""
-        return self.of(
-            samples.num_patches,
-            samples.num_tokens,
-            patches_sq=samples.patches_sq,
-            patches_windowed=samples.patches_windowed,
-        )
+    def of_samples(self, samples: SampleTable, rows: IntArray | None = None) -> FloatArray:
+        """Cost of each sample of a table, or of these rows."""
+        columns = (samples.num_patches, samples.num_tokens, samples.patches_sq, samples.patches_windowed)
+        patches, tokens, squares, windows = (column if rows is None else column[rows] for column in columns)
+        return self.of(patches, tokens, patches_sq=squares, patches_windowed=windows)
 
 
 TILE_COST = LinearCost(patches=11.9e12, tokens=39.8e9, tokens_sq=0.59e6)
@@ -81,23 +68,3 @@ PATCH_COST = LinearCost(patches=11.0e9, patches_sq=0.576e6, tokens=39.8e9, token
 def default_cost(samples: SampleTable) -> LinearCost:
     """The 6B + 20B model of the OmniBal paper in the table's unit: where no profile of the real model is at hand."""
     return TILE_COST if samples.patch_unit == "tiles" else PATCH_COST
-
-
-def price_columns(cost: ColumnCost | None, columns: Sequence[Column], limits: Sequence[int]) -> FloatArray:
-    """(n,) cost of each row of the limited columns; None: each column counts as a share of its limit."""
-    sizes = [np.asarray(column, np.float64) for column in columns]
-    if cost is None:
-        return np.asarray(sum((1.0 / limit) * size for limit, size in zip(limits, sizes, strict=True)), np.float64)
-    found = np.asarray(cost(*sizes), np.float64)
-    if found.shape != sizes[0].shape:
-        raise PackingError(f"cost gave shape {found.shape} for {len(sizes[0])} samples: give one number per sample")
-    return found
-
-
-def find_cost_problem(cost: ColumnCost, num_columns: int) -> str | None:
-    """Why `price_columns` could not call it; None where it can."""
-    try:
-        inspect.signature(cost).bind(*range(num_columns))
-    except TypeError:
-        return f"cost is not a function of {num_columns} columns: give one that takes an array for each limit"
-    return None

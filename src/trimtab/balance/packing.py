@@ -7,7 +7,8 @@ from typing import get_args
 
 import numpy as np
 
-from trimtab.balance.balanced import pack_balanced
+from trimtab.balance.aim import Aim
+from trimtab.balance.balanced import aim_for, pack_balanced
 from trimtab.balance.bound import above_limits
 from trimtab.balance.cost import LinearCost, default_cost
 from trimtab.balance.groups import Groups, complete_rows
@@ -47,6 +48,16 @@ class PackResult:
 
 _MOST_SLOTS = 1 << 22
 
+LEAST_COST, MOST_COST = 1e-200, 1e200
+"""Costs of samples are 0 or between these: they can then be added up, and divided by their mean."""
+
+MOST_LIMIT = (1 << 53) - 1
+"""No limit is above: up to here sums of whole numbers are exact in float64."""
+
+SHARD_SAMPLES = 1 << 21
+"""Samples packed together, about: larger data sets are packed in parts, at 200 bytes a sample of one part. A row goes
+to a part by chance, so with the shuffle inside the parts the order of all is random."""
+
 
 def pack_samples(
     samples: SampleTable,
@@ -73,7 +84,9 @@ def pack_samples(
 
     Every sample is in exactly one pack or, with `oversize="skip"`, in `packing.oversize`; no pack is above a limit but
     those of one oversize sample (`"alone"`). The number of packs is a multiple of `dp` where there are samples enough,
-    so the ranks take equally many. The arguments decide the result to the last bit, on any machine.
+    so the ranks take equally many. The arguments decide the result to the last bit, on any machine. Columns may be
+    of any integer type, also `np.load(path, mmap_mode="r")`: more than `SHARD_SAMPLES` samples are read and packed a
+    part at a time.
 
     `cost` is what a sample costs (see `LinearCost`) or one number per sample; without it that of a 6B + 20B model.
     `fill` belongs to `balanced`, `filters` (Q'_v, Q'_t; None: the paper's) and `iterations` to `isf`,
@@ -88,45 +101,64 @@ def pack_samples(
     >>> packed.num_packs, int(packed.sums(tiles).max())
     (4, 6)
     """
-    n = len(samples)
+    from trimtab.balance.rng import scatter  # loads numba
+
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
-    per_sample = cost_column(samples, cost)
-    sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1).astype(np.int64)
-    above = above_limits(sizes, limits) & (method not in PADDED_METHODS)
-    large, small = np.flatnonzero(above), np.flatnonzero(~above)
+    cost = default_cost(samples) if cost is None else cost
+    keys: dict[str, int] = {"seed": seed, "epoch": epoch}
+    know_limits = method not in PADDED_METHODS
+    large = _find_oversize(samples, limits) if know_limits else np.empty(0, np.int64)
     if len(large) and oversize == "error":
-        raise PackingError(_describe_oversize(samples, large, limits))
-    num_alone = len(large) if oversize == "alone" else 0
-    columns, own_cost = (sizes[small], per_sample[small]) if len(large) else (sizes, per_sample)
+        raise PackingError(describe_oversize(samples, large, limits))
 
-    keys = {"seed": seed, "epoch": epoch}
-    if len(small) == 0:
-        groups = Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
-    elif method == "balanced":
-        how = {"dp": dp, "num_others": num_alone, **keys}
-        groups = pack_balanced(columns, own_cost, limits=limits, aim=fill, **how)
-    elif method == "isf":
-        from trimtab.balance.isf import pack_isf
+    # 1. parts of the data set; one, unless it is large
+    num_parts = max(1, -(-len(samples) // SHARD_SAMPLES)) if method == "balanced" else 1
+    rows, starts = scatter(len(samples), num_parts, seed, epoch)
+    aim: Aim | float | None = fill
+    counts, pack_sums = [np.empty(0, np.int64)], [np.empty((0, 3 if order != "random" or num_microbatches > 1 else 0))]
+    num_packed = 0
+    for part in range(num_parts):
+        # 2. its samples; those above a limit are packs of their own, or nobody's
+        own = rows[starts[part] : starts[part + 1]].copy() if num_parts > 1 else rows
+        sizes, per_sample = read_sizes(samples, own), cost_column(samples, cost, own)
+        above = above_limits(sizes, limits) & know_limits
+        small, alone = np.flatnonzero(~above), np.flatnonzero(above & (oversize == "alone"))
+        columns, own_cost = (sizes[small], per_sample[small]) if above.any() else (sizes, per_sample)
+        # 3. packs
+        if len(small) == 0:
+            groups = Groups(small, np.zeros(1, np.int64))
+        elif method == "balanced":
+            if num_parts > 1 and not isinstance(aim, Aim):  # the same for all parts
+                aim = aim_for(columns, own_cost, limits=limits, dp=dp, fill=aim, **keys)
+            how = {"num_others": len(alone), "shard": part, **keys}
+            groups = pack_balanced(columns, own_cost, limits=limits, dp=dp, aim=aim, **how)
+        elif method == "isf":
+            from trimtab.balance.isf import pack_isf
 
-        groups = pack_isf(columns, limits=limits, filters=filters, iterations=iterations, **keys)
-    else:
-        groups = _batch(method, columns[:, 1].astype(np.float64), batch_size, dp, seed, epoch)
-    alone = large if num_alone else large[:0]
-    groups = complete_rows(groups, small, alone, columns, limits, dp=dp, keys=(seed, epoch))
+            groups = pack_isf(columns, limits=limits, filters=filters, iterations=iterations, **keys)
+        else:
+            groups = _batch(method, columns[:, 1].astype(np.float64), batch_size, dp, seed, epoch)
+        groups = complete_rows(groups, small, alone, columns, limits, dp=dp, keys=(seed, epoch), shard=part)
+        # 4. in the place of the samples that they hold
+        rows[num_packed : num_packed + len(groups.members)] = own[groups.members]
+        num_packed += len(groups.members)
+        counts.append(np.diff(groups.offsets))
+        if pack_sums[0].shape[1]:
+            summed = np.column_stack([sizes, per_sample])[groups.members]
+            pack_sums.append(np.add.reduceat(summed, groups.offsets[:-1]) if groups.num_packs else summed[:0])
+
     packing = Packing(
-        offsets=groups.offsets,
-        indices=groups.members,
+        offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64),
+        indices=rows[:num_packed],
         limits=tuple(limits),
         oversize=large if oversize == "skip" else np.empty(0, np.int64),
         method=method,
         seed=seed,
     )
-    assert len(packing.indices) + len(packing.oversize) == n, "a sample was lost"
-    pack_sums = np.column_stack([packing.sums(sizes), packing.sums(per_sample)]).astype(np.float64)
-    schedule = schedule_packs(
-        pack_sums, dp=dp, num_microbatches=num_microbatches, order=order, tolerance=tolerance, **keys
-    )
+    assert len(packing.indices) + len(packing.oversize) == len(samples), "a sample was lost"
+    sums = np.concatenate(pack_sums) if pack_sums[0].shape[1] else np.empty((packing.num_packs, 0))
+    schedule = schedule_packs(sums, dp=dp, num_microbatches=num_microbatches, order=order, tolerance=tolerance, **keys)
     return PackResult(packing=packing, schedule=schedule)
 
 
@@ -181,15 +213,30 @@ def warm_up(*methods: PackMethod) -> None:
         pack_samples(small, limits=(9, 90), dp=2, method=method, order="sorted")
 
 
-def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None) -> FloatArray:
-    """Cost of each sample: by weights, as given, or of the default model."""
+def read_sizes(samples: SampleTable, rows: IntArray | None = None) -> IntArray:
+    """(n, 2) patches and tokens of these rows, or of all."""
+    columns = (samples.num_patches, samples.num_tokens)
+    return np.stack([column if rows is None else column[rows] for column in columns], axis=1).astype(np.int64)
+
+
+def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None, rows: IntArray | None = None) -> FloatArray:
+    """Cost of each sample, or of these rows: by weights, as given, or of the default model."""
     if cost is None:
         cost = default_cost(samples)
-    column = cost.of_samples(samples) if isinstance(cost, LinearCost) else np.asarray(cost, np.float64)
-    if column.shape != (len(samples),):
-        raise PackingError(f"cost has shape {column.shape} for {len(samples)} samples: give one number per sample")
+    if isinstance(cost, LinearCost):
+        column = cost.of_samples(samples, rows)
+    else:
+        column = np.asarray(cost, np.float64) if np.ndim(cost) == 0 else np.asanyarray(cost)
+        if column.shape != (len(samples),):
+            raise PackingError(f"cost has shape {column.shape} for {len(samples)} samples: give one number per sample")
+        column = np.asarray(column if rows is None else column[rows], np.float64)
     if not (np.isfinite(column).all() and (column >= 0).all()):
         raise PackingError("cost holds a negative or non-finite number: give each sample a cost of 0 or more")
+    smallest, largest = column[column > 0].min(initial=1.0), column.max(initial=1.0)
+    if smallest < LEAST_COST or largest > MOST_COST:
+        raise PackingError(
+            f"cost holds {smallest:g} and {largest:g}: give 0, or {LEAST_COST:g} to {MOST_COST:g}; take another unit"
+        )
     return column
 
 
@@ -231,17 +278,29 @@ def _check(
         )
     if method not in METHODS:
         problems.append(f"packing method {method!r} is unknown: choose one of {', '.join(METHODS)}")
-    if len(limits) != 2 or any(limit < 1 for limit in limits):
-        problems.append(f"limits {limits} hold no sample: give max_patches and max_tokens, 1 or more each")
-    negative = np.flatnonzero((samples.num_patches < 0) | (samples.num_tokens < 0))
-    if len(negative):
+    if len(limits) != 2 or any(not 1 <= limit <= MOST_LIMIT for limit in limits):
+        problems.append(
+            f"limits {limits} are not two whole numbers from 1 to 2^53 - 1: give max_patches and max_tokens as such"
+        )
+    if len(samples) and min(samples.num_patches.min(), samples.num_tokens.min()) < 0:
+        negative = np.flatnonzero((samples.num_patches < 0) | (samples.num_tokens < 0))
         name = samples.sample_id(int(negative[0]))
         problems.append(f"sample {name} has a negative size ({len(negative)} such): give sizes from 0")
     if problems:
         raise PackingError(join_problems(problems))
 
 
-def _describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, int]) -> str:
+def _find_oversize(samples: SampleTable, limits: tuple[int, int]) -> IntArray:
+    """Rows that are above a limit, ascending; a part of the columns at a time, as they may be mapped files."""
+    found = [np.empty(0, np.int64)]
+    for first in range(0, len(samples), SHARD_SAMPLES):
+        part = slice(first, first + SHARD_SAMPLES)
+        above = (samples.num_patches[part] > limits[0]) | (samples.num_tokens[part] > limits[1])
+        found.append(first + np.flatnonzero(above))
+    return np.concatenate(found)
+
+
+def describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, int]) -> str:
     """All samples above a limit, a line each."""
     lines = [
         f"{len(rows)} of {len(samples)} samples do not fit a pack of {limits[0]} {samples.patch_unit} and {limits[1]} "

@@ -6,6 +6,8 @@ generators", OOPSLA 2014 (the constants are those of its section 5).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -88,3 +90,44 @@ def permutation(n: int, *keys: int) -> npt.NDArray[np.int64]:
     order = np.arange(n, dtype=np.int64)
     shuffle(order, make_stream(*keys))
     return order
+
+
+def scatter(n: int, num_shards: int, seed: int, epoch: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """Rows 0 .. n - 1 shard by shard, ascending in each, and where the shards start.
+
+    The shard of a row is a hash of its number and the seed: equally likely, independent. With the shuffle inside each
+    shard that makes a random order of all, at two sequential passes instead of a cache miss per sample. Rows of several
+    shards are 4 bytes each where that suffices.
+    """
+    if num_shards == 1:
+        return np.arange(n), np.array([0, n])
+    key = make_stream(seed, epoch, 0x7368)
+    counts = np.zeros(num_shards + 1, np.int64)
+    rows: npt.NDArray[Any] = np.empty(n, np.int32 if n < 2**31 else np.int64)
+    _count_shards(n, key, num_shards, counts)
+    starts = np.cumsum(counts)
+    _place_rows(n, key, num_shards, starts[:-1].copy(), rows)
+    return rows, starts
+
+
+@inlined
+def _shard_of(row: int, key: UIntArray, num_shards: int) -> np.int64:
+    z = key[0] + _U(row) * _U(0x9E3779B97F4A7C15)  # SplitMix64 of a counter
+    z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> _U(27))) * _U(0x94D049BB133111EB)
+    z = z ^ (z >> _U(31))
+    return np.int64(((z >> _U(32)) * _U(num_shards)) >> _U(32))
+
+
+@compiled
+def _count_shards(n: int, key: UIntArray, num_shards: int, counts: npt.NDArray[np.int64]) -> None:
+    for row in range(n):
+        counts[_shard_of(row, key, num_shards) + 1] += 1
+
+
+@compiled
+def _place_rows(n: int, key: UIntArray, num_shards: int, cursor: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
+    for row in range(n):
+        shard = _shard_of(row, key, num_shards)
+        out[cursor[shard]] = row
+        cursor[shard] += 1
