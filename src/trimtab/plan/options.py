@@ -336,7 +336,7 @@ class PlanOptions:
         if self.fills_packs:
             return []
         return [
-            f"{name} {value} was asked for, which is a way to fill packs, and steps of exactly so many samples share them: "
+            f"{name} {value} was asked for, which fills packs, and the steps here hold exactly so many samples: "
             "give --set steps=filled, or leave it out"
             for name, value, own in (("method", self.method, "balanced"), ("order", self.order, "random"))
             if value != own

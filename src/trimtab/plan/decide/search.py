@@ -15,6 +15,7 @@ interest. Exact for the sampled steps.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,7 +28,7 @@ from trimtab.partition.stages import split_stages
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting, make_case
 from trimtab.plan.decide.degrees import parallel_dims
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.simplest import ChosenSetting, Priced
+from trimtab.plan.decide.simplest import EQUAL, ChosenSetting, Priced
 from trimtab.plan.decide.steps import (
     Tried,
     TriedPacks,
@@ -40,11 +41,9 @@ from trimtab.plan.decide.steps import (
 from trimtab.plan.decide.work import pass_s, price_samples, steps_of, times_of
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import ClusterSpec, LayerSpec, ModelSpec, ParallelDims, Profile, SampleTable
-from trimtab.units import format_degrees
+from trimtab.units import format_bytes, format_degrees
 
 _SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
-_LISTED_BAND = 0.05  # settings within so much of the fastest are priced too: for the reader, and to say what is a tie
-_TRIES_OF_A_KIND = 3  # members of a kind that are priced though slow, so that the plan can list one that fits
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # packs a rank and step that are tried
 _ZERO_STAGES = (1, 2, 3)
 """Where the stage is open: 0 sends as many bytes as 1, updates every parameter on every rank and holds more."""
@@ -64,6 +63,11 @@ class Member:
     profile: Profile
     packs: TriedPacks
     bound_s: float  # seconds a sample: none of its steps is shorter
+
+    @property
+    def series(self) -> tuple[ParallelDims, int, str]:
+        """What members of other packs share: the smaller the packs, the less they hold."""
+        return self.profile.dims, self.options.sharding, self.options.schedule
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
@@ -110,7 +114,7 @@ def choose_setting(
     dims = list(parallel_dims(model, cluster, divided, longest=longest))
     while True:
         # 1. the members of the space, with their bounds
-        members, refusals = list_members(model, samples, cluster, options, dims)
+        members, refusals = list_members(model, samples, cluster, options, budget, dims)
         # 2. their prices, the least bound first
         priced, misfits = price_members(members, model, cluster, budget, tiers=tiers, progress=progress)
         refusals += misfits
@@ -150,15 +154,18 @@ def list_members(
     samples: SampleTable,
     cluster: ClusterSpec,
     options: PlanOptions,
+    budget: MemoryBudget,
     divisions: Sequence[ParallelDims],
 ) -> tuple[list[Member], list[Refusal]]:
     """Every member of the space, and the divisions that model, data or batch rule out."""
     members, refusals = list[Member](), list[Refusal]()
     packs_of: PacksOf | None = None
     for dims in divisions:
-        for own in _settled_options(options, cluster, dims):
+        for own in _settled_options(options, dims):
             try:
+                _refuse_sharded_pipeline(own, dims)
                 profile = profile_setting(model, cluster, own, dims)
+                _refuse_state(profile, budget)
                 # how samples pack hardly depends on the degrees but dp and cp: by the costs of the first
                 packs_of = packs_of or _pack_maker(model, samples, cluster, options, profile)
                 for packs in packs_of(own, dims):
@@ -169,7 +176,26 @@ def list_members(
     return members, refusals
 
 
-def _settled_options(options: PlanOptions, cluster: ClusterSpec, dims: ParallelDims) -> Iterator[PlanOptions]:
+def _refuse_sharded_pipeline(options: PlanOptions, dims: ParallelDims) -> None:
+    """ZeRO-2 frees gradients by exchanging them, which on a pipeline would be once a micro-batch: nobody runs that."""
+    if options.sharding == 2 and dims.pp > 1:
+        raise PartitionError(
+            f"ZeRO-2 was asked for on a pipeline of {dims.pp} stages, which keeps the gradients of a step whole: give "
+            "ZeRO stage 1 or 3, or pp 1"
+        )
+
+
+def _refuse_state(profile: Profile, budget: MemoryBudget) -> None:
+    """What no split of the layers can hold."""
+    state = sum(layer.state_bytes for layer in profile.layers) / profile.dims.pp
+    if state > budget.fill_bytes:
+        raise PartitionError(
+            f"parameters, gradients and optimizer state alone take {format_bytes(state)} of each device, of "
+            f"{format_bytes(budget.fill_bytes)} that may be expected: shard more of it (ZeRO stage, tp, pp)"
+        )
+
+
+def _settled_options(options: PlanOptions, dims: ParallelDims) -> Iterator[PlanOptions]:
     """The options with each ZeRO stage and schedule that may be taken at these degrees."""
     stages = _ZERO_STAGES if dims.replicas > 1 else (1,)
     if options.zero_stage is not None:
@@ -270,8 +296,8 @@ def _filled_packs(
 def _unfilled(options: PlanOptions, dims: ParallelDims, num_microbatches: int) -> PartitionError:
     if microbatch_unit(options.schedule, dims.pp) > 1:
         return PartitionError(
-            f"{options.schedule} runs micro-batches in multiples of {dims.pp}, and a step has {num_microbatches} samples a "
-            "rank: give a larger batch, a smaller pp, or schedule 1F1B"
+            f"{options.schedule} runs micro-batches in multiples of {dims.pp}, and a step has {num_microbatches} "
+            "samples a rank: give a larger batch, a smaller pp, or schedule 1F1B"
         )
     return PartitionError(
         f"1F1B with {num_microbatches} micro-batches on {dims.pp} stages was asked for, and torch's schedule "
@@ -304,25 +330,42 @@ def price_members(
 ) -> tuple[list[Priced], list[Refusal]]:
     """The members that fit, the fastest first, and reasons of others.
 
-    Priced are all that may be within 5 % of the fastest, and some of each kind.
+    Priced are all that may be within 1 % of the fastest, and one of each kind.
     """
-    priced, refusals = list[Priced](), list[Refusal]()
-    best, tries = math.inf, dict[object, int]()
-    for number, member in enumerate(sorted(members, key=lambda x: x.bound_s)):
-        slow = member.bound_s > best * (1 + _LISTED_BAND)
-        if prune and slow and tries.get(member.kind, 0) >= _TRIES_OF_A_KIND:
-            continue
+    found, refusals = dict[int, Priced | None](), list[Refusal]()
+    series = dict[object, list[int]]()  # members of one series, the largest packs first
+    for number in sorted(range(len(members)), key=lambda i: members[i].packs.num_microbatches):
+        series.setdefault(members[number].series, []).append(number)
+
+    def price(number: int) -> bool:
+        """Whether the member fits; its price is kept."""
+        if number not in found:
+            try:
+                found[number] = price_member(members[number], model, cluster, budget, tiers)
+            except PartitionError as error:
+                found[number] = None
+                refusals.append(Refusal(dims=members[number].profile.dims, error=error))
+        return found[number] is not None
+
+    best, listed = math.inf, set[object]()
+    for number in sorted(range(len(members)), key=lambda i: members[i].bound_s):
+        member, own = members[number], series[members[number].series]
+        if prune:
+            # 1. too slow, and not the first of its kind
+            if member.bound_s > best * (1 + EQUAL) and member.kind in listed:
+                continue
+            # 2. of a series only packs small enough to fit, which bisection finds
+            if number in own and own[0] not in found:
+                first = bisect_left(own, True, key=price)
+                del own[:first]
+            if number not in own:
+                continue
         if progress is not None:
-            progress(number, len(members))
-        try:
-            found = price_member(member, model, cluster, budget, tiers)
-        except PartitionError as error:
-            refusals.append(Refusal(dims=member.profile.dims, error=error))
-            tries[member.kind] = tries.get(member.kind, 0) + slow
-            continue
-        priced.append(found)
-        best = min(best, 1 / found.samples_per_s)
-        tries[member.kind] = _TRIES_OF_A_KIND
+            progress(len(found), len(members))
+        if price(number):
+            best = min(best, 1 / max(x.samples_per_s for x in found.values() if x is not None))
+            listed.add(member.kind)
+    priced = [x for x in found.values() if x is not None]
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one of the lower bound
     return priced, refusals
 

@@ -1,4 +1,4 @@
-"""The cost table of one setting: degrees of parallelism on a cluster, with a profile's seconds or bytes if one was given."""
+"""The cost table of one setting: degrees on a cluster, with the seconds or bytes of a profile that was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of an epoch: of exactly N samples each, or of packs that are filled; and some of them, to try settings on."""
+"""The steps of an epoch, of exactly N samples each or of filled packs; and some of them, to try settings on."""
 
 from __future__ import annotations
 
@@ -319,8 +319,8 @@ def refuse_over(options: PlanOptions, dims: ParallelDims, samples_per_pack: floa
         return None
     return PartitionError(
         f"global_batch {options.global_batch} was asked for, and one filled pack of {format_number(samples_per_pack)} "
-        f"samples on each of {dims.dp} ranks is more: ask for a larger batch, a smaller dp, or steps of exactly so many "
-        "samples (steps=exact)"
+        f"samples on each of {dims.dp} ranks is more: ask for a larger batch, a smaller dp, or steps of exactly so "
+        "many samples (steps=exact)"
     )
 
 

@@ -178,7 +178,7 @@ def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
         wrong = np.flatnonzero(held[:-1] != N)
         if len(wrong) or (len(held) and held[-1] > N):
             step = int(wrong[0]) if len(wrong) else len(held) - 1
-            yield f"step {step} holds {int(held[step])} samples, and the plan's steps hold {N}: run `trimtab plan` again"
+            yield f"step {step} holds {int(held[step])} samples, and the plan's steps {N}: run `trimtab plan` again"
     expected = (decision.packing.num_steps, decision.parallel.dp, decision.schedule.num_microbatches)
     if table.shape != expected:
         yield f"the schedule has {table.shape} slots, the plan's steps x dp x micro-batches are {expected}"
