@@ -4,12 +4,15 @@ The space: every division of the devices (dp, pp, tp, cp, ep) x ZeRO stage x sch
 member is priced alike: packs of some steps of the epoch, the exact split with recompute under the memory cap, then the
 simulated steps. Branch and bound: a member has a lower bound of its step,
 
-    T / (1 - (1 - 1/M)^P) + S        1F1B and GPipe: M micro-batches on P stages in sequence
-    T M / P + S                      schedules that fill their bubble
+    u T / (1 - (1 - 1/M)^P) + S      1F1B and GPipe: M micro-batches on P stages in sequence
+    max(u T M / P, T a) + S          others, which fill their bubble: one micro-batch passes all stages; a is the part
+                                     of T that it waits for, all but weight gradients where these are put off
 
-with T the forward and backward of a mean pack on all layers, nothing recomputed, and S the gradient exchange and
-optimizer, shared evenly. Members are priced in the order of their bounds, until the next bound is above all that is of
-interest. Exact for the sampled steps.
+with T the forward and backward of a mean pack on all layers, nothing recomputed, u the slowest rank's work over the
+mean, and S the gradient exchange and optimizer, shared evenly. Members are priced in the order of their bounds, until
+the next is above all that is of interest. A member of a series (other packs, all else alike) is taken to be above its
+bound by nearly as much as the least of those that were priced, for recompute and uneven stages hit all: heuristic, and
+the tests compare with the whole space.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ from trimtab.units import format_bytes, format_degrees
 
 _SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # packs a rank and step that are tried
+_WITHOUT_WEIGHTS = 2 / 3  # of forward and backward: gradients of weights are at most half of the backward
+_SAME_SERIES, _SAME_DEGREES = 0.97, 0.9  # of what others of a series, or of its degrees, are above their bounds
 _ZERO_STAGES = (1, 2, 3)
 """Where the stage is open: 0 sends as many bytes as 1, updates every parameter on every rank and holds more."""
 
@@ -161,18 +166,25 @@ def list_members(
     members, refusals = list[Member](), list[Refusal]()
     packs_of: PacksOf | None = None
     for dims in divisions:
-        for own in _settled_options(options, dims):
+        for stage in _zero_stages(options, dims):
+            sharded = replace(options, zero_stage=stage)
             try:
-                _refuse_sharded_pipeline(own, dims)
-                profile = profile_setting(model, cluster, own, dims)
+                _refuse_sharded_pipeline(sharded, dims)
+                profile = profile_setting(model, cluster, sharded, dims)
                 _refuse_state(profile, budget)
-                # how samples pack hardly depends on the degrees but dp and cp: by the costs of the first
-                packs_of = packs_of or _pack_maker(model, samples, cluster, options, profile)
-                for packs in packs_of(own, dims):
-                    bound_s = lower_bound_s(own, profile, packs) / packs.samples_per_step
-                    members.append(Member(options=own, profile=profile, packs=packs, bound_s=bound_s))
             except PartitionError as error:
                 refusals.append(Refusal(dims=dims, error=error))
+                continue
+            # how samples pack hardly depends on the degrees but dp and cp: by the costs of the first
+            packs_of = packs_of or _pack_maker(model, samples, cluster, options, profile)
+            for schedule, num_chunks in _schedules(options, dims):
+                own = replace(sharded, schedule=schedule, num_chunks=num_chunks, pp=dims.pp)
+                try:
+                    for packs in packs_of(own, dims):
+                        bound_s = lower_bound_s(own, profile, packs) / packs.samples_per_step
+                        members.append(Member(options=own, profile=profile, packs=packs, bound_s=bound_s))
+                except PartitionError as error:
+                    refusals.append(Refusal(dims=dims, error=error))
     return members, refusals
 
 
@@ -195,19 +207,15 @@ def _refuse_state(profile: Profile, budget: MemoryBudget) -> None:
         )
 
 
-def _settled_options(options: PlanOptions, dims: ParallelDims) -> Iterator[PlanOptions]:
-    """The options with each ZeRO stage and schedule that may be taken at these degrees."""
-    stages = _ZERO_STAGES if dims.replicas > 1 else (1,)
+def _zero_stages(options: PlanOptions, dims: ParallelDims) -> tuple[int, ...]:
+    """ZeRO stages that may be taken at these degrees."""
     if options.zero_stage is not None:
-        stages = (options.zero_stage,)
-    elif options.profile is not None and options.profile.method == "probed":
-        stages = (options.profile.zero_stage or 1,)  # at which its state was measured
-    elif options.zero_stages:
-        allowed = tuple(stage for stage in options.zero_stages if stage or 1 not in options.zero_stages)
-        stages = allowed if dims.replicas > 1 else allowed[:1]
-    for stage in stages:
-        for schedule, num_chunks in _schedules(options, dims):
-            yield replace(options, zero_stage=stage, schedule=schedule, num_chunks=num_chunks, pp=dims.pp)
+        return (options.zero_stage,)
+    if options.profile is not None and options.profile.method == "probed":
+        return (options.profile.zero_stage or 1,)  # at which its state was measured
+    stages = tuple(x for x in options.zero_stages if x or 1 not in options.zero_stages) or _ZERO_STAGES
+    stages = tuple(x for x in stages if x != 2 or dims.pp == 1) or stages
+    return stages if dims.replicas > 1 else stages[:1]
 
 
 def _schedules(options: PlanOptions, dims: ParallelDims) -> Iterator[tuple[ScheduleName, int]]:
@@ -261,7 +269,8 @@ def _microbatch_counts(options: PlanOptions, dims: ParallelDims, global_batch: i
         return [options.num_microbatches]
     most = -(-global_batch // dims.dp)
     counts = {*_COUNTS, dims.pp, 2 * dims.pp, most, max(1, global_batch // dims.dp)}
-    least = dims.pp if options.fills_pipeline and options.schedule == "1F1B" else 1
+    fills = options.schedule == "ZBVZeroBubble" or (options.fills_pipeline and options.schedule == "1F1B")
+    least = dims.pp if fills else 1
     found = sorted({-(-count // unit) * unit for count in counts})
     found = [count for count in found if least <= count <= most]
     if not found:
@@ -314,8 +323,10 @@ def lower_bound_s(options: PlanOptions, profile: Profile, packs: TriedPacks) -> 
     T = pass_s(profile, packs.mean_work)
     S = sum(layer.step_s for layer in profile.layers) / P
     in_turn = options.schedule in ("1F1B", "GPipe")
-    busy = T / -math.expm1(P * math.log1p(-1 / M)) if in_turn and M > 1 else T if in_turn else T * M / P
-    return busy + S
+    if in_turn:
+        return packs.slowest_over_mean * (T / -math.expm1(P * math.log1p(-1 / M)) if M > 1 else T) + S
+    least = T * (_WITHOUT_WEIGHTS if options.schedule in ("ZBH1", "ZBVZeroBubble") else 1.0)
+    return max(packs.slowest_over_mean * T * M / P, least) + S
 
 
 def price_members(
@@ -337,6 +348,14 @@ def price_members(
     for number in sorted(range(len(members)), key=lambda i: members[i].packs.num_microbatches):
         series.setdefault(members[number].series, []).append(number)
 
+    best, listed, above = math.inf, set[object](), dict[object, float]()
+
+    def note(member: Member, seconds: float) -> None:
+        nonlocal best
+        best = min(best, seconds)
+        for key in (member.series, member.series[:2]) if member.options.schedule != "ZBVZeroBubble" else ():
+            above[key] = min(above.get(key, math.inf), seconds / member.bound_s)
+
     def price(number: int) -> bool:
         """Whether the member fits; its price is kept."""
         if number not in found:
@@ -345,14 +364,24 @@ def price_members(
             except PartitionError as error:
                 found[number] = None
                 refusals.append(Refusal(dims=members[number].profile.dims, error=error))
+            else:
+                note(members[number], 1 / found[number].samples_per_s)
         return found[number] is not None
 
-    best, listed = math.inf, set[object]()
-    for number in sorted(range(len(members)), key=lambda i: members[i].bound_s):
+    def expected_s(member: Member) -> float:
+        """Its bound, raised by nearly as much as others of its series, or of its degrees, are above theirs."""
+        if member.options.schedule == "ZBVZeroBubble":  # its devices hold alike: what others exceed says nothing of it
+            return member.bound_s
+        ratio = max(_SAME_SERIES * above.get(member.series, 0.0), _SAME_DEGREES * above.get(member.series[:2], 0.0))
+        return member.bound_s * max(1.0, ratio)
+
+    # plain schedules first: they say how far members of the same degrees are above their bounds
+    plain = [member.options.schedule == "1F1B" for member in members]
+    for number in sorted(range(len(members)), key=lambda i: (not plain[i], members[i].bound_s)):
         member, own = members[number], series[members[number].series]
         if prune:
             # 1. too slow, and not the first of its kind
-            if member.bound_s > best * (1 + EQUAL) and member.kind in listed:
+            if expected_s(member) > best * (1 + EQUAL) and member.kind in listed:
                 continue
             # 2. of a series only packs small enough to fit, which bisection finds
             if number in own and own[0] not in found:
@@ -363,7 +392,6 @@ def price_members(
         if progress is not None:
             progress(len(found), len(members))
         if price(number):
-            best = min(best, 1 / max(x.samples_per_s for x in found.values() if x is not None))
             listed.add(member.kind)
     priced = [x for x in found.values() if x is not None]
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one of the lower bound

@@ -40,6 +40,7 @@ class TriedPacks:
     extremes: FloatArray  # (few, len(WORK_TERMS)) samples of the epoch that decide the largest pack
     samples_per_step: float
     mean_work: FloatArray  # (len(WORK_TERMS),) of a pack
+    slowest_over_mean: float  # cost of a step's most expensive rank, over that of its ranks in the mean
 
     @property
     def num_microbatches(self) -> int:
@@ -171,6 +172,7 @@ def _tried_packs(
     work = part.work(token_window=tried.token_window)
     table = packed.schedule.table
     packs, counts = np.unique(table[table >= 0], return_counts=True)
+    by_rank = np.append(packed.packing.sums(tried.cost), 0.0)[table].sum(axis=2)
     return TriedPacks(
         limits=limits,
         packed=packed,
@@ -178,6 +180,7 @@ def _tried_packs(
         samples_work=work,
         extremes=extremes,
         samples_per_step=samples_per_step,
+        slowest_over_mean=float(by_rank.max(axis=1).mean() / by_rank.mean()),
         mean_work=np.average(packed_work(packed.packing, work)[packs], axis=0, weights=counts),
     )
 
