@@ -276,7 +276,7 @@ def test_a_state_of_another_plan_order_or_kind_is_refused() -> None:
         cursor_from_state(make_deal(tables_of(16), dp=2, num_microbatches=2, seed=6), state)
     with pytest.raises(PlanError, match="no usable seed, packs_done: give what state_dict"):
         cursor_from_state(deal, {**state, "seed": "5", "packs_done": -1})
-    with pytest.raises(PlanError, match="stands after pack 16 of 16"):
+    with pytest.raises(PlanError, match="stands after place 16 of 16"):
         cursor_from_state(deal, {**state, "packs_done": 16})
 
 

@@ -15,7 +15,8 @@ from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import MemoryBudget
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.plan.decide.setting import choose_setting, profile_setting
+from trimtab.plan.decide.search import choose_setting
+from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.simplest import ChosenSetting, complexity
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.options import PlanOptions

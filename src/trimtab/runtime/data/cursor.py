@@ -1,8 +1,8 @@
 """A plan's packs given to any number of ranks, from any place of any epoch; no torch.
 
-The order of an epoch is one sequence of packs that does not depend on dp: steps of the plan in the epoch's order, in
-each the micro-batches in turn, in each the ranks in turn. dp ranks take dp consecutive packs at a time (a *row*), and
-M rows are a step. The place in it is told by packs, so that a run may go on with another dp.
+The order of an epoch is one sequence of places that does not depend on dp: steps of the plan in the epoch's order, in
+each the micro-batches in turn, in each the ranks in turn; a place holds a pack, or none. dp ranks take dp consecutive
+places at a time (a *row*), and M rows are a step. A run that knows its place may go on with another dp.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Cursor:
     """A place in a run: what has been consumed of which epoch."""
 
     epoch: int = 0
-    packs_done: int = 0  # of the epoch's sequence when the current step began: the same number for any dp
+    packs_done: int = 0  # places of the epoch's sequence before the current step: the same number for any dp
     microbatches_done: int = 0  # by every rank in the current step
 
 
@@ -51,19 +51,18 @@ class Deal:
         return self.dp * self.num_microbatches
 
     def pack_at(self, epoch: int, place: int) -> int | None:
-        """The pack at one place of the epoch's sequence; None past its end."""
+        """The pack at one place of the epoch's sequence; None for an empty slot, and past its end."""
         tables = self.tables
         slots = tables.dp * tables.num_microbatches
-        if place >= tables.num_packs:
+        if place >= tables.num_places:
             return None
         step, slot = divmod(place, slots)
-        num_full = tables.num_packs // slots
-        if step == num_full:  # the short last step
-            return int(tables.last_packs[slot])
-        if epoch > 0 and self.reshuffle:
-            step = int(_order_of_steps(num_full, self.seed, epoch)[step])
+        num_moved = len(tables.schedule) - tables.is_last_short
+        if epoch > 0 and self.reshuffle and step < num_moved:
+            step = int(_order_of_steps(num_moved, self.seed, epoch)[step])
         microbatch, rank = divmod(slot, tables.dp)
-        return int(tables.schedule[step, rank, microbatch])
+        pack = int(tables.schedule[step, rank, microbatch])
+        return None if pack < 0 else pack
 
     def num_microbatches_left(self, cursor: Cursor) -> int:
         """Micro-batches of every rank from `cursor` to the end of its epoch."""
@@ -71,7 +70,7 @@ class Deal:
 
     def num_steps_left(self, cursor: Cursor) -> int:
         """Steps from `cursor` to the end of its epoch, the one it stands in included."""
-        return -(-(self.tables.num_packs - cursor.packs_done) // self.packs_per_step)
+        return -(-(self.tables.num_places - cursor.packs_done) // self.packs_per_step)
 
     def microbatches(self, rank: int, cursor: Cursor) -> Iterator[list[int]]:
         """Sample rows of each micro-batch of one rank, from `cursor` to the end of its epoch; [] is an empty pack."""
@@ -187,10 +186,10 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
             f"{deal.num_microbatches} on {deal.dp}: resume as before, or from a state taken between two steps"
         )
     cursor = Cursor(epoch=state["epoch"], packs_done=state["packs_done"], microbatches_done=state["microbatches_done"])
-    beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_packs
+    beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_places
     if not problems and (beyond or cursor.microbatches_done >= deal.num_microbatches):
         problems.append(
-            f"the state stands after pack {cursor.packs_done} of {deal.tables.num_packs} and micro-batch "
+            f"the state stands after place {cursor.packs_done} of {deal.tables.num_places} and micro-batch "
             f"{cursor.microbatches_done} of {deal.num_microbatches}, where no step is: resume from another checkpoint"
         )
     if problems:

@@ -20,7 +20,7 @@ _NAMES = ("offsets.npy", "indices.npy", "schedule.npy")
 class PlanTables:
     """Which sample rows each pack holds, and the packs of each step.
 
-    Only the last step may have empty slots, as `schedule_packs` leaves them; every pack is in one slot.
+    A slot may be empty: of a last step, or where a step of few samples has no pack for it. Every pack is in one slot.
     """
 
     offsets: IntArray  # (num_packs + 1,)
@@ -28,7 +28,8 @@ class PlanTables:
     schedule: IntArray  # (num_steps, dp, num_microbatches), -1 an empty slot
     digest: str  # tells plans apart: of the tables' content
     seed: int  # of the plan's shuffle; later epochs are shuffled from it too
-    last_packs: IntArray  # of the last step, micro-batch by micro-batch, without its empty slots
+    num_places: int  # slots in the order in which they run, up to the last that holds a pack
+    is_last_short: bool  # the last step holds fewer packs or samples than others: it stays the last of every epoch
 
     @property
     def num_packs(self) -> int:
@@ -72,7 +73,15 @@ def open_tables(folder: Path | str) -> PlanTables:
             f"{len(offsets) - 1} in {schedule.shape}: copy the whole folder that `trimtab plan` wrote"
         )
     digest = blake2b("".join(file.blake2b for file in files).encode())
-    return _tables(offsets, indices, schedule, digest=digest, seed=packing.seed, origin=str(folder))
+    return _tables(
+        offsets,
+        indices,
+        schedule,
+        digest=digest,
+        seed=packing.seed,
+        origin=str(folder),
+        global_batch=packing.global_batch,
+    )
 
 
 def hold_tables(packing: Packing, schedule: Schedule) -> PlanTables:
@@ -93,24 +102,35 @@ def hold_tables(packing: Packing, schedule: Schedule) -> PlanTables:
 
 
 def _tables(
-    offsets: IntArray, indices: IntArray, schedule: IntArray, *, digest: str, seed: int, origin: str
+    offsets: IntArray,
+    indices: IntArray,
+    schedule: IntArray,
+    *,
+    digest: str,
+    seed: int,
+    origin: str,
+    global_batch: int | None = None,
 ) -> PlanTables:
     whole = all(a.dtype == np.int64 for a in (offsets, indices, schedule))
     if not whole or offsets.ndim != 1 or indices.ndim != 1 or schedule.ndim != 3 or len(offsets) == 0:
         raise PlanError(f"the packs of {origin} have other shapes than a plan's: run `trimtab plan` again")
     if offsets[0] != 0 or offsets[-1] != len(indices):
         raise PlanError(f"the packs of {origin} point outside their samples: run `trimtab plan` again")
-    last = schedule[-1].T.reshape(-1) if len(schedule) else np.empty(0, np.int64)
-    last_packs = np.array(last[last >= 0], np.int64)
-    num_empty = schedule.size - (len(offsets) - 1)
-    if num_empty != len(last) - len(last_packs):
+    if schedule.size < len(offsets) - 1:
         raise PlanError(
-            f"{origin} has {schedule.size} slots for {len(offsets) - 1} packs, and {len(last) - len(last_packs)} empty "
-            "ones in its last step: every pack must have one slot, and only the last step may be short; "
-            "run `trimtab plan` again"
+            f"{origin} has {schedule.size} slots for {len(offsets) - 1} packs, and every pack needs one: run "
+            "`trimtab plan` again"
         )
+    last = schedule[-1].T.reshape(-1) if len(schedule) else np.empty(0, np.int64)
+    num_last = int(np.flatnonzero(last >= 0).max(initial=-1)) + 1
     return PlanTables(
-        offsets=offsets, indices=indices, schedule=schedule, digest=digest, seed=seed, last_packs=last_packs
+        offsets=offsets,
+        indices=indices,
+        schedule=schedule,
+        digest=digest,
+        seed=seed,
+        num_places=schedule.size - len(last) + num_last,
+        is_last_short=num_last < len(last) or (global_batch is not None and len(indices) % global_batch > 0),
     )
 
 
