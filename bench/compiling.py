@@ -46,7 +46,7 @@ def run_cold(verb: str) -> None:
                 begun[-1][1] += took
 
     event.register("numba:compile", Listener())
-    from trimtab.cli.main import app
+    from trimtab.cli.app import app
 
     try:
         app(COMMANDS[verb], standalone_mode=False)

@@ -123,7 +123,7 @@ def main() -> int:
     cells: dict[tuple[str, str], Cell] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        data = draw_dataset(folder / "data", num_samples=256).folder
+        data = draw_dataset(folder / "data", num_samples=256)
         for name in given.models:
             model = qwen3_5(folder) if name == "Qwen3.5" else name
             for framework in given.frameworks:

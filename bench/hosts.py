@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "src")]
 
 from export_cases import by_counts, cut, decide, make_model  # noqa: E402
-from trimtab.adapters import megatron_bridge, mindspeed_mm, pai_megatron, torchtitan  # noqa: E402
+from trimtab.adapters import megatron_bridge, mindspeed_mm, pai_megatron  # noqa: E402
 from trimtab.adapters.frameworks import find_target  # noqa: E402
 from trimtab.specs import ParallelDims, RecomputeChoice  # noqa: E402
 
@@ -32,13 +32,10 @@ REGISTRY = (
     "megatron-core",
     "megatron-bridge",
     "ms-swift",
-    "torchtitan",
     "verl",
     "megatron-energon",
     "llamafactory",
     "axolotl",
-    "nemo-automodel",
-    "veomni",
 )
 CLONES = ("pai", "roll", "mindspeed-mm")
 
@@ -210,22 +207,6 @@ def check_pai(source: Source) -> Iterator[str]:
                 yield f"examples/{folder}/run_mcore_qwen.sh reads no {variable}"
 
 
-def check_titan(source: Source) -> Iterator[str]:
-    fields = source.fields(*(path for path in source.paths if re.match(r"torchtitan/config/.*\.py", path)))
-    export = exported("torchtitan", "qwen3_5")
-    parallelism = export["parallelism"]
-    assert isinstance(parallelism, Mapping)
-    yield from missing(set(parallelism), set(fields), "ParallelismConfig")
-    older = {"pipeline_parallel_microbatch_size", "local_batch_size"} <= set(fields)
-    newer = {"num_pp_microbatches", "num_tokens_per_microbatch_per_dp_rank"} <= set(fields)
-    if not older and not newer:
-        yield "batches are counted in neither of the two ways that the export prints"
-    folders = {
-        path.split("/")[2] for path in source.paths if path.startswith("torchtitan/models/") and path.count("/") > 2
-    }
-    yield from missing({"qwen3_5"} & set(torchtitan.FAMILIES), folders, "torchtitan.models")
-
-
 def check_verl(source: Source) -> Iterator[str]:
     tree = source.tree("verl/utils/seqlen_balancing.py")
     defined = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "calculate_workload"]
@@ -264,18 +245,12 @@ def check_mindspeed(source: Source) -> Iterator[str]:
     yield from missing(files, converters, "its converter of weights")
 
 
-def check_fields(name: str, *paths: str, sections: bool = False) -> Callable[[Source], Iterator[str]]:
+def check_fields(name: str, *paths: str) -> Callable[[Source], Iterator[str]]:
     """Whether every setting of a recipe is a field of some class of these files."""
-
-    def names(settings: Mapping[str, object]) -> Iterator[str]:
-        for key, value in settings.items():
-            yield key
-            if sections and isinstance(value, Mapping):
-                yield from names(value)
 
     def check(source: Source) -> Iterator[str]:
         files = [path for path in source.paths if path.startswith(paths) and path.endswith(".py")]
-        yield from missing(set(names(exported_whole(name))) - {"deepspeed"}, set(source.fields(*files)), name)
+        yield from missing(set(exported_whole(name)) - {"deepspeed"}, set(source.fields(*files)), name)
 
     return check
 
@@ -309,37 +284,17 @@ def check_axolotl(source: Source) -> Iterator[str]:
             yield f"BasePlugin has no {name}"
 
 
-def check_automodel(source: Source) -> Iterator[str]:
-    given = exported_whole("automodel")
-    for section, path in (
-        ("distributed", "nemo_automodel/components/distributed/"),
-        ("freeze_config", "nemo_automodel/components/utils/model_utils.py"),
-        ("step_scheduler", "nemo_automodel/components/training/step_scheduler.py"),
-    ):
-        files = [name for name in source.paths if name.startswith(path) and name.endswith(".py")]
-        known = set(source.fields(*files)) | {"strategy"}
-        known |= {
-            a.arg for file in files for n in ast.walk(source.tree(file)) if isinstance(n, ast.arguments) for a in n.args
-        }
-        settings = given[section]
-        assert isinstance(settings, Mapping)
-        yield from missing(set(settings), known, section)
-
-
 CHECKS: Mapping[str, Callable[[Source], Iterator[str]]] = {
     "megatron-core": check_core,
     "megatron-bridge": check_bridge,
     "ms-swift": check_swift,
     "pai": check_pai,
-    "torchtitan": check_titan,
     "verl": check_verl,
     "megatron-energon": check_energon,
     "roll": check_roll,
     "mindspeed-mm": check_mindspeed,
     "llamafactory": check_llama_factory,
     "axolotl": check_axolotl,
-    "nemo-automodel": check_automodel,
-    "veomni": check_fields("veomni", "veomni/arguments/", "veomni/trainer/vlm_trainer.py", sections=True),
 }
 
 

@@ -52,7 +52,7 @@ ROWS = (
         "adapters/data_files adapters/host_packs adapters/record_files adapters/verl cli/export",
         "packs as files for other trainers (17); verl's workload (15)",
     ),
-    ("adapters cli/frameworks", "sixteen launchers: what each can run, in its words, at which price (17)"),
+    ("adapters cli/frameworks", "twelve launchers: what each can run, in its words, at which price (17)"),
     ("report demo cli/report cli/demo", "the report, tables in the terminal, the demo (16)"),
     (
         "runtime/pipeline runtime/layout runtime/recompute parallel",

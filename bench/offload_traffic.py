@@ -18,9 +18,8 @@ from simulated_devices import Traffic, counted, simulated
 from tiny_models import IMAGE_TOKEN, INTERNVIT, QWEN25_VIT, SIGLIP, TEXT, describe_here, preprocessor_of
 
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.machine import Gpu, Machine
+from trimtab.placement.machine import Gpu, Machine, Workload
 from trimtab.placement.place import place
-from trimtab.placement.workload import Workload
 from trimtab.runtime.placing.load import load_placed, move_inputs
 from trimtab.specs import ModelSpec
 

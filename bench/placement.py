@@ -2,21 +2,17 @@
 
 Sizes are modelled bytes of published models on no GPU at all: every map is counted by the same formulas. The public
 maps come from the installed libraries over models without weights; InternVL models are built as Transformers' port.
-Needs torch, Transformers and the reference table of published configurations, whose path is the only argument.
-Run: python bench/placement.py bench/data/model_zoo.json
+Needs torch and Transformers.
+Run: python bench/placement.py
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,28 +20,26 @@ import transformers
 
 from trimtab.adapters.accelerate import auto_map
 from trimtab.errors import PartitionError
-from trimtab.models.describe import describe
-from trimtab.placement.bytes import InferenceTable, inference_table
+from trimtab.models.asking.build import complete
+from trimtab.models.describe import describe, read_config
+from trimtab.placement.bytes import ALLOCATOR_DIVISOR, InferenceTable, device_bytes, inference_table
 from trimtab.placement.chain import Arrangement, arrangements, parts_of
-from trimtab.placement.device_bytes import ALLOCATOR_DIVISOR, device_bytes
-from trimtab.placement.machine import CONTEXT_BYTES, Machine, machine_of
+from trimtab.placement.machine import CONTEXT_BYTES, Machine, Workload, machine_of
 from trimtab.placement.place import place
 from trimtab.placement.split_model import assess_map, split_model_map
-from trimtab.placement.workload import Workload
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 
 MODELS = (
     "Qwen2.5-VL-7B",
     "Qwen2.5-VL-72B",
-    "InternVL3-8B",
-    "InternVL3-38B",
-    "InternVL3-78B",
+    "InternVL3_5-8B-HF",
+    "InternVL3_5-38B-HF",
+    "InternVL3_5-241B-A28B-HF",
     "LLaVA-OneVision-72B",
     "Qwen3-VL-32B",
     "Qwen3-VL-235B-A22B",
     "Gemma3-27B",
-    "GLM-4.5V (106B-A12B)",
 )
 IMAGE = (1024, 1024)
 WORKLOADS = {
@@ -62,34 +56,8 @@ class Case:
     real: torch.nn.Module
 
 
-def load(path: Path) -> list[Case]:
-    zoo = json.loads(path.read_text())["models"]
-    return [build(name, zoo[name]) for name in MODELS]
-
-
-def build(name: str, entry: dict[str, Any]) -> Case:
-    vision, text = dict(entry["vision_config"]), dict(entry["text_config"])
-    text.pop("qk_norm", None)
-    settings = entry.get("preprocess", {})
-    tied = bool(text.get("tie_word_embeddings", entry.get("tie_word_embeddings", False)))
-    model_type = entry["model_type"]
-    if model_type == "internvl_chat":
-        model_type = "internvl"
-        vision["model_type"] = "internvl_vision"
-        vision["attention_bias"] = vision.pop("qkv_bias", True)
-        vision["use_qk_norm"] = vision.pop("qk_normalization", False)
-        settings = {"min_patches": 1, "max_patches": 12, "size": {"height": 448, "width": 448}}
-    if model_type == "glm4v_moe":
-        settings = {"min_pixels": 12544, "max_pixels": 9633792}
-    config = transformers.AutoConfig.for_model(
-        model_type, vision_config=vision, text_config=text, tie_word_embeddings=tied
-    )
-    if model_type == "internvl":
-        saved = json.loads(config.to_json_string(use_diff=False))
-        saved.pop("image_seq_length", None)
-        spec = describe(saved, preprocessor=settings, name=name)
-    else:
-        spec = describe(entry, preprocessor=settings if model_type == "glm4v_moe" else None, name=name)
+def load(name: str) -> Case:
+    spec, config = describe(name), complete(read_config(name))
     with torch.device("meta"):
         real = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     assert sum(p.numel() for p in real.parameters()) == spec.num_params, name
@@ -250,26 +218,20 @@ def spill(cases: list[Case]) -> None:
     print("over: needs more than the GPUs have", flush=True)
 
 
-def planning_time(path: Path) -> None:
-    entry = json.loads(path.read_text())["models"]["Qwen3-VL-235B-A22B"]
+def planning_time() -> None:
     spent = []
     for _ in range(7):
         start = time.process_time()
-        place(describe(entry), machine_of([80 * GIB] * 8), WORKLOADS["light"])
+        place(describe("Qwen3-VL-235B-A22B"), machine_of([80 * GIB] * 8), WORKLOADS["light"])
         spent.append(time.process_time() - start)
-    print(
-        f"Qwen3-VL-235B-A22B on 8 GPUs from its config: {1e3 * min(spent):.0f} ms of CPU, worst {1e3 * max(spent):.0f}"
-    )
+    print(f"Qwen3-VL-235B-A22B on 8 GPUs by its name: {1e3 * min(spent):.0f} ms of CPU, worst {1e3 * max(spent):.0f}")
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    path = Path(sys.argv[1])
-    planning_time(path)
-    cases = load(path)
+    planning_time()
+    cases = [load(name) for name in MODELS]
     spill(cases)
     equal_gpus(cases)
     random_machines(cases)

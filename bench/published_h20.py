@@ -5,7 +5,6 @@ Parameters of every rank, memory of middle stages, and step times of the runs th
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from published_models import part
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.fit import Calibration, predict_step
 from trimtab.costs.logs import LoggedRun, place_blocks
@@ -60,15 +60,16 @@ class H20Run:
 
 def h20_runs() -> list[H20Run]:
     """Megatron-Core with fused kernels, no distributed optimizer, the vision tower as deep as it was built."""
-    config = copy.deepcopy(load("model_zoo.json")["models"]["Qwen2-VL-7B"])
-    del config["projector"]
+    shipped = describe("Qwen2-VL-7B")
+    text = tuple(x for x in shipped.layers if x.tower == "language")
     work = np.array([1.0, ASSUMED_PATCHES, *[ASSUMED_PATCHES * 256] * 2, 2048, 2048**2, 2048**2])
     found = []
     for row in load("h20_uneven_pp_runs.json")["rows"]:
-        config["vision_config"]["embed_dim"] = row["vision_hidden_size"]
+        is_wide = row["vision_hidden_size"] == 4096  # else as published, 1280
+        tower = part("towers", "Qwen2-VL, 4096 wide") if is_wide else shipped.layers[: -len(text)]
         counts = [{"language": n} for n in row["decoder_layers_per_stage"]]
         counts[0]["vision"] = row["vision_layers_built_on_stage_0"]
-        model, stages = place_blocks(describe(config, name="Qwen2-VL-7B"), counts)
+        model, stages = place_blocks(replace(shipped, layers=(*tower, *text)), counts)
         dims = ParallelDims(tp=row["tp"], pp=row["pp"])
         run = LoggedRun(
             name="/".join(map(str, row["decoder_layers_per_stage"])),

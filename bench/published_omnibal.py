@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from published_h20 import load
-from published_models import composed_config
+from published_models import composed_model
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.fit import TermFit, apply_terms
 from trimtab.costs.logs import place_blocks
 from trimtab.costs.profile import profile_model
-from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitProblem, SplitResult
 from trimtab.partition.evaluate import Evaluator
 from trimtab.partition.search import search_makespan
@@ -95,7 +94,7 @@ def omnibal_setting(
     exchange_in_node: bool = False,
 ) -> Setting:
     """exchange_in_node: gradients go over NVLink, as tp x dp fill a node in every row; else over the network."""
-    model = describe(composed_config(row["vision"], row["language"]))
+    model = composed_model(row["vision"], row["language"])
     dims = ParallelDims(tp=row["tp"], pp=row["pp"], dp=dp or row["dp"])
     profile = profile_model(
         model,

@@ -1,78 +1,130 @@
-"""Writes the descriptions that come with trimtab from published configurations: `src/trimtab/models/zoo/models.jsonl`.
+"""Writes the descriptions that come with trimtab: `src/trimtab/models/zoo/models.jsonl`. Needs torch and Transformers.
 
-    python bench/ship_descriptions.py model_zoo.json [MORE.json ...]
+    python bench/ship_descriptions.py
 
-A file holds {"models": {name: config.json, with its `source`s and how images are cut in `preprocess`}}. A model comes
-along where every size was read in a source of its own (`status` read), or where sizes read of its parts give the
-parameters of a published table; what stays unsure is a note of its description. The reason for each that is left out is
-printed. The same files and the same versions of trimtab, torch and Transformers give the same bytes; layers of LLaVA
-and Gemma 3 were written by hand when the shipped files were made.
+`data/model_zoo.json` holds, by name, a model's published `config`, the `files` of its processor, and the `sources`
+that both were read in; `names`: others that the Hub has for it; `open`: why it is not shipped. A line of the result is
+a name, a tab, and a description file with two more fields: `config`, and `assumed`, what the class makes of the
+fields that a config.json may leave out. The same file and versions of torch and Transformers give the same bytes.
+
+InternVL has two forms. A name with `-HF` is the same checkpoint under Transformers' names.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import ConfigError
-from trimtab.models.describe import describe
+from trimtab.models.asking.build import complete
+from trimtab.models.asking.inputs import quietly
+from trimtab.models.asking.internvl_chat import chat_config, published_fields
+from trimtab.models.asking.model import describe_fields
 from trimtab.models.description import description_bytes
+from trimtab.models.families.internvl import REMOTE
+from trimtab.models.image_rules import image_rule, image_rule_by_processor
 from trimtab.models.images.unsettled import UnsettledRule
+from trimtab.models.shipped import flat_fields, nested_fields
 
+SOURCE = Path(__file__).parent / "data" / "model_zoo.json"
+DEMO = Path(__file__).parents[1] / "src" / "trimtab" / "demo" / "tiny_model"
 ZOO = Path(__file__).parents[1] / "src" / "trimtab" / "models" / "zoo"
-READ_BY_US = ("computed_params_b", "computed_vs_label", "size_label_b", "size_label_source")
-KEPT_ALL_ALONG = ("InternVL-Chat-V1-5",)  # shipped since 0.1
-MAX_DIFFERENCE = 0.01  # of parameters counted from parts, against a published table
-ALSO = {
-    "LLaVA-OneVision-0.5B": ["llava-onevision-qwen2-0.5b-ov-hf", "llava-onevision-qwen2-0.5b-si-hf"],
-    "LLaVA-OneVision-7B": ["llava-onevision-qwen2-7b-ov-hf", "llava-onevision-qwen2-7b-si-hf"],
-    "LLaVA-OneVision-72B": ["llava-onevision-qwen2-72b-ov-hf"],
-    "LLaVA-1.6-34B": ["llava-v1.6-34b-hf", "llava-next-34b"],
-    "LLaVA-1.6-vicuna-13B": ["llava-v1.6-vicuna-13b-hf"],
-    "InternVL2-Llama3-76B": ["InternVL2-76B"],
-    "GLM-4.5V": ["GLM-4.5V-106B"],
-    "MiniCPM-V-2.6": ["MiniCPM-V-2_6"],
-}
-"""Names on the Hub that differ from ours in more than case, marks and an -Instruct."""
 
 
 def main() -> None:
-    shipped: dict[str, str] = {}
-    for path in sys.argv[1:]:
-        for label, entry in json.loads(Path(path).read_text(encoding="utf-8"))["models"].items():
-            name = label.partition(" (")[0]
-            if not _is_known(name, entry):
-                print(f"left out {name}: sizes of its parts alone were read, and no table confirms their sum")
-                continue
-            config = {key: value for key, value in entry.items() if key not in READ_BY_US}
-            try:
-                model = describe(config, name=name)
-            except ConfigError as error:
-                print(f"left out {name}: {str(error).splitlines()[0][:160]}")
-                continue
-            if isinstance(model.image_rule, UnsettledRule):
-                print(f"left out {name}: {model.image_rule.reason[:160]}")
-                continue
-            if entry.get("unsure"):
-                note = f"Not confirmed for this very checkpoint: {'; '.join(entry['unsure'])}."
-                model = replace(model, notes=(*model.notes, note))
-            data = {**json.loads(description_bytes(model)), "config": config}
-            shipped[name] = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    lines = "".join(f"{shipped[name]}\n" for name in sorted(shipped))
-    (ZOO / "models.jsonl").write_text(lines, encoding="utf-8")
-    also = {name: others for name, others in ALSO.items() if name in shipped}
+    lines, names = {}, {}
+    for name, entry in sorted({**json.loads(SOURCE.read_text(encoding="utf-8")), **_demo()}.items()):
+        if "open" in entry:
+            print(f"left out {name}: {entry['open']}")
+            continue
+        lines[name] = describe_entry(name, entry)
+        names[name] = entry.get("names", [])
+        if entry["config"]["model_type"] == REMOTE:
+            lines[f"{name}-HF"] = _port(f"{name}-HF", entry)
+    text = "".join(f"{name}\t{json.dumps(x, separators=(',', ':'))}\n" for name, x in sorted(lines.items()))
+    (ZOO / "models.jsonl").write_text(text, encoding="utf-8")
+    also = {name: others for name, others in names.items() if others}
     (ZOO / "names.json").write_text(json.dumps(also, indent=1) + "\n", encoding="utf-8")
-    total = sum(x.stat().st_size for x in ZOO.iterdir())
-    print(f"{len(shipped)} models, {total} bytes")
+    print(f"{len(lines)} descriptions, {len(text)} bytes")
 
 
-def _is_known(name: str, entry: dict[str, Any]) -> bool:
-    table = "vision" in entry.get("size_label_b", {})  # parameters of each tower, and no size in a name
-    summed = table and abs(entry["computed_vs_label"]) < MAX_DIFFERENCE
-    return name in KEPT_ALL_ALONG or entry.get("status") == "read" or summed
+def describe_entry(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shipped description of one entry of `data/model_zoo.json`."""
+    config, files = entry["config"], entry["files"]
+    model = describe_fields(config)
+    settings = next(iter(files.values()), None)
+    try:
+        rule, markup = image_rule(config, settings), None
+    except Exception:  # a family without a formula
+        rule, markup = image_rule_by_processor(config, files, settings)
+    assert not isinstance(rule, UnsettledRule), f"{name}: {rule.reason}"
+    model = replace(model, name=name, image_rule=rule, image_markup=markup, asked_of=())
+    model = replace(model, notes=(*model.notes[1:], *entry.get("notes", ())))  # the first says the versions
+    made = {**json.loads(description_bytes(model)), "config": config, "sources": entry["sources"]}
+    return {**made, "assumed": dict(_assumed(config))}
+
+
+def _port(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The same checkpoint as Transformers' `internvl`; its files say in the text section alone that nothing is tied."""
+    fields = entry["config"]
+    whole = json.loads(json.dumps(chat_config(fields).to_dict(), default=str)) | {"model_type": "internvl"}
+    del whole["published"]
+    size = dict.fromkeys(("height", "width"), fields["force_image_size"])
+    limits = {f"{x}_patches": fields[f"{x}_dynamic_patch"] for x in ("min", "max")}
+    files = {"preprocessor_config.json": {"size": size, **limits}}
+    made = describe_entry(name, {**entry, "config": whole, "files": files})
+    assumed = made["assumed"] | {k: whole[k] for k in ("tie_word_embeddings",)}
+    kept = {k: v for k, v in flat_fields(whole).items() if k not in assumed or k.endswith("tie_word_embeddings")}
+    kept |= {"model_type": "internvl", "text_config.model_type": whole["text_config"]["model_type"]}
+    kept.pop("tie_word_embeddings", None)
+    return {**made, "config": nested_fields(kept), "assumed": assumed}
+
+
+def _assumed(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Fields with the value that Transformers' class gives them where config.json is silent, or spells otherwise."""
+    whole = _completed(config)
+    published = flat_fields(config)
+    for name, value in {**published, **whole}.items():
+        if published.get(name) != value or _is_silent(config, name, whole):
+            yield name, value
+
+
+def _is_silent(config: Mapping[str, Any], name: str, whole: Mapping[str, Any]) -> bool:
+    """Whether a config.json without this field says the same."""
+    try:
+        return _completed(_without(config, name)) == whole
+    except Exception:  # of any class that the library likes
+        return False
+
+
+def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    with quietly():
+        if config["model_type"] == REMOTE:
+            declared = made = {**published_fields(chat_config(config)), "model_type": REMOTE}
+        else:
+            made = complete(config).to_dict()
+            kinds = {k: v.get("model_type") for k, v in made.items() if isinstance(v, dict)}
+            sections = {k: {"model_type": kind} for k, kind in kinds.items() if kind}
+            declared = complete({"model_type": config["model_type"], **sections}).to_dict()
+    known = flat_fields(declared)  # of others the class makes attributes that nothing reads
+    return {k: v for k, v in flat_fields(json.loads(json.dumps(made, default=str))).items() if k in known}
+
+
+def _without(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A copy without the field of this dotted name."""
+    first, _, rest = name.partition(".")
+    if not rest:
+        return {k: v for k, v in config.items() if k != first}
+    return {**config, first: _without(config[first], rest)}
+
+
+def _demo() -> dict[str, Any]:
+    """The small model that `trimtab.demo` writes."""
+    files = {"preprocessor_config.json": json.loads((DEMO / "preprocessor_config.json").read_text())}
+    config = json.loads((DEMO / "config.json").read_text())
+    return {"demo-1M": {"sources": ["trimtab.demo"], "config": config, "files": files}}
 
 
 if __name__ == "__main__":

@@ -28,10 +28,9 @@ from trimtab.costs.devices import DEVICES  # noqa: E402
 from trimtab.costs.kind_model import build_to_run  # noqa: E402
 from trimtab.costs.traced import profile_traced  # noqa: E402
 from trimtab.costs.traced_step import trace_step  # noqa: E402
-from trimtab.models.describe import describe  # noqa: E402
+from trimtab.models.describe import describe, read_config  # noqa: E402
 from trimtab.specs import WORK_TERMS, evaluate  # noqa: E402
 
-ZOO = ROOT / "bench" / "data" / "model_zoo.json"
 SETTINGS = [(d, a) for a in ("sdpa", "eager") for d in (torch.float32, torch.bfloat16)]
 PEAK_FAMILIES = ("llava", "internvl", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "llama4", "paligemma")
 MODELS = ("Qwen2.5-VL-7B", "Qwen2.5-VL-72B", "Qwen3-VL-8B", "Qwen3-VL-235B-A22B", "Gemma3-27B")
@@ -81,8 +80,8 @@ def print_peaks() -> None:
 
 
 def read_model(name: str) -> dict[str, Any]:
-    """A whole configuration: the table's sizes, Transformers' defaults for what decides no size."""
-    row = json.loads(ZOO.read_text())["models"][name]
+    """A whole configuration: the published sizes, Transformers' defaults for what decides no size."""
+    row = read_config(name)
     text = dict(row["text_config"])
     if row["model_type"] == "qwen2_5_vl":
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}

@@ -168,7 +168,7 @@ def rank_main(rank: int, folder: str, port: int) -> None:
     use_cpu()
     from verl.utils.import_utils import import_external_libs
 
-    from trimtab.runtime.vision.seams import holder_of
+    from trimtab.runtime.vision.hooks import holder_of
 
     engine = make_engine(Path(folder))
     loss, expected = gradients(engine)

@@ -17,7 +17,10 @@ import trimtab
 def main(folder: Path) -> None:
     data = trimtab.draw_dataset(folder / "data", num_samples=300)
     model = trimtab.describe("Qwen2.5-VL-7B", max_pixels=1_003_520)
-    sized = trimtab.size_samples(data.data, image_rule=model.image_rule, tokenizer=data.tokenizer, source_key="source")
+    tokenizer = data / "tokenizer.json"
+    sized = trimtab.size_samples(
+        data / "data.jsonl", image_rule=model.image_rule, tokenizer=tokenizer, source_key="source"
+    )
     cluster = trimtab.parse_cluster("16xA100-80GB")
     options = trimtab.PlanOptions(pp=2, num_microbatches=8)
     details = trimtab.make_plan(model, sized.table, cluster, options)

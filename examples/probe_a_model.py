@@ -17,11 +17,12 @@ from trimtab import draw_dataset, write_demo_model
 
 def main(folder: Path) -> None:
     data = draw_dataset(folder / "data", num_samples=24)
-    write_demo_model(folder / "model", data.folder)
-    file, tokenizer = data.data.relative_to(folder), data.tokenizer.relative_to(folder)
+    write_demo_model(folder / "model", data)
+    file, tokenizer = "data/data.jsonl", "data/tokenizer.json"
     run(
-        f"trimtab plan model {file} --tokenizer {tokenizer} --cluster A100-80GB --pp 1 --dp 1 --num-microbatches 2 "
-        "--max-patches 256 --max-tokens 512 --oversize skip --on-bad skip --dtype fp32 --attention sdpa",
+        f"trimtab plan model {file} --tokenizer {tokenizer} --cluster A100-80GB --pp 1 --dp 1 --set num_microbatches=2 "
+        "--set max_patches=256 --set max_tokens=512 --set oversize=skip --on-bad skip "
+        "--set dtype=fp32 --set attention=sdpa",
         folder,
     )
     run(f"trimtab probe plan model --tokenizer {tokenizer} --device cpu --budget 52MiB --risk 5%", folder)

@@ -24,7 +24,7 @@ QUESTION = "what is in the picture?"
 
 
 def main(folder: Path, image: Path) -> None:
-    command = [sys.executable, "-m", "trimtab", "serve", str(folder), "--port", "0", "--max-new-tokens", "32"]
+    command = [sys.executable, "-m", "trimtab", "serve", str(folder), "--port", "0", "--set", "max_new_tokens=32"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
@@ -88,6 +88,6 @@ def save_tiny_model(folder: Path, tokenizer: Path) -> Path:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         drawn = draw_dataset(Path(temporary) / "data", num_samples=20)
-        picture = next(iter(sorted(drawn.folder.rglob("*.png"))))
+        picture = next(iter(sorted(drawn.rglob("*.png"))))
         given = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-        main(given or save_tiny_model(Path(temporary) / "tiny", drawn.tokenizer), picture)
+        main(given or save_tiny_model(Path(temporary) / "tiny", drawn / "tokenizer.json"), picture)

@@ -42,7 +42,7 @@ def main() -> None:
     words = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         if not words:
-            words = [str(trimtab.draw_dataset(Path(folder), num_samples=200).data), f"{folder}/kept"]
+            words = [str(trimtab.draw_dataset(Path(folder), num_samples=200) / "data.jsonl"), f"{folder}/kept"]
         data, kept = words
         rows = [{"data": data, "kept": kept, "shard": number} for number in range(1, NUM_SHARDS + 1)]
         for done in run_here(rows):

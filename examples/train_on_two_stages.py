@@ -27,15 +27,15 @@ def run(words: str, folder: Path) -> None:
 
 def main(folder: Path) -> None:
     data = draw_dataset(folder / "data", num_samples=40)
-    write_demo_model(folder / "model", data.folder)
+    write_demo_model(folder / "model", data)
     run(
-        f"trimtab plan model {data.data.relative_to(folder)} --cluster 2xA100-80GB --for trimtab --pp 2 "
-        "--num-microbatches 4 --max-patches 512 --max-tokens 2048 --oversize skip --on-bad skip --dtype fp32 "
-        "--attention sdpa",
+        "trimtab plan model data/data.jsonl --cluster 2xA100-80GB --for trimtab --pp 2 "
+        "--set num_microbatches=4 --set max_patches=512 --set max_tokens=2048 --set oversize=skip "
+        "--on-bad skip --set dtype=fp32 --set attention=sdpa",
         folder,
     )
     launch = "torchrun --standalone --nproc-per-node 2 -m trimtab train plan model --random-weights --device cpu"
-    settings = "--dtype float32 --lr 1e-2 --save-every 2"
+    settings = "--set dtype=float32 --lr 1e-2 --save-every 2"
     run(f"{launch} {settings} --steps 4", folder)
     run(f"{launch} {settings} --steps 6 --resume", folder)
     run("trimtab report plan --run run", folder)

@@ -71,8 +71,8 @@ def plan_data(config: PreTrainedConfig, processor: Qwen2VLImageProcessorPil, dat
     """Save what the model folder holds beside weights, and let `trimtab plan` size and plan the data for it."""
     config.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
-    options = "--cluster 1xA100-80GB --dp 1 --pp 1 --num-microbatches 2 --max-patches 512 --max-tokens 2048"
-    words = [*options.split(), "--oversize", "skip", "--on-bad", "skip"]
+    options = "--cluster 1xA100-80GB --dp 1 --pp 1 --set num_microbatches=2 --set max_patches=512 --set max_tokens=2048"
+    words = [*options.split(), "--set", "oversize=skip", "--on-bad", "skip"]
     words += ["--tokenizer", str(data.parent / "tokenizer.json"), "--out", str(folder / "plan")]
     command = [sys.executable, "-m", "trimtab", "plan", str(folder / "model"), str(data), *words]
     subprocess.run(command, check=True)
@@ -109,13 +109,13 @@ def main(folder: Path) -> None:
     print(f"data, plan and checkpoints: {folder}; takes half a minute, most of it imports and compiling")
     transformers.logging.disable_progress_bar()
     data = draw_dataset(folder / "data", num_samples=20)
-    tokenizer = AutoTokenizer.from_pretrained(data.folder)
+    tokenizer = AutoTokenizer.from_pretrained(data)
     processor = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
     config = tiny_config(tokenizer)
-    plan_data(config, processor, data.data, folder)
+    plan_data(config, processor, data / "data.jsonl", folder)
 
     # row i of the plan as token ids, labels and patches; your own data set may take its place
-    rows = open_conversations(folder / "plan", folder / "model", ReadingOptions(tokenizer=data.tokenizer))
+    rows = open_conversations(folder / "plan", folder / "model", ReadingOptions(tokenizer=data / "tokenizer.json"))
     dataset = PlanDataset(rows, rows.records.samples, on_error="filler")
 
     losses = []

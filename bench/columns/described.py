@@ -11,7 +11,6 @@ from cell import Cell, sweep
 from trimtab.errors import ConfigError
 from trimtab.models.asking.build import build, complete
 from trimtab.models.asking.model import describe_fields
-from trimtab.models.families.known import family_of
 from trimtab.specs import ModelSpec
 
 
@@ -33,8 +32,7 @@ def check(family: str) -> Cell:
     unlike = [x.name for x in spec.layers if x.num_params != counted[x.name]]
     if unlike or spec.num_params != sum(p.numel() for p in real.parameters()):
         return Cell(yes=False, note=f"parameters of {', '.join(unlike[:3])} differ")
-    how = "by hand" if family_of(family).describe else "asked"
-    return Cell(yes=True, note=f"{how}; {len(spec.layers)} layers; {spec.num_params:,}; {_price(spec)}; {_order(spec)}")
+    return Cell(yes=True, note=f"{len(spec.layers)} layers; {spec.num_params:,}; {_price(spec)}; {_order(spec)}")
 
 
 def _price(spec: ModelSpec) -> str:

@@ -25,13 +25,10 @@ from shrunk_models import GIVEN
 from trimtab.errors import PartitionError
 from trimtab.models.asking.build import build, complete
 from trimtab.models.asking.model import describe_model
-from trimtab.models.describe import describe
-from trimtab.models.families.known import family_of
-from trimtab.placement.device_bytes import DeviceKey
-from trimtab.placement.machine import machine_of
+from trimtab.placement.bytes import DeviceKey
+from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place
 from trimtab.placement.placed import Placement
-from trimtab.placement.workload import Workload
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 
@@ -55,7 +52,7 @@ ROOMY, TIGHT = (0.7, 0.5, 0.4, 0.6), (0.3, 0.2)  # of the weights, on each GPU
 def check(family: str) -> Cell:
     fields = {"model_type": family, **CONSISTENT.get(family, {}), **(GIVEN[family] if family in NOT_WHOLE else {})}
     real = build(complete(fields))
-    model = describe(fields) if family_of(family).describe else describe_model(build(complete(fields)))
+    model = describe_model(build(complete(fields)))
     if model.num_params != sum(x.numel() for x in real.parameters()):
         return Cell(yes=False, note="described with other parameters than the model's")
     for placement in (_on_gpus(model), _with_spill(model)):

@@ -17,7 +17,7 @@ from shrunk_models import make_shrunk  # noqa: E402
 
 from columns.cell import Cell, sweep  # noqa: E402
 from trimtab.runtime.vision import check_family  # noqa: E402
-from trimtab.runtime.vision.seams import find_seams  # noqa: E402
+from trimtab.runtime.vision.hooks import find_functions  # noqa: E402
 
 CLOSE = 1e-6
 """Some towers compute positions or a norm in float32, whatever their own type; a neighbour that is seen gives 1e-2."""
@@ -25,8 +25,8 @@ CLOSE = 1e-6
 
 def check(family: str) -> Cell:
     model = make_shrunk(family, attention="eager").double()
-    seam = next(x for x in find_seams(model) if x.kind == "image")
-    images = draw_several_images(model, seam.original)
+    function = next(x for x in find_functions(model) if x.kind == "image")
+    images = draw_several_images(model, function.original)
     if images is None:
         return Cell(yes=False, note="no images in the conventions known here are taken")
     found = check_family(model, images)

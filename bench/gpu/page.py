@@ -36,7 +36,6 @@ commit it was measured with. A case that needs more memory than the device has s
 | `recompute` | seconds of a step at three caps: layers chosen one by one, one number for all, every n-th |
 | `placement` | loading and answering with weights in host memory and on disk, beside Accelerate's map |
 | `vision_dp` | what the exchange of shared images costs beside encoding them, two to four ranks on one device |
-| `serving` | answers a second of a placed model behind the server, beside plain `generate` |
 | `kernels` | rates of products, attention and norms over rows, widths, tensor-parallel degrees; the time of a launch |
 
 On a machine without network, [wheels](#without-network) bring what it lacks. What a suite needs and the machine has not
@@ -65,8 +64,7 @@ Whoever changes a default writes both figures into the changelog, as a `DECISION
 ## Without network
 
 The first command, run where there is a network, gathers what the device's machine lacks; the second installs it there.
-`--also transformers` brings the version that `serving` needs, where the machine has an older one; without it that suite
-says so in its line and the others run.
+`--also NAME` brings another package.
 
 <!-- not run: it downloads, and the other machine is not here -->
 ```sh
@@ -208,23 +206,6 @@ def _vision_dp(lines: Sequence[Line]) -> Iterable[str]:
         yield f"| {case} | " + " | ".join(cells) + f" | {told} |"
 
 
-def _serving(lines: Sequence[Line]) -> Iterable[str]:
-    yield "| model | clients | served answers/s | `generate` one by one | `generate` in one batch |"
-    yield "|---|---|---|---|---|"
-    for case, same in _by_case(lines):
-        measured = [line for line in same if "served" in line]
-        if not measured:
-            yield f"| {case} | {_why_not(same[-1])} | | | |"
-            continue
-        plain = measured[-1]["generate_answers_per_s"]
-        for number, rates in enumerate(measured[-1]["served"]):
-            served = statistics.median(line["served"][number]["answers_per_s"] for line in measured)
-            yield (
-                f"| {case} | {rates['num_clients']} | {served:.3g} | {plain['one by one']:.3g} | "
-                f"{plain['one batch']:.3g} |"
-            )
-
-
 def _why_not(line: Line) -> str:
     return "out of memory" if line.get("out_of_memory") else str(line["not_there"])
 
@@ -252,7 +233,6 @@ SUITES = {
     "recompute": _recompute,
     "placement": _placement,
     "vision_dp": _vision_dp,
-    "serving": _serving,
     "kernels": _kernels,
 }
 """Every suite in the order it is run in, most valuable first, and what the page says of its lines."""

@@ -26,10 +26,9 @@ from trimtab.models.asking.build import complete
 from trimtab.models.describe import describe
 from trimtab.models.shipped import read_shipped
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.machine import CONTEXT_BYTES, Gpu, Machine
+from trimtab.placement.machine import CONTEXT_BYTES, Gpu, Machine, Workload
 from trimtab.placement.place import place
 from trimtab.placement.placed import Placement
-from trimtab.placement.workload import Workload
 from trimtab.runtime.placing.load import load_placed, move_inputs
 from trimtab.specs import ModelSpec
 

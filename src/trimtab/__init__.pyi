@@ -129,7 +129,6 @@ from trimtab.runtime.vision import (
     vision_dp_from_plan as vision_dp_from_plan,
     vision_heartbeat as vision_heartbeat,
     encode_pooled as encode_pooled,
-    rows_of_shards as rows_of_shards,
     verify_vision_dp as verify_vision_dp,
 )
 from trimtab.runtime.vision.callback import VisionDataParallelCallback as VisionDataParallelCallback
@@ -148,7 +147,7 @@ from trimtab.adapters.verl import (
 
 # Inference
 from trimtab.placement.machine import parse_machine as parse_machine
-from trimtab.placement.workload import Workload as Workload
+from trimtab.placement.machine import Workload as Workload
 from trimtab.placement.place import place as place
 from trimtab.placement.placed import Placement as Placement
 from trimtab.plan.file.placement import load_placement as load_placement

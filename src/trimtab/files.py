@@ -133,7 +133,7 @@ def _open_aside(path: Path, suffix: str = "") -> _Aside:
         # not tempfile's: the file keeps the permissions that the user's umask gives
         temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(8)}.tmp{suffix}")
         file = temporary.open("xb", buffering=_MIB)
-        _lock(file)
+        lock(file)
         if os.fstat(file.fileno()).st_nlink:  # else swept between the two calls
             return _Aside(file, temporary, path)
         file.close()
@@ -145,13 +145,13 @@ def _sweep(folder: Path) -> None:
     for leftover in folder.glob(f".*.{'[0-9a-f]' * 16}.tmp*"):
         try:
             with leftover.open("rb") as file:
-                if _lock(file):
+                if lock(file):
                     leftover.unlink(missing_ok=True)
         except OSError:  # another's, or gone
             continue
 
 
-def _lock(file: BinaryIO) -> bool:
+def lock(file: BinaryIO) -> bool:
     """Whether the lock was free, on a system that has such locks; else leftovers of killed writers stay."""
     if sys.platform == "win32":
         return False

@@ -1,7 +1,7 @@
-"""Options, each told once: a field with its type, default, help and range makes the command line and the checks.
+"""Options as fields: type, default, help and range of a field make the command line and the checks.
 
-A new option is one field of a dataclass such as `PlanOptions`: `trimtab.cli.options.verb` makes the command line of it,
-`option_problems` checks it. No NumPy here: `--help` reads these.
+A new option is one field of a dataclass such as `PlanOptions`: `trimtab.cli.settings.verb` makes the command line of
+it, `option_problems` checks it. No NumPy here: `--help` reads these.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,11 +64,13 @@ class Option:
     typed: Any = str  # type of what is typed, for `read`
     shown: object = None  # the default as it would be typed, for `read`
     argument: bool = False  # by its place instead of by a flag
-    common: bool = False  # among the first of `--help`; the others stand under the name of their dataclass
+    common: bool = False  # a flag of its own; the others are given by `--set NAME=VALUE`
 
     def named(self, field: str) -> str:
         """The field as a message names it, with its flag where that has another name."""
-        return field if self.flag in (None, "--" + field.replace("_", "-")) else f"{field} ({self.flag})"
+        if self.flag in (None, "--" + field.replace("_", "-")):
+            return field
+        return f"{field} ({self.flag})" if self.common else f"{field} (--set {self.flag[2:].replace('-', '_')})"
 
 
 PLAN = Option("plan.yaml, or the folder that `trimtab plan` wrote.", argument=True)
@@ -179,7 +181,7 @@ class ReadingOptions:
 
     tokenizer: Annotated[
         Path | None,
-        Option("tokenizer.json or its folder; default: the model's own, else tokens are estimated.", common=True),
+        Option("tokenizer.json or its folder; default: the model's.", common=True),
     ] = None  # in a run: without it the model's folder
     chat_template: Annotated[Path | None, Option("Chat template, where it does not lie beside the tokenizer.")] = None
     special_tokens: Annotated[
@@ -189,11 +191,12 @@ class ReadingOptions:
     media_root: Annotated[
         Sequence[Path | str] | Path | str | None,
         Option(
-            "Folder that image paths start from; else the data file's. FILE=FOLDER for one file; repeatable.",
+            "Folder of image paths; FILE=FOLDER for one file.",
             read=tuple,
             typed=list[str],
+            common=True,
         ),
     ] = None
-    allow_outside: Annotated[bool, Option("Read images outside the media root too.")] = False
+    allow_outside: Annotated[bool, Option("Read images outside the media root too.", common=True)] = False
     exif: Annotated[Exif, Option("Turn images as their EXIF flag says; most trainers ignore it.")] = "ignore"
     video: VideoOptions = field(default_factory=VideoOptions)

@@ -56,17 +56,17 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a drawn data set: data.jsonl, images/, tokenizer.json."""
     from trimtab.demo.draw import draw_dataset
 
-    return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=240).folder
+    return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=240)
 
 
 @pytest.fixture(scope="session")
 def planned(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a plan for that data set."""
-    from trimtab.cli.main import app
+    from trimtab.cli.app import app
 
     out = tmp_path_factory.mktemp("planned") / "plan"
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json"]
-    words += ["--cluster", "8xA100-80GB", "--pp", "2", "--num-microbatches", "4", "--out", out]
+    words += ["--cluster", "8xA100-80GB", "--pp", "2", "--set", "num_microbatches=4", "--out", out]
     app([str(word) for word in words], standalone_mode=False)
     return out
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from typer import Context
 from typer.main import get_command
 
-from trimtab.cli.main import app
+from trimtab.cli.app import app
 
 SRC = Path(__file__).parents[2] / "src" / "trimtab"
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
@@ -29,7 +30,11 @@ def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
         yield from commands(inner, (*words, name))
 
 
-TREE = dict(commands(get_command(app)))
+GROUP: Any = get_command(app)
+VERBS = {name: GROUP.get_command(Context(GROUP), name) for name in GROUP.list_commands(None)}
+ROOT = {"--help", "--version", "--install-completion", "--show-completion"}
+TREE = {(): ROOT} | {(name,): words for name, verb in VERBS.items() for _, words in commands(verb)}
+SETTINGS = {name for verb in VERBS.values() for name in getattr(verb.callback, "settings", {})}
 
 
 def texts(source: str) -> Iterator[str]:
@@ -47,10 +52,13 @@ def wrong_advice(source: str) -> list[str]:
     known = set().union(*TREE.values()) | FOREIGN
     wrong = []
     for text in texts(source):
+        if text.startswith("--") and text[2:].replace("-", "_") in SETTINGS:  # the name of a setting in its `Option`
+            continue
         wrong += [option for option in OPTION.findall(text) if option not in known]
+        wrong += [name for name in re.findall(r"--set (?!and\b)([a-z_]+)", text) if name not in SETTINGS]
         for told in re.findall(r"`trimtab ([^`…]+)", text):
             words = told.split()
-            verb = tuple(words[: 2 if words[0] == "export" and len(words) > 1 and words[1] != "FRAMEWORK" else 1])
+            verb = tuple(words[:1])
             options = TREE.get(verb if verb in TREE or not words[-1].isupper() else verb[:1])
             if options is None or set(OPTION.findall(told)) - options:
                 wrong.append(f"trimtab {told}")

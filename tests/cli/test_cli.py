@@ -34,7 +34,7 @@ def test_image_size(run: Run) -> None:
     found = run("image-size", "InternVL-Chat-V1-5", "1920x1080", "--json").json
     assert (found["patches"], found["tokens"]) == (9225, 2304)
     assert "9,225 ViT patches" in run("image-size", "InternVL-Chat-V1-5", "1920x1080").out
-    limited = run("image-size", "InternVL-Chat-V1-5", "1920x1080", "--max-tiles", "4", "--json").json
+    limited = run("image-size", "InternVL-Chat-V1-5", "1920x1080", "--set", "max_tiles=4", "--json").json
     assert limited["tiles"] <= 5
 
 
@@ -67,14 +67,14 @@ def test_size_then_pack(run: Run, drawn: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", ["random", "tolerance", "sorted"])
 def test_every_method_and_order_packs_every_sample(run: Run, planned: Path, method: str, order: str) -> None:
     limits = ["--max-patches", "200000", "--max-tokens", "40000"]
-    found = run("pack", planned / "samples.npz", *limits, "--method", method, "--order", order, "--json").json
+    found = run("pack", planned / "samples.npz", *limits, "--method", method, "--set", f"order={order}", "--json").json
     assert found["num_packed"] == 240
 
 
 def test_isf_takes_the_papers_arguments(run: Run, planned: Path) -> None:
     words = ["pack", planned / "samples.npz", "--max-patches", "200000", "--max-tokens", "40000", "--method"]
-    isf = [*words, "isf", "--filters", "150000,30000", "--dp", "1"]
-    once, often = (run(*isf, "--iterations", n, "--json").json for n in ("1", "10"))
+    isf = [*words, "isf", "--set", "filters=150000,30000", "--dp", "1"]
+    once, often = (run(*isf, "--set", f"iterations={n}", "--json").json for n in ("1", "10"))
     assert once["num_packed"] == often["num_packed"]
     assert once["num_packs"] > often["num_packs"]
 
@@ -130,7 +130,7 @@ def test_report_draws_again_from_the_files(run: Run, planned: Path, tmp_path: Pa
     assert "Before and after" in run("report", planned, "--out", tmp_path).out
 
 
-PLAN = ["--cluster", "8xH100-80GB", "--pp", "2", "--num-microbatches", "4"]
+PLAN = ["--cluster", "8xH100-80GB", "--pp", "2", "--set", "num_microbatches=4"]
 
 
 def test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash_seed(
@@ -140,7 +140,7 @@ def test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash
     for number, (workers, seed) in enumerate((("1", "0"), ("2", "1"), ("1", "2"))):
         out = tmp_path / str(number)
         words = ["plan", "Qwen2.5-VL-7B", "data.jsonl", "--tokenizer", "tokenizer.json", *PLAN]
-        command = [sys.executable, "-m", "trimtab", *words, "--workers", workers, "--out", str(out)]
+        command = [sys.executable, "-m", "trimtab", *words, "--set", f"workers={workers}", "--out", str(out)]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         subprocess.run(command, cwd=drawn, env=environment, check=True, capture_output=True)
         contents.append({path.name: path.read_bytes() for path in sorted(out.iterdir())})
@@ -168,8 +168,8 @@ def test_a_run_of_ones_own_is_predicted_and_told_beside_a_plan(run: Run, drawn: 
         *words,
         "--from-megatron",
         flags,
-        "--num-microbatches",
-        "4",
+        "--set",
+        "num_microbatches=4",
     ]
     found = run(*own, "--json").json
     assert (found["dp"], found["pp"], found["num_microbatches"], len(found["peak_bytes"])) == (4, 2, 4, 2)
@@ -186,11 +186,11 @@ def test_a_run_of_ones_own_is_predicted_and_told_beside_a_plan(run: Run, drawn: 
 def test_a_plan_that_shares_images_checks_reports_and_says_so(run: Run, drawn: Path, tmp_path: Path) -> None:
     words = ["--cluster", "8xA100-80GB", "--tp", "2", "--pp", "1", "--global-batch", "64", "--vision-dp", "tp"]
     out = tmp_path / "plan"
-    said = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *words, "--vision-pooling", "1", "--out", out)
+    said = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *words, "--set", "vision_pooling=1", "--out", out)
     assert said.code == 0, said.err
     assert "tp 2, gather, balanced by time, each micro-batch by itself, gradients averaged" in said.out
     assert load_plan(out).decisions.vision_data_parallel is not None
-    assert "--vision-dp tp --vision-pooling 1" in load_plan(out).command
+    assert "--vision-dp tp --set vision_pooling=1" in load_plan(out).command
     assert run("check", out).code == 0
     assert "Images shared among ranks" in run("report", out).out
 
@@ -225,9 +225,9 @@ def test_a_source_key_survives_resume_and_parquet(run: Run, drawn: Path, tmp_pat
 
     from trimtab.samples.table import load_table
 
-    words = ["--model", "InternVL-Chat-V1-5", "--tokenizer", drawn / "tokenizer.json", "--source-key", "source"]
+    words = ["--model", "InternVL-Chat-V1-5", "--tokenizer", drawn / "tokenizer.json", "--set", "source_key=source"]
     for name in ("first", "again"):
-        extra = ["--resume", tmp_path / "parts", "--out", tmp_path / f"{name}.npz"]
+        extra = ["--set", f"resume={tmp_path}/parts", "--out", tmp_path / f"{name}.npz"]
         assert run("size", drawn / "data.jsonl", *words, *extra).code == 0
     assert (tmp_path / "first.npz").read_bytes() == (tmp_path / "again.npz").read_bytes()
     records = [json.loads(line) for line in (drawn / "data.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -28,7 +28,7 @@ def test_each_data_format_is_written_and_told(run: Run, planned: Path, tmp_path:
 
 def test_options_reach_the_writer(run: Run, planned: Path, drawn: Path, tmp_path: Path) -> None:
     data = drawn / "data.jsonl"
-    words = ["--field", "pack", "--field", "num_patches", "--data", data]
+    words = ["--set", "field=pack", "--set", "field=num_patches", "--data", data]
     result = run("export", "jsonl", planned, "--out", tmp_path / "ordered.jsonl", *words)
     assert result.code == 0, result.err
     assert f"{NUM_SAMPLES} records in" in result.out

@@ -36,8 +36,8 @@ def test_a_plan_of_a_meta_file_knows_repeats_and_roots(run: Run, drawn: Path, me
         "8xA100-80GB",
         "--pp",
         "2",
-        "--num-microbatches",
-        "2",
+        "--set",
+        "num_microbatches=2",
     ]
     made = run("plan", "Qwen2.5-VL-7B", meta, *words, "--out", tmp_path / "plan")
     assert made.code == 0, made.err
@@ -61,11 +61,11 @@ def test_a_plan_of_a_meta_file_knows_repeats_and_roots(run: Run, drawn: Path, me
 
 def test_shards_are_sized_apart_and_joined(run: Run, drawn: Path, tmp_path: Path) -> None:
     data, kept, out = f"file://{drawn / 'data.jsonl'}", tmp_path / "kept", tmp_path / "sizes.npz"
-    size = ("size", data, "--model", "Qwen2.5-VL-7B", "--workers", "1")
+    size = ("size", data, "--model", "Qwen2.5-VL-7B", "--set", "workers=1")
     for number in (1, 2):
-        told = run(*size, "--shard", f"{number}/2", "--resume", kept)
+        told = run(*size, "--shard", f"{number}/2", "--set", f"resume={kept}")
         assert told.code == 0, told.err
         assert f"shard {number} of 2 is sized" in told.err
-    assert run(*size, "--resume", kept, "--out", out).code == 0
+    assert run(*size, "--set", f"resume={kept}", "--out", out).code == 0
     assert run(*size, "--out", tmp_path / "whole.npz").code == 0
     assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes()

@@ -14,8 +14,9 @@ import pytest
 from numba import njit
 from typer.testing import CliRunner
 
-from trimtab.cli.main import app
+from trimtab.cli.app import app
 from trimtab.cli.output import progress, told_of_compiling
+from trimtab.cli.verbs import VERBS
 from trimtab.samples.read import read_lengths
 from trimtab.units import format_number
 
@@ -26,15 +27,7 @@ def help_of(*words: str) -> str:
     return CliRunner().invoke(app, [*words, "--help"], terminal_width=80, prog_name="trimtab").output
 
 
-VERBS = re.findall(r"^  ([a-z][a-z-]+)  ", help_of().partition("Commands:")[2], re.M)
-EXPORTS = re.findall(r"^  ([a-z][a-z-]+)  ", help_of("export").partition("Commands:")[2], re.M)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [(), *((verb,) for verb in VERBS), *(("export", name) for name in EXPORTS)],
-    ids=lambda words: " ".join(words) or "trimtab",
-)
+@pytest.mark.parametrize("words", [(), *((verb,) for verb in VERBS)], ids=lambda words: " ".join(words) or "trimtab")
 def test_help_is_whole_at_80_columns(words: tuple[str, ...]) -> None:
     text = help_of(*words)
     assert text.startswith("Usage: trimtab")
@@ -42,14 +35,37 @@ def test_help_is_whole_at_80_columns(words: tuple[str, ...]) -> None:
     assert "..." not in re.sub(r"^  \w+\.\.\.", "", text.partition("\n")[2], flags=re.M)
 
 
-def test_the_options_that_matter_stand_first() -> None:
-    first = re.search(r"^Options:\n(.*?)\n\n", help_of("plan"), re.M | re.S)
-    assert first is not None
-    named = set(re.findall(r"^  (--[a-z-]+)", first[1], re.M))
-    assert named == {"--cluster", "--out", "--for", "--global-batch", "--tokenizer", "--json", "--help"}
-    groups = re.findall(r"^(\w[\w ]+):$", help_of("plan"), re.M)
-    assert groups[:4] == ["Arguments", "Options", "Cluster", "Plan"]
-    assert "Vision" in groups
+def test_the_help_without_a_verb_is_the_same_without_typer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("--help").out
+    assert [line for line in text.splitlines() if line.startswith("  --")]
+    assert re.findall(r"^  ([a-z][a-z-]+)  ", text.partition("Commands:")[2], re.M) == list(VERBS)
+    assert {option for line in help_of().splitlines() for option in re.findall(r"--[a-z-]+", line)} == {
+        *("--version", "--install-completion", "--show-completion", "--help", "--set", "--options", "--frames"),
+        *("--nproc-per-node", "--no-python"),
+    }
+
+
+def test_plan_shows_few_options_and_lists_the_rest(run: Run) -> None:
+    named = re.findall(r"^  (--[a-z-]+)", help_of("plan"), re.M)
+    assert len(named) <= 27  # --help is one of them
+    assert {"--cluster", "--out", "--for", "--global-batch", "--tokenizer", "--json", "--set", "--options"} <= set(
+        named
+    )
+    listed = {row["name"]: row for row in run("options", "plan", "--json").json["settings"]}
+    assert listed["schedule"]["type"].startswith("1F1B|")
+    assert listed["max_tokens"]["default"] is None
+    assert "max_tokens=N" in run("options", "plan").out
+
+
+def test_settings_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, offered in (("max_t", "max_tokens="), ("order=", "order=tolerance")):
+        monkeypatch.setenv("_TRIMTAB_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", f"trimtab plan --set {typed}")
+        monkeypatch.setenv("COMP_CWORD", "3")
+        with pytest.raises(SystemExit):
+            app(prog_name="trimtab")
+        assert offered in capsys.readouterr().out.split()
 
 
 def test_a_package_that_is_missing_or_of_another_version_is_named(

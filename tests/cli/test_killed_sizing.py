@@ -1,4 +1,4 @@
-"""`trimtab size --resume` killed with SIGKILL at random moments: sizes and packs to the last byte. Needs [data]."""
+"""`trimtab size --set resume` killed with SIGKILL at random moments: sizes and packs to the last byte. Needs [data]."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def count_kept(folder: Path) -> int:
 def size_command(drawn: Path, folder: Path, out: str, *more: str) -> list[str]:
     command = [sys.executable, "-m", "trimtab", "size", str(folder / "data.jsonl"), "--model", "Qwen2.5-VL-7B"]
     command += ["--tokenizer", str(drawn / "tokenizer.json"), "--media-root", str(drawn), "--on-bad", "skip"]
-    return [*command, "--workers", "2", "--out", str(folder / out), *more]
+    return [*command, "--set", "workers=2", "--out", str(folder / out), *more]
 
 
 def group_alive(group: int) -> bool:
@@ -57,7 +57,7 @@ def test_sizing_killed_at_random_moments_comes_to_the_same_bytes(drawn: Path, la
 
     seed = random.Random().randrange(10**6)
     draw = random.Random(seed)
-    command = size_command(drawn, large, "stormy.npz", "--resume", str(large / "kept"))
+    command = size_command(drawn, large, "stormy.npz", "--set", f"resume={large}/kept")
     num_kept = 0
     for _ in range(NUM_KILLS):
         process = subprocess.Popen(
@@ -83,7 +83,7 @@ def test_sizing_killed_at_random_moments_comes_to_the_same_bytes(drawn: Path, la
 
     for name in ("calm", "stormy"):
         pack = [sys.executable, "-m", "trimtab", "pack", str(large / f"{name}.npz"), "--dp", "2"]
-        pack += ["--max-patches", "4096", "--max-tokens", "4096", "--oversize", "skip", "--out", str(large / name)]
+        pack += ["--max-patches", "4096", "--max-tokens", "4096", "--set", "oversize=skip", "--out", str(large / name)]
         packed = subprocess.run(pack, capture_output=True, text=True, check=False)
         assert packed.returncode == 0, packed.stderr
     files = sorted(path.name for path in (large / "calm").iterdir())

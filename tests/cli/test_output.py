@@ -68,7 +68,7 @@ def test_the_demo_is_drawn_sized_planned_and_told(run: Run, tmp_path: Path) -> N
     assert told.code == 0, told.err
     assert f"report: {tmp_path / 'text' / 'plan' / 'report.html'}" in told.out
     assert "--max-tiles 4 --seed 0" in (tmp_path / "text" / "plan" / "plan.yaml").read_text(encoding="utf-8")
-    found = run(*words, tmp_path / "json", "--model", "Qwen2.5-VL-7B", "--workers", "1", "--json").json
+    found = run(*words, tmp_path / "json", "--model", "Qwen2.5-VL-7B", "--json").json
     assert (found["num_samples"], found["data"]) == (60, str(tmp_path / "json" / "data" / "data.jsonl"))
     assert run("check", tmp_path / "json" / "plan").code == 0
 
@@ -86,6 +86,6 @@ def test_what_further_ranks_of_a_machine_find_wrong_is_told_by_its_first(
 
 def test_samples_left_out_of_packs_are_counted(run: Run, planned: Path) -> None:
     most = ["--max-patches", 3000, "--max-tokens", 2000]
-    packed = run("pack", planned / "samples.npz", *most, "--oversize", "skip")
+    packed = run("pack", planned / "samples.npz", *most, "--set", "oversize=skip")
     assert packed.code == 0, packed.err
     assert re.search(r"\b\d+ oversize samples left out, as asked", packed.out), packed.out

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.demo.draw import write_model
-from trimtab.demo.tokenizer import SPECIAL_TOKENS
+from trimtab.demo.draw import SPECIAL_TOKENS, write_model
 from trimtab.errors import PlanError, SampleError
 from trimtab.plan.file.reload import find_data_files
 from trimtab.plan.file.yaml import load_plan
@@ -45,14 +44,17 @@ def test_only_what_the_loop_runs_is_decided(run: Run, plan: Path) -> None:
     [
         (("--tp", "2"), "tp 2 was asked for with --for trimtab, which runs tp 1: give that, or leave --tp out"),
         (("--zero-stage", "3"), "zero_stage 3 was asked for with --for trimtab, which runs zero_stage 0"),
-        (("--schedule", "ZBH1"), "schedule ZBH1 was asked for with --for trimtab, which runs schedule 1F1B or GPipe"),
-        (("--pp", "4", "--num-microbatches", "2"), "1F1B with 2 micro-batches on 4 stages was asked for"),
+        (
+            ("--set", "schedule=ZBH1"),
+            "schedule ZBH1 was asked for with --for trimtab, which runs schedule 1F1B or GPipe",
+        ),
+        (("--pp", "4", "--set", "num_microbatches=2"), "1F1B with 2 micro-batches on 4 stages was asked for"),
     ],
 )
 def test_what_the_loop_cannot_run_is_refused_before_a_plan_is_written(
     run: Run, drawn: Path, model: Path, tmp_path: Path, words: tuple[str, ...], message: str
 ) -> None:
-    cluster = CLUSTER[:4] if "--num-microbatches" in words else CLUSTER
+    cluster = CLUSTER[:4] if "num_microbatches=2" in words else CLUSTER
     refused = run("plan", model, drawn / "data.jsonl", *cluster, *words, "--out", tmp_path / "plan")
     assert refused.code == 2
     assert message in refused.err

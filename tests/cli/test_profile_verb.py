@@ -33,20 +33,32 @@ def test_formulas_as_json_add_up(run: Run, tmp_path: Path) -> None:
 
 def test_a_timed_profile_makes_a_plan_that_says_so(run: Run, tiny: Path, drawn: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="times real layers: pip install 'trimtab[torch]'")
-    words = ["profile", tiny, "--timed", "--device", "cpu", "--dtype", "fp32", "--sizes", "32,96", "--repeats", "2"]
+    words = [
+        "profile",
+        tiny,
+        "--timed",
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+        "--set",
+        "sizes=32,96",
+        "--set",
+        "repeats=2",
+    ]
     result = run(*words, "--out", tmp_path / "p.json", "--json")
     assert result.code == 0, result.err
     assert (result.json["method"], result.json["attention"]) == ("timed", "sdpa")
     assert all(kind["error"] > 0 and kind["forward_s"] > 0 for kind in result.json["kinds"])
     plan = ["plan", tiny, drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--cluster", "4xcpu"]
     plan += ["--profile", tmp_path / "p.json", "--out", tmp_path / "plan", "--max-pixels", "50000"]
-    planned = run(*plan, "--dtype", "fp32", "--attention", "sdpa", "--pp", "2", "--json")
+    planned = run(*plan, "--set", "dtype=fp32", "--set", "attention=sdpa", "--pp", "2", "--json")
     assert planned.code == 0, planned.err
     assert "Seconds were measured layer by layer on cpu" in "\n".join(planned.json["assumptions"])
     assert "costs: timed" in (tmp_path / "plan" / "plan.yaml").read_text()
     assert run("check", tmp_path / "plan").code == 0
     assert run("report", tmp_path / "plan").code == 0
-    unlike = run(*plan, "--dtype", "bf16", "--attention", "sdpa", "--json")
+    unlike = run(*plan, "--set", "dtype=bf16", "--set", "attention=sdpa", "--json")
     assert unlike.code == 2
     assert unlike.json["error"] == (
         "the profile is for dtype fp32, and the plan for bf16: plan with that --dtype, or profile with this one"
@@ -62,7 +74,9 @@ def test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked(
     text = next(row for row in result["kept"] if row["name"] == "model.language_model.layers.0")
     assert text["num_layers"] == json.loads((tiny / "config.json").read_text())["text_config"]["num_hidden_layers"]
     assert 0 < text["recomputed_bytes"] < text["kept_bytes"]
-    printed = run("profile", tiny, "--traced", "--device", "H200", "--attention", "eager", "--fused-kernels").out
+    printed = run(
+        "profile", tiny, "--traced", "--device", "H200", "--set", "attention=eager", "--set", "fused_kernels=true"
+    ).out
     assert "Bytes that one layer keeps for backward" in printed
     assert printed.count("Eager attention keeps the scores of every pair") == 1
 
@@ -128,9 +142,9 @@ def test_logged_runs_are_fitted_and_shown_beside_the_fit(run: Run, tmp_path: Pat
     ("words", "message"),
     [
         (["--device", "tpu"], "which torch does not call so: give cpu, cuda or cuda:1"),
-        (["--device", "cpu", "--sizes", "many"], "sizes 'many' are not numbers of rows: write them as 1024,4096"),
-        (["--device", "cpu", "--sizes", "2"], "each of 16 rows or more"),
-        (["--device", "cpu", "--attention", "flash"], "flash attention was to be timed on cpu"),
+        (["--device", "cpu", "--set", "sizes=many"], "sizes 'many' are not numbers of rows: write them as 1024,4096"),
+        (["--device", "cpu", "--set", "sizes=2"], "each of 16 rows or more"),
+        (["--device", "cpu", "--set", "attention=flash"], "flash attention was to be timed on cpu"),
     ],
 )
 def test_what_cannot_be_timed_is_one_sentence(run: Run, tiny: Path, words: list[str], message: str) -> None:

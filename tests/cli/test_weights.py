@@ -1,4 +1,4 @@
-"""`--weights`: sources drawn in proportion, packed, planned, written and read. Needs the [data] extra."""
+"""`--set weights`: sources drawn in proportion, packed, planned, written and read. Needs the [data] extra."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 Run = Any
-WORDS = ["--cluster", "8xA100-80GB", "--pp", "2", "--num-microbatches", "2", "--source-key", "source"]
+WORDS = ["--cluster", "8xA100-80GB", "--pp", "2", "--set", "num_microbatches=2", "--set", "source_key=source"]
 WEIGHTS = "chart=0,page=1,photo=1,screenshot=2,multi-image=1,text=5"
 
 
@@ -27,7 +27,7 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_pack_draws_by_weight_and_says_what_repeats(run: Run, lengths: Path, tmp_path: Path) -> None:
     limits = ["--max-patches", "8", "--max-tokens", "1024", "--dp", "2"]
-    words = ["pack", lengths, *limits, "--weights", "web=0.5,docs=2", "--num-drawn", "60"]
+    words = ["pack", lengths, *limits, "--set", "weights=web=0.5,docs=2", "--set", "num_drawn=60"]
     result = run(*words, "--out", tmp_path / "packs")
     assert result.code == 0, result.err
     assert "Source web, weight 0.5: 12 of 60 drawn samples, 28 of its 40 left out." in result.out
@@ -50,7 +50,7 @@ def test_pack_draws_by_weight_and_says_what_repeats(run: Run, lengths: Path, tmp
 
 def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path, tmp_path: Path) -> None:
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", *WORDS]
-    result = run(*words, "--weights", WEIGHTS, "--out", tmp_path / "plan")
+    result = run(*words, "--set", f"weights={WEIGHTS}", "--out", tmp_path / "plan")
     assert result.code == 0, result.err
     assert "Source chart, weight 0: 0 of 240 drawn samples," in result.out
     assert "Source text, weight 5: 120 of 240 drawn samples, each of its " in result.out
@@ -83,11 +83,11 @@ def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path
 
 @pytest.fixture(scope="module")
 def mixed(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from trimtab.cli.main import app
+    from trimtab.cli.app import app
 
     out = tmp_path_factory.mktemp("mixed") / "plan"
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", *WORDS]
-    app([str(word) for word in (*words, "--weights", WEIGHTS, "--out", out)], standalone_mode=False)
+    app([str(word) for word in (*words, "--set", f"weights={WEIGHTS}", "--out", out)], standalone_mode=False)
     return out
 
 

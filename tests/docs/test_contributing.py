@@ -62,8 +62,8 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "from trimtab.adapters.frameworks import find_target; print(find_target('my-framework').title)",
             "My framework",
         ),
-        ("from trimtab.cli.main import app; app(['plan', '--help'])", "--warm-steps N"),
-        ("from trimtab.cli.main import app; app(['export', '--help'])", "Print My framework's settings for PLAN."),
+        ("from trimtab.cli.app import app; app(['options', 'plan'])", "warm_steps=N"),
+        ("from trimtab.cli.app import app; app(['export', '--help'])", "Print My framework's settings for PLAN."),
         ("from trimtab import PlanOptions; PlanOptions(warm_steps=0)", "warm_steps 0 was asked for"),
     ],
 )

@@ -17,9 +17,9 @@ import traceback
 from itertools import chain, count
 from pathlib import Path
 
-from tests.fuzz import files, media, serving, texts
+from tests.fuzz import files, maps, media, texts
 
-TARGETS = files.TARGETS | media.TARGETS | serving.TARGETS | texts.TARGETS
+TARGETS = files.TARGETS | maps.TARGETS | media.TARGETS | texts.TARGETS
 MOST_MEMORY_BYTES, MOST_S, HANGS_S = 2 * 10**9, 5.0, 300
 
 

@@ -12,16 +12,15 @@ from typing import Any
 
 from tests.fuzz.damage import damaged, reshaped
 
-from trimtab.adapters.launch_files import from_deepspeed, from_megatron, from_torchtitan
-from trimtab.cli.image_size import read_size
+from trimtab.adapters.launch_files import from_megatron
+from trimtab.cli.describe import read_size
 from trimtab.cli.pack import parse_filters
 from trimtab.costs.devices import parse_cluster, parse_node_link
-from trimtab.demo.tokenizer import CHAT_TEMPLATE, train_tokenizer
+from trimtab.demo.draw import train_tokenizer
 from trimtab.errors import TrimtabError
 from trimtab.lora import parse_lora
 from trimtab.models.describe import describe
-from trimtab.placement.machine import parse_machine
-from trimtab.placement.workload import parse_images
+from trimtab.placement.machine import parse_images, parse_machine
 from trimtab.plan.given import GivenRun
 from trimtab.plan.options import parse_baseline, parse_share, parse_weights
 from trimtab.plan.predict import parse_stages
@@ -31,6 +30,7 @@ from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import TokenCounter, read_tokenizer
 from trimtab.units import parse_bytes
 
+ROOT = Path(__file__).parents[2]
 Try = Callable[[int], None]
 _PIECES = (
     *("-1", "0", "1.5", "1e999", "nan", "inf", "9" * 25, "9" * 5000, "--", "--=", "'", "x", "é", "\u202e"),
@@ -41,7 +41,8 @@ _PIECES = (
 
 def tokenizers(folder: Path) -> Try:
     """A tokenizer, its settings and chat template: counts of texts and what is learnt of them, or an error of ours."""
-    template = CHAT_TEMPLATE + (
+    settings = ROOT / "src" / "trimtab" / "demo" / "tiny_model" / "tokenizer_config.json"
+    template = json.loads(settings.read_text())["chat_template"] + (
         "{%- set ns = namespace(n=range(3) | list | tojson) -%}{%- generation -%}{%- endgeneration -%}"
         "{%- if ns.n == '%5s' % 'a' -%}{{ 'ab' * 2 ** 3 | indent(4) }}{%- endif -%}"
     )
@@ -80,66 +81,23 @@ def tokenizers(folder: Path) -> Try:
 
 
 def launchers(folder: Path) -> Try:
-    """Files of other launchers: a `GivenRun`, or a `TrimtabError`."""
+    """Megatron's flags: a `GivenRun`, or a `TrimtabError`."""
     model = describe("Qwen2.5-VL-7B")
-    deepspeed = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": "auto",
-        "train_batch_size": 64,
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}},
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW"},
-        "tensor_parallel": {"autotp_size": 2},
-    }
-    torchtitan = {
-        "parallelism": {
-            "tensor_parallel_degree": 2,
-            "pipeline_parallel_degree": 4,
-            "data_parallel_shard_degree": -1,
-            "pipeline_parallel_schedule": "1F1B",
-            "pipeline_parallel_microbatch_size": 1,
-        },
-        "training": {"local_batch_size": 8, "global_batch_size": -1},
-        "activation_checkpoint": {"mode": "full"},
-    }
     flags = (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 64 "
         "--decoder-first-pipeline-num-layers 4 --recompute-granularity full --recompute-method block --bf16 "
         "--use-distributed-optimizer --optimizer adam --num-layers-per-virtual-pipeline-stage 2 --fp8-format hybrid"
     )
 
-    def toml(tables: Any) -> str:
-        lines = []
-        for name, table in tables.items() if isinstance(tables, dict) else ():
-            if isinstance(table, dict):
-                lines += [f"[{json.dumps(name)}]", *(f"{json.dumps(k)} = {json.dumps(v)}" for k, v in table.items())]
-            else:
-                lines.insert(0, f"{json.dumps(name)} = {json.dumps(table)}")
-        return "\n".join(lines)
-
     def try_seed(seed: int) -> None:
         draw = random.Random(seed)
-        file, kind = folder / "launch", draw.randrange(5)
         with suppress(TrimtabError, OSError):  # OSError: what is meant as flags may be the name of a file
-            if kind == 0:
-                file.write_bytes(damaged(json.dumps(deepspeed).encode(), draw))
-                from_deepspeed(file)
-            elif kind == 1:
-                file.write_text(json.dumps(reshaped(deepspeed, draw)), encoding="utf-8")
-                from_deepspeed(file)
-            elif kind == 2:
-                file.write_bytes(damaged(toml(torchtitan).encode(), draw))
-                from_torchtitan(file)
-            elif kind == 3:
-                file.write_text(toml(reshaped(torchtitan, draw)), encoding="utf-8", errors="replace")
-                from_torchtitan(file)
-            else:
-                words = flags.split()
-                for _ in range(draw.randint(1, 3)):
-                    at = draw.randrange(len(words))
-                    words[at] = draw.choice((*words, *_PIECES))
-                run = from_megatron(" ".join(words), model)
-                assert isinstance(run, GivenRun)
+            words = flags.split()
+            for _ in range(draw.randint(1, 3)):
+                at = draw.randrange(len(words))
+                words[at] = draw.choice((*words, *_PIECES))
+            run = from_megatron(" ".join(words), model)
+            assert isinstance(run, GivenRun)
 
     return try_seed
 

@@ -53,11 +53,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """Folder of data, a tiny model with weights and tokenizer, its plan; and the losses of four steps."""
     folder = tmp_path_factory.mktemp("hosts")
     data = draw_dataset(folder / "data", num_samples=36)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(data.folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(data)
     processor = example.Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=28 * 28 * 16)
     config = example.tiny_config(tokenizer)
     tokenizer.save_pretrained(folder / "model")
-    example.plan_data(config, processor, data.data, folder)
+    example.plan_data(config, processor, data / "data.jsonl", folder)
     torch.manual_seed(0)
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "model")
     config.save_pretrained(folder / "model")

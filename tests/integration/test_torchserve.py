@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -41,9 +40,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 
 from tiny_chat import picture, question, save_chat_model
 
-from trimtab.adapters.torchserve import ArchiveOptions, export_torchserve
+from trimtab.adapters.servers import Recipe, export_torchserve
 from trimtab.runtime.placing.load import load_placed
-from trimtab.serve.processor import load_processor
+from trimtab.serve.application import load_processor
 
 WHAT = "what is in the picture?"
 
@@ -87,14 +86,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MAPS: dict[str, dict[str, Any]] = {
-    "the head on disk, weights in the folder": {
+    "the head on disk": {
         "device_map": {"model": "cpu", "lm_head": "disk"},
         "runs_on": {"lm_head": "cpu"},
         "offload_folder": "offload",
     },
-    "one device, weights in the archive": {"device_map": {"": "cpu"}, "pack_weights": True},
-    "auto, batches": {"max_memory": {"cpu": "1GiB"}, "batch_size": 3},
-    "balanced_low_0": {"device_map": "balanced_low_0", "max_memory": {"cpu": "1GiB"}, "dtype": "fp32"},
+    "auto": {"max_memory": {"cpu": "1GiB"}},
+    "balanced_low_0": {"device_map": "balanced_low_0", "max_memory": {"cpu": "1GiB"}, "torch_dtype": "float32"},
 }
 
 
@@ -103,8 +101,17 @@ def server(
     request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     port, home = free_ports(), tmp_path_factory.mktemp("server")
-    options = ArchiveOptions(name="tiny", max_new_tokens=30, port=port, **MAPS[request.param])
-    exported = export_torchserve(model_dir, home / "store", options)
+    recipe = Recipe(model_name="tiny", model_path=str(model_dir), max_length=30, **MAPS[request.param])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}")
+        archive = export_torchserve(recipe, home / "store")
+    settings = archive.with_name("config.properties")
+    addresses = zip(("inference", "management", "metrics"), range(port, port + 3), strict=True)
+    settings.write_text(
+        settings.read_text() + "".join(f"{name}_address=http://127.0.0.1:{number}\n" for name, number in addresses)
+    )
+    command = f"torchserve --start --ncs --foreground --model-store {archive.parent} --models tiny=tiny.mar"
+    command += f" --ts-config {settings}"
     environment = {
         **os.environ,
         "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
@@ -115,7 +122,7 @@ def server(
     }
     with (home / "output").open("w") as output:
         process = subprocess.Popen(
-            exported.command.split(), cwd=home, env=environment, stdout=output, stderr=output, start_new_session=True
+            command.split(), cwd=home, env=environment, stdout=output, stderr=output, start_new_session=True
         )
     try:
         yield wait_until_ready(process, port, home)
@@ -173,22 +180,3 @@ def test_without_the_token_nobody_is_served(server: Server) -> None:
         status, answer = server.send("/predictions/tiny", question("hello"), token=token)
         assert status == 400
         assert answer["type"] == "InvalidKeyException"
-
-
-def test_the_archive_has_the_members_that_its_own_archiver_writes(model_dir: Path, tmp_path: Path) -> None:
-    exported = export_torchserve(model_dir, tmp_path / "ours", ArchiveOptions(name="tiny", device_map={"": "cpu"}))
-    ours = exported.archive.parent
-    command = [SCRIPTS / "torch-model-archiver", "--model-name", "tiny", "--version", "1.0"]
-    command += ["--handler", ours / "torchserve_handler.py", "--extra-files", ours / "setup_config.json"]
-    command += ["--config-file", ours / "model-config.yaml", "--export-path", tmp_path]
-    subprocess.run(list(map(str, command)), check=True, capture_output=True)
-    with zipfile.ZipFile(exported.archive) as a, zipfile.ZipFile(tmp_path / "tiny.mar") as b:
-        assert sorted(a.namelist()) == sorted(x for x in b.namelist() if not x.endswith("/"))
-        for name in a.namelist():
-            if name == "MAR-INF/MANIFEST.json":
-                assert {**json.loads(a.read(name)), "createdOn": None} == {
-                    **json.loads(b.read(name)),
-                    "createdOn": None,
-                }
-            else:
-                assert a.read(name) == b.read(name)

@@ -38,7 +38,7 @@ class Case:
     """A tiny Qwen2.5-VL with the tokenizer of the demo, and its image processor."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(draw_dataset(folder, num_samples=2).folder)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(draw_dataset(folder, num_samples=2))
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.config = example.tiny_config(self.tokenizer)

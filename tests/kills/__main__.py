@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.kills import serving, training
+from tests.kills import training
 
 Contents = dict[str, bytes]
 
@@ -37,22 +37,22 @@ class Verb:
 def verbs(folder: Path) -> dict[str, Verb]:
     from trimtab.demo.draw import draw_dataset
 
-    data = draw_dataset(folder / "data", num_samples=300).folder
+    data = draw_dataset(folder / "data", num_samples=300)
     size = ["size", str(data / "data.jsonl"), "--model", "Qwen2.5-VL-7B", "--tokenizer", str(data / "tokenizer.json")]
     sizes = str(folder / "sizes.npz")
     run([*size, "--out", sizes])
-    plan = ["plan", "Qwen2.5-VL-7B", sizes, "--cluster", "8xA100-80GB", "--tp", "2", "--num-microbatches", "4"]
-    pack = ["pack", sizes, "--max-patches", "20000", "--max-tokens", "20000", "--oversize", "skip"]
+    plan = ["plan", "Qwen2.5-VL-7B", sizes, "--cluster", "8xA100-80GB", "--tp", "2", "--set", "num_microbatches=4"]
+    pack = ["pack", sizes, "--max-patches", "20000", "--max-tokens", "20000", "--set", "oversize=skip"]
     profile = ["profile", "Qwen2.5-VL-7B", "--out", "out/p.json", "--device"]
     for seed in ("0", "1"):
-        run([*plan, "--pp", "2", "--seed", seed, "--out", str(folder / f"plan{seed}")])
+        run([*plan, "--pp", "2", "--set", f"seed={seed}", "--out", str(folder / f"plan{seed}")])
     export = ["--data", str(data / "data.jsonl"), "--out", "out/e.jsonl"]
     places = ["map", "Qwen2.5-VL-7B", "--gpus", "2x24GiB"]
     return {
-        "size": Verb([*size, "--special-tokens", "processor", "--exif", "apply", "--out", "out/s.npz"],
-                     [*size, "--resume", "kept", "--out", "out/s.npz"],
-                     ["pack", "out/s.npz", "--max-patches", "99999", "--max-tokens", "99999", "--oversize", "skip"]),
-        "pack": Verb([*pack, "--seed", "1", "--out", "out"], [*pack, "--out", "out"], []),
+        "size": Verb([*size, "--set", "special_tokens=processor", "--set", "exif=apply", "--out", "out/s.npz"],
+                     [*size, "--set", "resume=kept", "--out", "out/s.npz"],
+                     ["pack", "out/s.npz", "--max-patches=99999", "--max-tokens=99999", "--set", "oversize=skip"]),
+        "pack": Verb([*pack, "--set", "seed=1", "--out", "out"], [*pack, "--out", "out"], []),
         "plan": Verb([*plan, "--pp", "2", "--out", "out"], [*plan, "--pp", "1", "--out", "out"], ["check", "out"]),
         "map": Verb([*places, "--reserve", "10", "--out", "out"], [*places, "--out", "out"], []),
         "describe": Verb(["describe", "Qwen2.5-VL-3B", "--out", "out/m.json"],
@@ -143,10 +143,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="trimtab-kills-") as folder:
         draw, names = random.Random(given.seed), given.only
         findings = 0
-        for name, attacked in (("serve", serving), ("train", training)):
-            if not names or name in names:
-                findings += attacked.attack(Path(folder), given.times, draw)
-        if not names or set(names) - {"serve", "train"}:
+        if not names or "train" in names:
+            findings += training.attack(Path(folder), given.times, draw)
+        if not names or set(names) - {"train"}:
             found = verbs(Path(folder))
             findings += sum(attack(n, found[n], Path(folder), given.times, draw) for n in names or found if n in found)
         return findings

@@ -16,12 +16,11 @@ from trimtab.errors import PartitionError
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.units import split_units
 from trimtab.models.images.unsettled import UnsettledRule
+from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.chain import modules_of, parts_of
-from trimtab.placement.device_bytes import DeviceKey
-from trimtab.placement.machine import Gpu, Machine
+from trimtab.placement.machine import Gpu, Machine, Workload
 from trimtab.placement.place import place
 from trimtab.placement.placed import Placement
-from trimtab.placement.workload import Workload
 from trimtab.specs import ModelSpec
 
 FAMILIES = (

@@ -29,7 +29,7 @@ def run_stopped(rank: int) -> None:
     for how, number in (("gather", 0), ("gather", 1), ("dispatch", 1)):
         case = make_case("qwen2_5_vl", "images")
         with pytest.MonkeyPatch.context() as patch, vision_dp(case.model, exchange=how, timeout_s=300) as handle:
-            handle.control.watch.patience_s = 1.0
+            handle.sharing.control.watch.patience_s = 1.0
             if rank and number:
                 stop_before_collective(patch, number)
             elif rank:

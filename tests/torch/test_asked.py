@@ -40,9 +40,8 @@ def test_families_without_a_line_here_are_described_by_their_folder(model_type, 
     profile_model(spec, DEVICES["H200"])  # every layer has a price
 
 
-BY_HAND = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-GAPS = ("llava llama", "llava_next", "llava_onevision", "internvl qwen2", "internvl qwen3_moe, some dense", *BY_HAND)
-GAPS += ("gemma3", "llava mistral, window, three taps, siglip with head", "llava qwen3")
+GAPS = ("llava llama", "llava_next", "llava_onevision", "internvl qwen2", "internvl qwen3_moe, some dense")
+GAPS += ("qwen2_5_vl", "qwen3_vl_moe", "gemma3", "llava mistral, window, three taps, siglip with head")
 
 
 @pytest.mark.parametrize("case", GAPS)
@@ -57,35 +56,30 @@ def test_what_a_folder_leaves_out_is_what_stood_there(case, tmp_path, in_process
     by_folder = describe(tmp_path, preprocessor=settings)
     for name in ("layers", "tied", "vocab_size", "forbidden_cuts", "image_rule"):
         assert getattr(by_folder, name) == getattr(whole, name), name
-    if case in BY_HAND and by_folder.asked_of:
-        with pytest.raises(ConfigError, match="the configuration lacks"):
-            describe(gaps, preprocessor=settings, ask=False)
 
 
-@pytest.mark.parametrize("case", [x for x in ODD_CONFIGS if x.startswith("qwen") and "sliding" not in x])
-def test_asking_finds_what_was_written_by_hand(case):
-    config = odd_config(case)
-    written = describe(
-        as_saved(config), preprocessor=preprocessor_of(config.model_type, ODD_CONFIGS[case][1]), ask=False
-    )
-    asked = describe_fields(as_saved(config))
-    assert asked.layers == written.layers
-    assert (asked.tied, asked.vocab_size, asked.forbidden_cuts) == (
-        written.tied,
-        written.vocab_size,
-        written.forbidden_cuts,
-    )
-
-
-def test_a_known_family_with_a_part_of_another_kind_is_asked_for(in_process):
-    vision = {"depth": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
-    text = {"model_type": "qwen3_vl_text", "hidden_size": 64, "num_hidden_layers": 2}
-    config = {"model_type": "qwen3_vl_moe", "vision_config": vision, "text_config": text}
-    assert describe(config).asked_of
-    with pytest.raises(
-        ConfigError, match=r"text_config\.model_type is 'qwen3_vl_text': qwen3_vl_moe_text is described"
-    ):
-        describe(config, ask=False)
+def test_published_internvl_is_asked_under_its_own_names(in_process):
+    """Any size, with a decoder of any kind that Transformers has; LoRA inside the folder is refused."""
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"intermediate_size": 96, "vocab_size": 100, "tie_word_embeddings": False}
+    fields = {"model_type": "internvl_chat", "vision_config": {**vision, "image_size": 448, "patch_size": 14}}
+    fields |= {"llm_config": {**text, "model_type": "internlm2"}, "downsample_ratio": 0.5, "select_layer": -2}
+    tiles = {"dynamic_image_size": True, "min_dynamic_patch": 1, "max_dynamic_patch": 12, "use_thumbnail": True}
+    spec = describe({**fields, **tiles})
+    names = [x.name for x in spec.layers]
+    assert names[1] == "vision_model.encoder.layers.0"
+    assert names[5:8] == ["mlp1", "language_model.model.tok_embeddings", "language_model.model.layers.0"]
+    assert [x.name for x in spec.layers if x.unread] == ["vision_model.encoder.layers.3"]
+    assert spec.joined_cuts == set(range(1, 6))
+    assert spec.image_rule.count(448, 448).tokens == 256
+    llama = describe({**fields, **tiles, "llm_config": {**text, "model_type": "llama"}})
+    assert [x.num_params for x in llama.layers] == [x.num_params for x in spec.layers]
+    assert not llama.layers[-3].attention.fused_qkv
+    with pytest.raises(ConfigError, match="use_llm_lora is 16"):
+        describe({**fields, "use_llm_lora": 16})
+    with pytest.raises(ConfigError, match="mistral9"):
+        describe({**fields, "llm_config": {**text, "model_type": "mistral9"}})
 
 
 def test_a_class_s_own_token_count_does_not_contradict_another_image_size(in_process):
@@ -101,7 +95,7 @@ def test_old_files_with_text_fields_at_the_top_are_described(in_process):
     flat = {"model_type": "qwen2_5_vl", **text, "vision_config": {"depth": 2}}
     flat["vision_config"] |= {"out_hidden_size": 512, "fullatt_block_indexes": [1]}
     spec = describe(flat)
-    assert spec.layers == describe(complete(flat).to_dict(), ask=False).layers
+    assert spec.layers == describe_fields(complete(flat).to_dict()).layers
     assert [layer(spec, "language_model.layers.1").attention.num_kv_heads, spec.layers[-1].hidden_size] == [2, 512]
 
 

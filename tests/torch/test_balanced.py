@@ -5,6 +5,7 @@ Under an older Transformers run this file alone: pip install 'transformers==4.57
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 import transformers
 from balanced_cases import Collator, Raw, arguments, make_model, noted, plain_of, tables_of
 from gloo_ranks import on_ranks
+from safetensors.torch import load_file, save_file
 
 from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
+from trimtab.runtime.training import restore
 from trimtab.runtime.training.balanced import balanced
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,15 +42,83 @@ def test_one_line_gives_the_losses_of_the_plain_loop(family: str, tmp_path: Path
     assert trainer.state.global_step == 4
 
 
-def test_a_resumed_run_has_the_losses_of_one_without_a_break(tmp_path: Path) -> None:
-    whole = balanced(make_trainer(tmp_path, save_strategy="steps", save_steps=1), tables_of())
-    whole.train()
-    (tmp_path / "checkpoint-4" / "trimtab_plan.json").unlink()  # torn: the one before is taken
-    again = make_trainer(tmp_path)
-    kept = type(again.model).from_pretrained(tmp_path / "checkpoint-3", attn_implementation="sdpa")
-    again.model.load_state_dict(kept.state_dict())  # Transformers 5 does not find this family's older names by itself
+def saved(folder: Path, family: str = "qwen2_5_vl", **more: Any) -> Any:
+    """A run that left checkpoints at each of its four steps."""
+    trainer = balanced(make_trainer(folder, family, save_strategy="steps", save_steps=1, **more), tables_of())
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_a_resumed_run_has_the_losses_of_one_without_a_break(family: str, tmp_path: Path) -> None:
+    """Of a model that begins with other weights; Transformers 5 stores two of the families under older names."""
+    whole = saved(tmp_path, family)
+    weights = tmp_path / "checkpoint-4" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])  # torn: the one before is taken
+    again = make_trainer(tmp_path, family)
+    with torch.no_grad():
+        for parameter in again.model.parameters():
+            parameter.mul_(1.5)
     assert balanced(again, tables_of()).train(resume_from_checkpoint=True).global_step == 4
     assert again.losses == pytest.approx(whole.losses[3:], rel=1e-6)
+
+
+def test_the_best_checkpoint_comes_back_at_the_end(tmp_path: Path) -> None:
+    more = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e6}
+    trainer = saved(tmp_path, given={"eval_dataset": [Raw()[0]]}, **more)  # a rate that makes each step worse
+    best = Path(trainer.state.best_model_checkpoint)
+    kept = type(trainer.model).from_pretrained(best).state_dict()
+    assert all(torch.equal(x, kept[name]) for name, x in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize("change", ["tensor", "shape", "bytes"])
+def test_weights_that_cannot_be_restored_are_refused(change: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    folder = tmp_path / "checkpoint-2"
+    content = load_file(folder / "model.safetensors")
+    name = next(iter(content))
+    if change == "tensor":
+        del content[name]
+    elif change == "shape":
+        content[name] = torch.cat([content[name], content[name]])
+    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    if change == "bytes":
+        (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    state = json.loads((folder / "trimtab_plan.json").read_text())
+    state["files"]["model.safetensors"] = (folder / "model.safetensors").stat().st_size
+    (folder / "trimtab_plan.json").write_text(json.dumps(state))
+    with pytest.raises(PlanError, match="checkpoint-2"):
+        balanced(make_trainer(tmp_path), tables_of()).train(resume_from_checkpoint=str(folder))
+
+
+def test_adapters_are_restored_and_compared(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
+        return balanced(trainer, tables_of())
+
+    adapted().train()
+    again = adapted()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    folder = tmp_path / "checkpoint-4"
+    restore.check_adapters(again.model, folder)
+    content = load_file(folder / "adapter_model.safetensors")
+    content[next(iter(content))] += 1
+    save_file(content, folder / "adapter_model.safetensors")
+    with pytest.raises(PlanError, match="checkpoint-4"):
+        restore.check_adapters(again.model, folder)
+
+
+@pytest.mark.parametrize("given", [True, "checkpoint-9"])
+def test_no_whole_checkpoint_is_one_sentence(given: Any, tmp_path: Path) -> None:
+    for step in (8, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    trainer = balanced(make_trainer(tmp_path), tables_of())
+    with pytest.raises(PlanError, match=r"trimtab_plan\.json"):
+        trainer.train(resume_from_checkpoint=given if given is True else str(tmp_path / given))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])

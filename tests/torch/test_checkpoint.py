@@ -18,7 +18,7 @@ from trimtab.runtime.training.checkpoint import (
     save_checkpoint,
 )
 from trimtab.runtime.training.ranks import process_group
-from trimtab.runtime.training.resume import refuse_unshared
+from trimtab.runtime.training.resume import held_folder, refuse_unshared
 
 CPU = torch.device("cpu")
 
@@ -51,6 +51,14 @@ def test_weights_and_the_optimizers_state_come_back(saved):
     assert load(saved).step == 4
     assert torch.equal(layer.weight, weight)
     assert torch.equal(optimizer.state[layer.weight]["exp_avg"], moment)
+
+
+def test_a_folder_is_of_one_run_at_a_time(tmp_path):
+    run = tmp_path / "run"
+    refused = pytest.raises(PlanError, match=re.escape(str(run)))
+    with process_group("cpu"), held_folder(run, CPU), refused, held_folder(run, CPU):
+        pass
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_a_half_written_checkpoint_is_none(saved):

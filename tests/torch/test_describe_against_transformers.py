@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-import transformers
 from real_parameters import assert_same_parameters, build, owner_of
 from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_model, odd_config, preprocessor_of
 
-from trimtab.models.describe import describe
-from trimtab.models.families.known import FAMILIES
+from trimtab.models.asking.model import describe_fields
+from trimtab.models.describe import describe, read_config
+from trimtab.models.shipped import UNLISTED, shipped_models
 
-ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
+HANDFUL = ("InternVL2-8B", "InternVL3_5-8B-HF", "Qwen2.5-VL-3B", "Qwen3-VL-30B-A3B", "LLaVA-OneVision-7B", "Gemma3-4B")
 
 
 @pytest.mark.parametrize("case", ODD_CONFIGS)
@@ -24,31 +21,25 @@ def test_odd_small_configs_have_the_parameters_of_the_real_model(case):
     assert_same_parameters(spec, build(config))
 
 
-def test_every_family_by_hand_that_transformers_has_is_among_the_odd_configs():
-    known = set(transformers.CONFIG_MAPPING)
-    by_hand = {x for x, family in FAMILIES.items() if x in known and family.describe is not None}
-    assert by_hand <= {case[0] for case in ODD_CONFIGS.values()}
+# -- shipped models -------------------------------------------------------------------------------------------------
 
 
-ZOO_MODELS = [
-    "Qwen2-VL-72B",
-    "Qwen2.5-VL-7B",
-    "Qwen3-VL-2B",
-    "Qwen3-VL-235B-A22B",
-]
+def published(name: str) -> dict:
+    """Its configuration; of a port the one without its gap, which leaves to the weights that nothing is tied."""
+    is_port = name.endswith("-HF")
+    return {**read_config(name), **({"tie_word_embeddings": False} if is_port else {})}
 
 
-@pytest.mark.parametrize("name", ZOO_MODELS)
-def test_published_models_have_the_parameters_of_the_real_model(name):
-    entry = json.loads(ZOO.read_text())["models"][name]
-    tied = entry["text_config"]["tie_word_embeddings"]
-    config = transformers.AutoConfig.for_model(
-        entry["model_type"],
-        vision_config=dict(entry["vision_config"]),
-        text_config={k: v for k, v in entry["text_config"].items() if k not in ("qk_norm", "n_shared_experts")},
-        tie_word_embeddings=tied,
-    )
-    assert_same_parameters(describe(entry, ask=False), build(config))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in HANDFUL else pytest.mark.integration) for x in (*shipped_models(), *UNLISTED)],
+)
+def test_what_is_shipped_is_what_transformers_answers(name):
+    shipped, asked = describe(name), describe_fields(published(name))
+    assert asked.layers == shipped.layers
+    for part in ("tied", "vocab_size", "forbidden_cuts", "forbidden_cut_reason", "joined_cuts"):
+        assert getattr(asked, part) == getattr(shipped, part), part
+    assert set(asked.notes[1:]) <= set(shipped.notes)
 
 
 # -- what the layers do: order, rows, windows -----------------------------------------------------------------------
@@ -113,7 +104,7 @@ def test_layers_run_in_the_described_order_on_the_described_rows(case):
 
 def test_expert_layers_count_the_active_experts_only():
     config = odd_config("qwen3_vl_moe")
-    spec = describe(as_saved(config), preprocessor=preprocessor_of("qwen3_vl_moe", ODD_CONFIGS["qwen3_vl_moe"][1]))
+    spec = describe_fields(as_saved(config))
     layer = next(x for x in spec.layers if x.name == "model.language_model.layers.1")
     attention = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64
     assert layer.num_matmul_params == attention + 6 * 64 + 2 * 3 * 64 * 24
@@ -123,7 +114,7 @@ def test_expert_layers_count_the_active_experts_only():
 def test_windows_are_those_of_the_real_vision_tower():
     """Qwen2.5-VL's own window index: no window holds more rows than described, and the largest holds them all."""
     config = odd_config("qwen2_5_vl")
-    spec = describe(as_saved(config), preprocessor=preprocessor_of("qwen2_5_vl", ODD_CONFIGS["qwen2_5_vl"][1]))
+    spec = describe_fields(as_saved(config))
     windows = [x.attention.window for x in spec.layers if x.tower == "vision" and x.attention is not None]
     assert windows == [64, None, 64, None]
     assert windows[0] == (config.vision_config.window_size // config.vision_config.patch_size) ** 2

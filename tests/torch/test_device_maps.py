@@ -13,10 +13,9 @@ from transformers.integrations.accelerate import expand_device_map
 
 from trimtab.adapters.accelerate import auto_map, build_on_meta, max_memory
 from trimtab.models.describe import describe
-from trimtab.placement.machine import Gpu, Machine, machine_of
+from trimtab.placement.machine import Gpu, Machine, Workload, machine_of
 from trimtab.placement.place import place
 from trimtab.placement.split_model import assess_map
-from trimtab.placement.workload import Workload
 from trimtab.units import GIB
 
 

@@ -24,9 +24,8 @@ from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe, read_config
 from trimtab.models.families.known import FAMILIES, family_of
 from trimtab.models.image_rules import image_rule
-from trimtab.placement.machine import machine_of
+from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.workload import Workload
 from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.data.zero_weight import filler_sample
 from trimtab.runtime.vision.families import find_family
@@ -70,7 +69,6 @@ def run_batches(x: Given) -> object:
 
 CAPABILITIES: dict[str, Callable[[Given], object]] = {
     "layers": lambda x: x.spec,
-    "layers without torch": lambda x: describe(x.fields, preprocessor=x.settings, ask=False),
     "layers asked": lambda x: describe_fields(x.fields),
     "images counted without torch": lambda x: image_rule(x.fields, x.settings).count(640, 480),
     "work": lambda x: profile_model(x.spec, DEVICES["H200"]),
@@ -80,14 +78,11 @@ CAPABILITIES: dict[str, Callable[[Given], object]] = {
     "filler image": lambda x: filler_sample(x.config, with_image=True),
     "images apart": lambda x: find_family(x.config),
 }
-HAND = "known are internvl_chat, qwen2_vl"
 REFUSED: dict[tuple[str, str], str] = {
-    **{(x, "layers without torch"): HAND for x, family in FAMILIES.items() if family.describe is None},
     **{(x, "images counted without torch"): "no image rule for" for x in ("shieldgemma2", "hunyuan_vl", "paligemma")},
     ("mllama", "images apart"): "its class has no get_image_features",
     ("mllama", "work"): "which no cost formula prices: plan another family",
     **{(x, "filler image"): "not known: give vision_in_every_pack" for x in ("mllama", "hunyuan_vl", "paligemma")},
-    ("internvl_chat", "layers asked"): "has no such model",
     ("internvl_chat", "batches for tracing and timing"): "has no such model",
     ("internvl_chat", "packs"): "register the class",
     ("internvl_chat", "filler image"): "register the class",

@@ -90,8 +90,6 @@ def _whole_lines(folder: Path) -> list[bytes]:
 
 @pytest.mark.integration
 def test_all_suites_run_on_tiny_models_and_again_measure_nothing_twice(tmp_path):
-    for package in ("fastapi", "uvicorn", "openai"):
-        pytest.importorskip(package, reason="the suite `serving` needs them: pip install 'trimtab[serve]'")
     command = [sys.executable, "-m", "bench.gpu", "--tiny", "--device", "cpu", "--repetitions", "1"]
     command += ["--out", str(tmp_path)]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)

@@ -53,7 +53,7 @@ def endless(folder: Path, out: str, **more: object) -> TrainSettings:
 def test_a_stopped_rank_is_named_and_goes_on_unharmed_or_ends_the_run(folder: Path, every: int, rank: int) -> None:
     """Stopped in a step of a pipeline, or with checkpoints behind every step; on after it was named; stopped again."""
     settings = endless(folder, f"stopped-{rank}", save_every=every)
-    with start_training(settings, 2, "--timeout", "40") as run:
+    with start_training(settings, 2, "--set", "timeout=40") as run:
         wait_for(lambda: len(read_lines(settings)) > 2, run)
         process = run.ranks()[rank]
         process.suspend()
@@ -62,9 +62,9 @@ def test_a_stopped_rank_is_named_and_goes_on_unharmed_or_ends_the_run(folder: Pa
         process.resume()
         wait_for(lambda: len(read_lines(settings)) > done + 3, run)
         process.suspend()
-        wait_for(lambda: "--timeout" in run.errors, run)
+        wait_for(lambda: "--set timeout" in run.errors, run)
         process.kill()  # torchrun would wait 30 s for it
-        assert_said_once(run, rf"rank \d .* rank {rank} of 2 \(process {process.pid} on \S+\).*--timeout.*")
+        assert_said_once(run, rf"rank \d .* rank {rank} of 2 \(process {process.pid} on \S+\).*--set timeout.*")
 
 
 def test_a_killed_rank_is_named_once(folder: Path) -> None:
@@ -116,9 +116,9 @@ def free_port() -> int:
 
 def test_a_rank_that_never_comes_or_was_started_otherwise_is_named(folder: Path) -> None:
     settings = endless(folder, "never")
-    alone = start_by_hand(settings, 0, free_port(), "--timeout", "3")
+    alone = start_by_hand(settings, 0, free_port(), "--set", "timeout=3")
     port = free_port()
-    pair = [start_by_hand(settings, rank, port, "--seed", str(rank)) for rank in range(2)]
+    pair = [start_by_hand(settings, rank, port, "--set", f"seed={rank}") for rank in range(2)]
     found = [process.communicate(timeout=300)[1] for process in (alone, *pair)]
     assert [process.returncode for process in (alone, *pair)] == [2, 2, 2]
     assert re.fullmatch(r"trimtab: rank 0 has waited \d+ s at the start for rank 1 of 2: start every .*\n", found[0])
@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(folder: P
     content[-1] ^= 1
     part.write_bytes(content)
     longer = replace(settings, steps=4)
-    with start_training(longer, 2, "--resume", "--keep", "3") as run:
+    with start_training(longer, 2, "--set", "resume=--set", "keep=3") as run:
         assert run.process.wait(timeout=300) == 0, run.errors
         (line,) = said(run)
         other = rf"{part.name} has other content"

@@ -17,9 +17,8 @@ from trimtab.errors import ConfigError, ImageError, PartitionError
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.image_rules import image_rule
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.machine import Gpu, Machine
+from trimtab.placement.machine import Gpu, Machine, Workload
 from trimtab.placement.place import place
-from trimtab.placement.workload import Workload
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 

@@ -17,11 +17,10 @@ from tiny_models import IMAGE_TOKEN, INTERNVIT, TEXT
 from transformers.integrations.accelerate import expand_device_map
 
 from trimtab.errors import ConfigError, PartitionError
-from trimtab.placement.placed import Placement
+from trimtab.placement.placed import Placement, read_device_map
 from trimtab.plan.file.placement import map_json
 from trimtab.runtime.placing.device_units import resolve_units
 from trimtab.runtime.placing.load import load_placed, move_inputs
-from trimtab.serve.device_map import read_device_map
 
 MIB = 2**20
 LLM = "model.language_model"

@@ -11,7 +11,7 @@ from live_bytes import LiveBytes
 from tiny_models import IMAGE_TOKEN, ODD_CONFIGS, describe_here, make_config, mllama_images, preprocessor_of
 
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.workload import Workload, batch_of
+from trimtab.placement.machine import Workload, batch_of
 from trimtab.specs import ImageCounts
 
 TEXT_TOKENS = 400

@@ -62,16 +62,16 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start_probe(folder: Path, out: Path, *more: str) -> Torchrun:
     """On two ranks."""
-    words = ["probe", str(folder / "two"), str(folder / "model"), "--device", "cpu", "--out", str(out / "plan")]
+    words = ["probe", str(folder / "two"), str(folder / "model"), "--set", "device=cpu", "--out", str(out / "plan")]
     return Torchrun([*words, *more], out, 2)
 
 
 def test_a_probe_ends_by_its_timeout(probed: Path, tmp_path: Path) -> None:
-    with start_probe(probed, tmp_path, "--timeout", "15") as run:
+    with start_probe(probed, tmp_path, "--set", "timeout=15") as run:
         wait_for(lambda: "everything recomputed, pack" in run.errors, run)  # the first of many runs
         process = run.ranks()[0]
         process.suspend()
-        wait_for(lambda: "--timeout" in run.errors, run)
+        wait_for(lambda: "--set timeout" in run.errors, run)
         process.kill()  # torchrun would wait 30 s for it
-        assert_said_once(run, rf"rank 1 .* rank 0 of 2 \(process {process.pid} on \S+\).*--timeout.*")
+        assert_said_once(run, rf"rank 1 .* rank 0 of 2 \(process {process.pid} on \S+\).*--set timeout.*")
     assert not (tmp_path / "plan").exists()

@@ -20,10 +20,10 @@ from trimtab.runtime.training.settings import TrainSettings, rate_factor
         ({"optimizer": "LBFGS"}, "needs closures"),
         (
             {"max_grad_norm": -1.0, "warmup_steps": -1},
-            r"warmup_steps \(--warmup\) -1(.|\n)*max_grad_norm \(--clip\) -1.0",
+            r"warmup_steps \(--set warmup\) -1(.|\n)*max_grad_norm \(--set clip\) -1.0",
         ),
         ({"seed": 99999999999999999999}, "seed 99999999999999999999 was asked for, but torch takes"),
-        ({"save_every": 2, "save": False}, r"\(--save-every\) and save=False \(--no-save\)"),
+        ({"save_every": 2, "save": False}, r"\(--save-every\) and save=False"),
     ],
 )
 def test_bad_settings_are_named_together(tmp_path, change, message):

@@ -1,4 +1,4 @@
-"""Tests of runtime/vision/ (families, seams, selftest): images apart are encoded as together, with gradients.
+"""Tests of runtime/vision/ (families, functions, selftest): images apart are encoded as together, with gradients.
 
 Needs torch and Transformers."""
 
@@ -21,7 +21,7 @@ from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import BatchFamily, GridFamily, check_family
 from trimtab.runtime.vision.families import find_family, tower_flops
-from trimtab.runtime.vision.seams import find_seams
+from trimtab.runtime.vision.hooks import find_functions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -39,7 +39,7 @@ def make_model(name):
 
 def make_arguments(name, model):
     """Three images of different sizes for `get_image_features`."""
-    return draw_several_images(model, find_seams(model)[0].original)
+    return draw_several_images(model, find_functions(model)[0].original)
 
 
 def make_clips(model, images):
@@ -137,8 +137,8 @@ def test_the_tower_itself_is_a_seam_too():
 
 def read(name: str, **changes: object) -> None:
     model = make_model(name)
-    seam = find_seams(model)[0]
-    given = seam.bind((), {**make_arguments(name, model), **changes})
+    function = find_functions(model)[0]
+    given = function.bind((), {**make_arguments(name, model), **changes})
     find_family(model.config).read("image", {k: v for k, v in given.items() if v is not None}, model.config)
 
 
@@ -190,6 +190,6 @@ def test_a_module_without_a_seam_is_refused():
     with pytest.raises(
         TrimtabError, match="Linear has 0 modules with get_image_features, and exactly one can be shared"
     ):
-        find_seams(torch.nn.Linear(1, 1), "features")
+        find_functions(torch.nn.Linear(1, 1), "features")
     with pytest.raises(TrimtabError, match="Linear has 0 vision towers whose forward takes grid_thw, and exactly one"):
-        find_seams(torch.nn.Linear(1, 1))
+        find_functions(torch.nn.Linear(1, 1))

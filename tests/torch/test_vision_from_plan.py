@@ -13,7 +13,7 @@ from trimtab.balance.cost import LinearCost
 from trimtab.errors import PlanError
 from trimtab.plan.file.yaml import plan_from_yaml, plan_to_yaml
 from trimtab.plan.plan import Plan, VisionDecision
-from trimtab.runtime.vision import from_plan
+from trimtab.runtime.vision import apply as from_plan
 
 DISPATCH = {"group": "dp", "exchange": "dispatch", "reduction": None}
 
@@ -70,7 +70,7 @@ def test_memory_is_balanced_by_patches_unless_a_cost_is_given(given):
     [
         ({"degree": 3}, True, "shares images among 3 ranks of tp, and the group that was given has 2"),
         (DISPATCH, False, "said to reduce no gradients over dp"),
-        ({**DISPATCH, "pooling": 2}, True, "plan with --vision-pooling 1 for this host"),
+        ({**DISPATCH, "pooling": 2}, True, "plan with --set vision_pooling=1 for this host"),
     ],
 )
 def test_what_no_group_can_carry_out_is_refused(given, change, host_reduces, message):

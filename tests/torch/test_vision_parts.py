@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", minversion="5", reason="holds the models that seams are made in")
+pytest.importorskip("transformers", minversion="5", reason="holds the models that functions are made in")
 
 from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import callback, vision_dp
 from trimtab.runtime.vision import gradients as summing
-from trimtab.runtime.vision.control import differing_ranks, fingerprint
+from trimtab.runtime.vision.agreement import differing_ranks, fingerprint
 from trimtab.runtime.vision.exchange import lay_out_rows
 from trimtab.runtime.vision.families import BatchFamily, GridFamily
 from trimtab.runtime.vision.gradients import check_convention
@@ -175,9 +175,12 @@ def test_a_kind_that_a_rank_lacks_is_encoded_once_and_in_the_order_of_all_ranks(
 
     def heartbeat(present, missing):
         encoded.clear()
-        asked = {"control": None, "module": torch.nn.Linear(1, 1), "kinds": KINDS, "prepare": None}
-        run = lambda kind: (encoded.append(kind), torch.ones(()))[1]  # noqa: E731
-        return Heartbeat(**asked, run=run, _present=present, _missing=missing)
+        run = lambda kind, template: (encoded.append(template), torch.ones(()))[1]  # noqa: E731
+        asked = {"control": None, "functions": dict(zip(KINDS, KINDS, strict=True)), "family": None, "config": None}
+        templates = dict(zip(KINDS, KINDS, strict=True))
+        beat = Heartbeat(**asked, is_dispatch=False, run=run, templates=templates)
+        beat._present, beat._missing = present, missing
+        return beat
 
     def steps(beat, *after):
         return [beat.run_missing(kind) is not None for kind in after]

@@ -1,7 +1,7 @@
 """Ranks that share images against one process: the hard cases. Needs torch, gloo, Transformers 5.
 
 Tests of runtime/vision/ (agree, apply, control, dispatch, exchange, gradients, handle, heartbeat, inputs, outputs,
-pooled, seams, verify). Each test starts its processes once and runs all cases of that many ranks in them.
+pooled, functions, verify). Each test starts its processes once and runs all cases of that many ranks in them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_two_ranks() -> None:
 
 @pytest.mark.integration
 def test_three_ranks() -> None:
-    """Both gathers, routed rows, dispatch between ranks with other images or none, conventions of gradients."""
+    """Both gathers, dispatch between ranks with other images or none, conventions of gradients."""
     on_ranks(vision_hosts.run_on_three, num_ranks=3)
 
 

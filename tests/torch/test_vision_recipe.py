@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import vision_recipe
+import vision_towers
 from gloo_ranks import on_ranks
 
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import recipe
+from trimtab.runtime.vision.families import find_family
+from trimtab.runtime.vision.hooks import find_functions
 
 
 def test_the_helpers_by_hand_give_the_features_and_the_averaged_gradient(tmp_path: Path) -> None:
@@ -25,18 +28,67 @@ def test_a_host_that_returns_rows_of_all_images_and_computes_lengths_beforehand(
     on_ranks(vision_recipe.run_like_veomni, tmp_path, num_ranks=2)
 
 
-def test_assignment_is_the_best_of_all_runs() -> None:
-    assert recipe.assign_images_to_dp_ranks([9, 1, 1, 1, 9], 2) == ([[0, 1, 2], [3, 4]], [11, 10])
-    assert recipe.assign_images_to_dp_ranks([50, 1], 3)[1].count(0) == 1
-    assert recipe.assign_images_to_dp_ranks([], 2) == ([[], []], [0, 0])
+GRIDS = torch.tensor([[1, 4, 4], [2, 4, 6], [1, 2, 2]])
 
 
-def test_a_rank_without_images_takes_empty_tensors() -> None:
-    pixels, grid = torch.ones(4, 6), torch.tensor([[1, 2, 2]])
-    local, local_grid, own = recipe.prepare_local_vision_inputs(pixels, grid, [[0], []], 1)
-    assert (local.shape, local_grid.shape, own) == ((0, 6), (0, 3), [])
-    with pytest.raises(TrimtabError, match="grid_thw counts 4 patches and pixel_values has 3 rows"):
-        recipe.prepare_local_vision_inputs(pixels[:3], grid, [[0]], 0)
+@pytest.mark.parametrize(("grids", "merge", "counts"), [(GRIDS, 1, [16, 48, 4]), (GRIDS, 2, [4, 12, 1])])
+def test_rows_of_an_image_are_its_patches_over_the_merged_block(grids, merge, counts) -> None:
+    assert recipe.get_image_embedding_counts(grids, merge) == counts
+    assert recipe.get_image_patch_counts(grids) == recipe.get_image_embedding_counts(grids)
+    assert recipe.get_image_patch_counts(grids[:0]) == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "ranks", "loads"),
+    [
+        ([9, 1, 1, 1, 9], 2, [10, 11]),
+        ([100] * 50, 4, [1200, 1200, 1300, 1300]),  # as even as they can be, not 13, 13, 13, 11
+        ([5] * 4, 4, [5] * 4),
+        ([50, 1], 3, [0, 50, 1]),
+        ([7], 4, [0, 0, 0, 7]),
+        ([], 2, [0, 0]),
+    ],
+)
+def test_assignment_is_of_whole_runs_and_as_even_as_can_be(counts, ranks, loads) -> None:
+    assigned, found = recipe.assign_images_to_dp_ranks(counts, ranks)
+    assert [i for images in assigned for i in images] == list(range(len(counts)))
+    assert len(assigned) == ranks
+    assert [sum(counts[i] for i in images) for images in assigned] == found
+    assert sorted(found) == sorted(loads)
+
+
+@pytest.mark.parametrize("given", [None, [16, 48, 4]])
+def test_each_rank_takes_the_pixels_and_grids_of_its_own_images(given) -> None:
+    pixels = torch.arange(68 * 3).reshape(68, 3)
+    for rank, images in enumerate(assigned := [[0, 1], [], [2]]):
+        local, grid, own = recipe.prepare_local_vision_inputs(pixels, GRIDS, assigned, rank, patch_counts=given)
+        assert own == images
+        assert torch.equal(grid, GRIDS[images])
+        assert torch.equal(local, {0: pixels[:64], 1: pixels[:0], 2: pixels[64:]}[rank])
+
+
+@pytest.mark.parametrize(("rank", "pixels"), [(-1, 4), (2, 4), (0, 3)])
+def test_a_rank_or_pixels_that_do_not_fit_are_refused(rank, pixels) -> None:
+    with pytest.raises(TrimtabError, match=str(rank if pixels == 4 else pixels)):
+        recipe.prepare_local_vision_inputs(torch.ones(pixels, 6), torch.tensor([[1, 2, 2]]), [[0], []], rank)
+
+
+def test_without_a_group_embeddings_come_back_as_they_are() -> None:
+    rows = torch.ones(3, 2, requires_grad=True)
+    assert recipe.gather_vision_embeddings(rows, None, [3]) is rows
+    assert recipe.GatherVisionEmbeddings.apply(rows, None, [3]) is rows
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_a_patched_tower_takes_a_callers_own_keywords(name: str) -> None:
+    tower = vision_towers.make_towers()[name]
+    (function,) = find_functions(tower)
+    pixels = torch.randn(16, 3 * 2 * tower.config.patch_size**2).double()
+    given = {"output_router_logits": True, "grid_thw": torch.tensor([[1, 4, 4]])}
+    inputs = find_family(tower.config, function.original).read("tower", function.bind((pixels,), given), tower.config)
+    assert inputs.parts[0].rows is pixels
+    expected = vision_towers.flatten(tower(pixels, **given))
+    assert torch.equal(vision_towers.flatten(function.call(inputs.arguments())), expected)
 
 
 def test_a_tower_without_a_group_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

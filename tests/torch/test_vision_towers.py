@@ -1,4 +1,4 @@
-"""Tests of runtime/vision/ (apply, handle, outputs, recipe, seams) with the tower's own forward as the seam.
+"""Tests of runtime/vision/ (apply, handle, outputs, recipe, functions) where the tower's own forward is replaced.
 
 Needs torch and Transformers, 5 or 4.57: under the latter run this file alone.
 pip install 'transformers==4.57.6' && pytest tests/torch/test_vision_towers.py

@@ -151,13 +151,16 @@ def test_a_connections_errors_are_told_from_others():
     inside.__cause__ = gloo
     assert _is_lost(inside)
     assert _is_lost(CheckpointException("save", {0: (gloo, [])}))
+    full = OSError(28, "No space left on device")  # as torch raises it: a failure of the exception that is its context
+    full.__context__ = CheckpointException("save", {0: (full, [])})
+    assert not _is_lost(full)
     assert not _is_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 @pytest.mark.parametrize("value", [0, -1, 10**30, 1.5])
 def test_timeouts_that_are_none_are_refused(tmp_path, value):
     settings = TrainSettings(plan=tmp_path, model=tmp_path)
-    with pytest.raises(TrimtabError, match=r"timeout_s \(--timeout\)"):
+    with pytest.raises(TrimtabError, match=r"timeout_s \(--set timeout\)"):
         replace(settings, timeout_s=value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from dataclasses import dataclass, replace
@@ -11,9 +10,7 @@ import numpy as np
 import torch
 import transformers
 
-from trimtab.errors import ConfigError
 from trimtab.models.asking.model import describe_fields
-from trimtab.models.describe import describe
 from trimtab.models.families.known import family_of
 from trimtab.models.image_rules import image_rule
 from trimtab.specs import ModelSpec
@@ -260,8 +257,6 @@ def make_config(case: str, *, vision: dict | None = None, text: dict | None = No
 def describe_here(config, *, preprocessor: dict | None = None, name: str | None = None) -> ModelSpec:
     """As `describe`, but Transformers is asked in this process: a child takes seconds to start."""
     written, family = as_saved(config), family_of(config.model_type)
-    with contextlib.suppress(ConfigError):
-        return describe(written, preprocessor=preprocessor, name=name, ask=False)
     spec = describe_fields(written)
     rule = spec.image_rule if family.image_rule is None else image_rule(written, preprocessor)
     return replace(spec, name=name or spec.name, image_rule=rule)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from rounding import BOUNDS, assert_close
-from tiny_models import IMAGE_TOKEN
 from torch import Tensor, nn
 from vision_odd_uses import (
     fail,
@@ -20,7 +18,6 @@ from vision_odd_uses import (
     run_uses_of_one_model,
 )
 from vision_runs import (
-    VIDEO_TOKEN,
     Case,
     fully_shard_model,
     make_case,
@@ -30,13 +27,12 @@ from vision_runs import (
     run_groups,
     run_mode,
     run_modes,
-    run_routed,
     shard,
     sum_over_ranks,
 )
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision import encode_pooled, rows_of_shards, verify_vision_dp, vision_dp
+from trimtab.runtime.vision import encode_pooled, verify_vision_dp, vision_dp
 from trimtab.runtime.vision.gradients import KAPPA_IS_N
 
 # -- sequence parallel, end to end ----------------------------------------------------------------------------------
@@ -99,37 +95,27 @@ def run_ulysses(rank: int) -> None:
     transformers.AttentionInterface.register("ulysses", ulysses_attention)
     num_ranks = dist.get_world_size()
     for family in ("qwen2_5_vl", "qwen3_vl"):
-        for exchange in ("gather", "routed"):
-            case = make_case(family, "images and clip")
-            spare = -case.num_tokens % num_ranks
-            ids = torch.cat([case.inputs["input_ids"], torch.full((1, spare), 9)], 1)
-            case.weights = torch.cat([case.weights, torch.ones(1, spare, 203)], 1)
-            positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
-            case.inputs |= {"input_ids": ids, "position_ids": positions, "mm_token_type_ids": torch.zeros_like(ids)}
-            logits = case.forward()
-            case.loss(logits).backward()
-            expected = case.gradients()
+        case = make_case(family, "images and clip")
+        spare = -case.num_tokens % num_ranks
+        ids = torch.cat([case.inputs["input_ids"], torch.full((1, spare), 9)], 1)
+        case.weights = torch.cat([case.weights, torch.ones(1, spare, 203)], 1)
+        positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
+        case.inputs |= {"input_ids": ids, "position_ids": positions, "mm_token_type_ids": torch.zeros_like(ids)}
+        logits = case.forward()
+        case.loss(logits).backward()
+        expected = case.gradients()
 
-            language = case.model.model.language_model
-            language.config._attn_implementation = "ulysses"
-            mine = shard(rank, num_ranks, ids.shape[1])
-            changes: dict[str, Any] = {}
-            context: Any = contextlib.nullcontext()
-            with vision_dp(case.model, exchange=exchange, timeout_s=60) as handle:
-                if exchange == "gather":
-                    language.register_forward_pre_hook(slice_sequence, with_kwargs=True)
-                else:  # tokens are divided before the embedding, so that each rank needs its own rows only
-                    shards = [shard(r, num_ranks, ids.shape[1]) for r in range(num_ranks)]
-                    changes = {"input_ids": ids[:, mine], "position_ids": positions[..., mine]}
-                    image, video = (rows_of_shards(ids == token, shards) for token in (IMAGE_TOKEN, VIDEO_TOKEN))
-                    context = handle.wanting(image=image, video=video)
-                with context:
-                    own = case.forward(**changes)
-                (own * case.weights[:, mine]).sum().div(case.num_tokens).backward()
-            assert_close(own, logits[:, mine], (family, exchange))
-            found = sum_over_ranks(case.gradients())
-            for part in ("visual", "language_model"):
-                assert_close(found, expected, (family, exchange), part=part)
+        language = case.model.model.language_model
+        language.config._attn_implementation = "ulysses"
+        mine = shard(rank, num_ranks, ids.shape[1])
+        with vision_dp(case.model, timeout_s=60):
+            language.register_forward_pre_hook(slice_sequence, with_kwargs=True)
+            own = case.forward()
+            (own * case.weights[:, mine]).sum().div(case.num_tokens).backward()
+        assert_close(own, logits[:, mine], family)
+        found = sum_over_ranks(case.gradients())
+        for part in ("visual", "language_model"):
+            assert_close(found, expected, family, part=part)
 
 
 # -- conventions, verification, pooling -----------------------------------------------------------------------------
@@ -280,7 +266,6 @@ def run_in_short(rank: int) -> None:
     """Each exchange once, a rank without images, and what one rank does otherwise."""
     run_mode("qwen3_vl", "images and clip", "plain")
     run_mode("qwen2_5_vl", "one image", "frozen")
-    run_routed("qwen3_vl", "one image")
     run_dispatched("qwen3_vl", ["text", "images and clip"])
     run_pooled(rank)
     run_wrongly_reduced(make_case("qwen3_vl", "images"))
@@ -298,8 +283,6 @@ def run_on_two(rank: int) -> None:
 
 def run_on_three(rank: int) -> None:
     run_both_gathers()
-    run_routed("qwen2_vl", "images")
-    run_routed("qwen3_vl", "images and clip")
     per_rank = ["one image", "text", "images and clip"]
     for wrapped, family in (("plain", "qwen2_5_vl"), ("fsdp2", "qwen3_vl"), ("ddp", "qwen3_vl")):
         for order in (per_rank, per_rank[::-1], ["text"] * 3):

@@ -18,7 +18,6 @@ from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import (
     exchange,
-    rows_of_shards,
     verify_vision_dp,
     vision_dp,
     vision_heartbeat,
@@ -81,22 +80,6 @@ def run_problems_of_one_rank(rank: int) -> None:
         with pytest.raises((IndexError, ValueError, TrimtabError), match=None if rank else told):
             features(case, **wrong)
         assert len(features(case).pooler_output) == 3
-    mask = case.inputs["input_ids"] == case.model.config.image_token_id
-    halves = [shard(r, 2, case.num_tokens) for r in range(2)]
-    with vision_dp(case.model, exchange="routed") as handle:
-        wanted = rows_of_shards(mask, halves)
-        if rank:
-            with pytest.raises(TrimtabError, match="the routed exchange was not told which image rows each rank needs"):
-                features(case)
-        else:
-            with pytest.raises(TrimtabError, match=told), handle.wanting(image=wanted):
-                features(case)
-        other = wanted if rank else rows_of_shards(mask, halves[::-1])
-        differs = pytest.raises(TrimtabError, match="rank 1 of the group called get_image_features with other images")
-        with differs, handle.wanting(image=other):
-            features(case)
-        with handle.wanting(image=wanted):
-            assert len(features(case).pooler_output[0]) == len(wanted[rank])
 
 
 def run_a_late_rank(rank: int) -> None:
@@ -105,7 +88,7 @@ def run_a_late_rank(rank: int) -> None:
     for how in ("gather", "dispatch"):
         case, said = make_case("qwen2_5_vl", "images"), Says(store, how)
         with vision_dp(case.model, exchange=how, timeout_s=60) as handle, redirect_stderr(said):
-            handle.control.watch.patience_s = 0.5
+            handle.sharing.control.watch.patience_s = 0.5
             if rank:
                 store.wait([how])
             case.forward().sum().backward()
@@ -237,7 +220,7 @@ def run_verified_dispatch(rank: int) -> None:
         assert max(check.loss_error, check.gradient_error) <= BOUNDS[torch.float32], check
         assert check.gradient_scale is None
         right = exchange._RouteRows.backward
-        exchange._RouteRows.backward = staticmethod(lambda ctx, grad: (0 * right(ctx, grad)[0], *[None] * 5))
+        exchange._RouteRows.backward = staticmethod(lambda ctx, grad: (0 * right(ctx, grad)[0], *[None] * 4))
         with pytest.raises(TrimtabError, match="and the vision gradients by 1: the family's declaration does not hold"):
             verify_vision_dp(handle, lambda: case.loss(case.forward()))
         exchange._RouteRows.backward = right

@@ -20,7 +20,7 @@ from rounding import assert_close, distance
 from tiny_models import IMAGE_TOKEN, make_tiny_model
 from torch import Tensor, nn
 
-from trimtab.runtime.vision import rows_of_shards, vision_dp
+from trimtab.runtime.vision import vision_dp
 
 VIDEO_TOKEN = 198
 BATCHES: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]] = {
@@ -247,48 +247,6 @@ def run_both_gathers() -> None:
 
 
 # -- exchanges ------------------------------------------------------------------------------------------------------
-
-
-def run_routed(family: str, batch: str) -> None:
-    """Each rank holds part of the tokens, gets the rows of its own image tokens, and back-propagates its own loss."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    case = make_case(family, batch)
-    inner = case.model.model
-    everything = {kind: _join(output) for kind, output in _all_features(inner, case.inputs).items()}
-    torch.manual_seed(5)
-    weights = {kind: torch.randn_like(rows) for kind, rows in everything.items()}
-    sum(((rows * weights[kind]).sum() for kind, rows in everything.items())).backward()
-    expected = case.gradients()
-    ids = case.inputs["input_ids"]
-    zigzag = [torch.arange(r, ids.shape[1], num_ranks) for r in range(num_ranks)]
-    wanted = {
-        "image": rows_of_shards(ids == IMAGE_TOKEN, zigzag),
-        "video": rows_of_shards(ids == VIDEO_TOKEN, zigzag),
-    }
-    with vision_dp(case.model, exchange="routed", timeout_s=60) as handle, handle.wanting(**wanted):
-        own = {kind: _join(output) for kind, output in _all_features(inner, case.inputs).items()}
-        for kind, rows in own.items():
-            right = everything[kind][wanted[kind][rank]]
-            assert rows.shape == right.shape, (family, batch, kind)
-            assert_close(rows, right, (family, batch, kind))
-        sum(((rows * weights[kind][wanted[kind][rank]]).sum() for kind, rows in own.items())).backward()
-    assert_close(sum_over_ranks(case.gradients()), expected, (family, batch))
-
-
-def _all_features(inner: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    found = {}
-    if "pixel_values" in inputs:
-        found["image"] = inner.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
-    if "pixel_values_videos" in inputs:
-        found["video"] = inner.get_video_features(
-            inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
-        )
-    return found
-
-
-def _join(output: Any) -> Tensor:
-    columns = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
-    return torch.cat([torch.cat(list(column)) for column in columns], dim=-1)
 
 
 def run_dispatched(family: str, order: list[str], wrapped: str = "plain") -> None:

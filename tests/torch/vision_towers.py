@@ -1,4 +1,4 @@
-"""The tower itself as the seam, under Transformers 4.57 and 5: functions that spawned processes call. Needs torch."""
+"""Towers whose own forward is replaced, Transformers 4.57 and 5: functions that spawned processes call. Needs torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_patched(rank: int, _folder: str) -> None:
             grid = torch.tensor(table)
             torch.manual_seed(1)
             pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * tower.config.patch_size**2).double()
-            run = functools.partial(tower, pixels, grid_thw=grid)
+            run = functools.partial(tower, pixels, output_router_logits=True, grid_thw=grid)  # a host's own keyword
             own = run()
             whole = flatten(own)
             weights = torch.randn_like(whole)

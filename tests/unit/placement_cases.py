@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from dataclasses import replace
 
-from trimtab.models.describe import describe
-from trimtab.specs import ModelSpec
+from described_configs import FOLDER, describe
 
-QWEN25 = {
-    "model_type": "qwen2_5_vl",
-    "tie_word_embeddings": False,
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 70,
-        "num_heads": 4,
-        "in_channels": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": 64,
-    },
-    "text_config": {
-        "model_type": "qwen2_5_vl_text",
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 203,
-    },
-}
-SETTINGS = {"min_pixels": 3136, "max_pixels": 10**6, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+from trimtab.specs import ModelSpec
 
 
 def small_model(*, tied: bool = False, num_layers: int = 2, depth: int = 2, vocab_size: int = 203) -> ModelSpec:
-    config = copy.deepcopy(QWEN25)
-    config["tie_word_embeddings"] = tied
-    config["text_config"] |= {"num_hidden_layers": num_layers, "vocab_size": vocab_size}
-    config["vision_config"] |= {"depth": depth, "fullatt_block_indexes": [depth - 1]}
-    return describe(config, preprocessor=SETTINGS, name="small")
+    """A Qwen2.5-VL of these sizes, whose last vision block sees the whole image."""
+    data = json.loads((FOLDER / "small-qwen2.5.json").read_text())
+    patches, windowed, whole, merger, embed, first, other, norm, head = data["layers"]
+    blocks = [windowed | {"num_alike": depth - 1}] if depth > 1 else []
+    layers = [first] + ([other | {"num_alike": num_layers - 1}] if num_layers > 1 else [])
+    embed |= {"num_params": 64 * vocab_size}
+    head |= {"num_params": 0 if tied else 64 * vocab_size, "num_matmul_params": 64 * vocab_size}
+    head |= {"output_size": vocab_size}
+    whole |= {"name": f"model.visual.blocks.{depth - 1}"}
+    data |= {"layers": [patches, *blocks, whole, merger, embed, *layers, norm, head], "vocab_size": vocab_size}
+    data |= {"tied": [[embed["name"], head["name"]]] if tied else []}
+    return describe(data)
 
 
 def sliding(*, window: int = 64, num_layers: int = 6) -> ModelSpec:

@@ -37,7 +37,7 @@ def test_without_transformers_one_sentence_says_what_to_install(monkeypatch):
     for config in (CONFIG, {"model_type": "qwen3_5"}):
         with pytest.raises(UnknownModelError, match=r"pip install 'trimtab\[torch\]'.*or give a description file"):
             describe(config)
-    with pytest.raises(ConfigError, match=r"lacks .*only Transformers fills them in .*pip install 'trimtab\[torch\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'trimtab\[torch\]'"):
         describe({"model_type": "qwen2_vl", "vision_config": {}, "text_config": {}})
     with pytest.raises(UnknownModelError, match=r"is not known without help: install Transformers"):
         ask.ask(CONFIG, "describe")

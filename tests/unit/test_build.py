@@ -136,7 +136,7 @@ def test_options_that_contradict_the_cluster_are_refused(options: dict[str, int]
         ({"dp": 0}, "dp 0 was asked for"),
         ({"num_microbatches": 2, "global_batch": 4}, "give one of them"),
         ({"risk": 1.0}, "it is a chance"),
-        ({"schedule": "Interleaved1F1B"}, "give --num-chunks 2 or more"),
+        ({"schedule": "Interleaved1F1B"}, "give --set num_chunks=2 or more"),
         ({"schedule": "ZBVZeroBubble"}, "ZBVZeroBubble has two stages per device, and num_chunks is 1: give"),
         ({"schedule": "ZBH1", "num_chunks": 2}, "num_chunks 2 was asked for with ZBH1, which has one stage per device"),
         ({"schedule": "zigzag"}, "choose one of 1F1B, GPipe, Interleaved1F1B, ZBH1, ZBVZeroBubble, auto"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from placement_cases import small_model
@@ -12,15 +10,13 @@ from placement_cases import small_model
 from trimtab.models.describe import describe
 from trimtab.models.families.known import family_of
 from trimtab.models.images.unsettled import UnsettledRule
+from trimtab.models.shipped import shipped_models
 from trimtab.placement.chain import arrangements, modules_of, parts_of
 from trimtab.specs import LayerSpec, ModelSpec
 
-ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
-
 
 def published() -> list:
-    models = json.loads(ZOO.read_text())["models"]
-    return [describe(x, name=name) for name, x in models.items() if family_of(x["model_type"]).describe]
+    return [describe(name) for name in shipped_models()]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -17,13 +17,14 @@ from sample_sets import tar_bytes
 
 from trimtab.adapters.data_files import (
     data_of,
+    find_records,
+    open_records,
     order_packs,
     read_planned,
     write_arrays,
     write_jsonl,
     write_nested_packs,
 )
-from trimtab.adapters.record_files import find_records, open_records
 from trimtab.errors import PlanError, SampleError
 from trimtab.models.describe import describe
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
@@ -39,7 +40,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drawn data set with lines that sizing leaves out: broken, blank, without its image."""
     from trimtab.demo.draw import draw_dataset
 
-    folder = draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=160).folder
+    folder = draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=160)
     data = folder / "data.jsonl"
     lines = data.read_text(encoding="utf-8").splitlines()
     lost = json.loads(lines[7])

@@ -1,43 +1,36 @@
-"""A config.json becomes layers and an image rule, without torch."""
+"""A name, a description file, or a configuration that says what a shipped one says, becomes a model without torch."""
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
 import zlib
 from importlib import resources
-from pathlib import Path
 
 import pytest
-from described_configs import INTERNVL, QWEN25, describe, edit, qwen3, small_internvl
+from described_configs import DAMAGE, describe, edit, small
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
-from trimtab.errors import ConfigError
-from trimtab.models.describe import read_config
-from trimtab.models.families.architecture import Architecture
-from trimtab.models.families.family import Family
-from trimtab.models.families.known import FAMILIES, family_of
+from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.models.describe import MAX_CONFIG_BYTES, read_config
 from trimtab.models.images.apply import with_limits
-from trimtab.models.shipped import shipped_models
+from trimtab.models.shipped import find_same, read_shipped, shipped_models
 from trimtab.specs import LayerSpec, ModelSpec
 
-ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
+LIMITS = {"min_pixels": 3136, "max_pixels": 1003520, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+QWEN25 = dict(read_config("Qwen2.5-VL-7B"))
+INTERNVL = dict(read_config("InternVL-Chat-V1-5"))
 
 
-@pytest.fixture
-def internvl() -> dict:
-    return copy.deepcopy(dict(INTERNVL))
+def layer(spec: ModelSpec, name: str) -> LayerSpec:
+    return next(x for x in spec.layers if x.name.endswith(name))
 
 
-@pytest.fixture
-def qwen() -> dict:
-    return copy.deepcopy(dict(QWEN25))
-
-
-# -- published models -----------------------------------------------------------------------------------------------
+# -- shipped models ---------------------------------------------------------------------------------------------------
 
 
 def test_describing_imports_neither_torch_nor_transformers():
@@ -47,9 +40,6 @@ def test_describing_imports_neither_torch_nor_transformers():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
-
-
-# -- layers ---------------------------------------------------------------------------------------------------------
 
 
 def test_shipped_internvl_has_remote_code_paths_and_exact_parameters():
@@ -86,54 +76,34 @@ def test_shipped_qwen_has_windows_in_all_but_four_vision_blocks():
 
 
 def test_deepstack_forbids_every_cut_that_would_carry_features():
-    spec = describe(qwen3())
+    spec = describe("Qwen3-VL-8B")
     names = [x.name for x in spec.layers]
     first = names.index("model.visual.deepstack_merger_list.0")
-    assert names[first - 1] == "model.visual.blocks.1"
-    last_fed = names.index("model.language_model.layers.1")
+    last_fed = names.index("model.language_model.layers.2")
+    assert names[first - 1] == "model.visual.blocks.8"
     assert spec.forbidden_cuts == set(range(first + 1, last_fed + 1))
-    assert first not in spec.forbidden_cuts  # in front of the first tap nothing but hidden states crosses
-    assert last_fed + 1 not in spec.forbidden_cuts
     assert "DeepStack" in str(spec.forbidden_cut_reason)
 
 
 def test_tied_head_owns_nothing_but_still_multiplies():
-    spec = describe(qwen3(tie_word_embeddings=True))
+    spec = describe("Qwen2.5-VL-3B")
     assert spec.tied == (("model.language_model.embed_tokens", "lm_head"),)
-    assert (spec.layers[-1].num_params, spec.layers[-1].num_matmul_params) == (0, 6400)
-    assert describe(qwen3()).num_params == spec.num_params + 6400
+    assert (spec.layers[-1].num_params, spec.layers[-1].num_matmul_params) == (0, 2048 * 151936)
 
 
-def test_a_family_is_added_by_one_entry(monkeypatch):
-    layer = LayerSpec(
-        name="all", tower="language", kind="block", hidden_size=8, output_size=8, num_params=64, num_matmul_params=64
-    )
-    made = Architecture(layers=(layer,), vocab_size=10)
-    own = Family(describe=lambda fields: made, image_rule=FAMILIES["qwen3_vl"].image_rule)
-    monkeypatch.setitem(FAMILIES, "qwen3_vl", own)
-    assert describe(qwen3()).num_params == 64
-
-
-def layer(spec: ModelSpec, name: str) -> LayerSpec:
-    return next(x for x in spec.layers if x.name.endswith(name))
-
-
-def test_what_blocks_keep_is_described_as_the_modules_are(internvl, qwen):
-    """One qkv matrix (Qwen, InternLM2, Phi-3), layer scale (InternViT), quick GELU (Qwen2-VL), as in the modules."""
-    quick = read_config("Qwen2-VL-72B")
-    plain = edit(quick, "vision_config.hidden_act", "gelu")
+def test_what_blocks_keep_is_described_as_the_modules_are():
+    """One qkv matrix (Qwen, InternLM2), layer scale (InternViT), quick GELU (Qwen2-VL), as in the modules."""
     found = {
         name: (block.attention.fused_qkv, block.layer_scale, block.mlp.quick_gelu, block.norm, block.num_norms)
         for name, block in {
-            "InternViT": layer(describe(internvl), "encoder.layers.0"),
-            "InternLM2": layer(describe(internvl), "model.layers.0"),
-            "Qwen2.5 ViT": layer(describe(qwen), "blocks.0"),
-            "Qwen2.5": layer(describe(qwen), "language_model.layers.0"),
-            "Qwen3 ViT": layer(describe(qwen3()), "blocks.0"),
-            "Qwen2 ViT": layer(describe(quick), "blocks.0"),
-            "Qwen2 ViT, plain": layer(describe(plain), "blocks.0"),
-            "Llama": layer(describe(small_internvl()), "model.layers.0"),
-            "Phi-3": layer(describe(small_internvl(model_type="phi3")), "model.layers.0"),
+            "InternViT": layer(describe("InternVL-Chat-V1-5"), "encoder.layers.0"),
+            "InternLM2": layer(describe("InternVL-Chat-V1-5"), "model.layers.0"),
+            "Qwen2.5 ViT": layer(describe("Qwen2.5-VL-7B"), "blocks.0"),
+            "Qwen2.5": layer(describe("Qwen2.5-VL-7B"), "language_model.layers.0"),
+            "Qwen3 ViT": layer(describe("Qwen3-VL-8B"), "blocks.0"),
+            "Qwen2 ViT": layer(describe("Qwen2-VL-72B"), "blocks.0"),
+            "Llama": layer(describe("LLaVA-1.5-7B"), "language_model.layers.0"),
+            "Gemma3": layer(describe("Gemma3-4B"), "language_model.layers.0"),
         }.items()
     }
     assert found == {
@@ -143,143 +113,59 @@ def test_what_blocks_keep_is_described_as_the_modules_are(internvl, qwen):
         "Qwen2.5": (False, False, False, "rms_norm", 2),
         "Qwen3 ViT": (True, False, False, "layer_norm", 2),
         "Qwen2 ViT": (True, False, True, "layer_norm", 2),
-        "Qwen2 ViT, plain": (True, False, False, "layer_norm", 2),
         "Llama": (False, False, False, "rms_norm", 2),
-        "Phi-3": (True, False, False, "rms_norm", 2),
+        "Gemma3": (False, False, False, "rms_norm_fp32", 4),
     }
 
 
-@pytest.mark.parametrize(("state", "unread"), [(-2, [3]), (-1, []), (4, []), (2, [2, 3])])
-def test_layers_behind_the_state_that_is_read_have_forward_work_alone(state, unread):
-    spec = describe({**small_internvl(), "select_layer": state})
-    assert [x.name for x in spec.layers if x.unread] == [f"vision_model.encoder.layers.{i}" for i in unread]
-    assert any("no gradient" in note for note in spec.notes) == bool(unread)
+def test_layers_behind_the_state_that_is_read_have_forward_work_alone():
+    spec = describe("LLaVA-1.5-7B")  # reads the state before the last block
+    unread = [x.name for x in spec.layers if x.unread]
+    assert unread == ["model.vision_tower.encoder.layers.23", "model.vision_tower.post_layernorm"]
+    assert any("nothing reads them" in note for note in spec.notes)
     profile = profile_model(spec, DEVICES["A100-80GB"])
     for described, cost in zip(spec.layers, profile.layers, strict=True):
-        assert max(cost.forward_s) > 0
-        assert cost.state_bytes > 0
         if described.unread:
+            assert cost.state_bytes > 0
             assert cost.backward_s == cost.tiers[0].saved_bytes == cost.transient_bytes == (0.0,) * 7
             assert [tier.name for tier in cost.tiers] == ["none"]
         elif described.kind == "block":
             assert max(cost.backward_s) > max(cost.forward_s)
-            assert [tier.name for tier in cost.tiers] == ["none", "selective", "attention", "full"]
     blocks = [x for x in profile.layers if x.kind == "block" and x.tower == "vision"]
     assert len({x.forward_s for x in blocks}) == 1
-    assert len({x.group for x in blocks}) == 1 + bool(unread)
-
-
-# -- images ---------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_preprocessor_layers_are_described_and_images_refused(tmp_path):
-    config = qwen3()
-    limits = config.pop("preprocess")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    spec = describe(tmp_path)
-    assert spec.layers == describe(qwen3()).layers
-    assert any("preprocessor_config.json was not given" in note for note in spec.notes)
-    message = r"min_pixels.*: pass --preprocessor preprocessor_config\.json, or put it beside config\.json"
-    with pytest.raises(ConfigError, match=message):
-        spec.image_rule.count(640, 480)
-    with pytest.raises(ConfigError, match=message):
-        describe(tmp_path, max_pixels=10**6)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_pixels": limits["max_pixels"]}))
-    with pytest.raises(ConfigError, match=r"min_pixels.*: add it to that file"):
-        describe(tmp_path)
-
-
-def test_other_problems_come_with_what_the_image_rule_lacks():
-    config = qwen3()
-    del config["preprocess"], config["text_config"]["vocab_size"]
-    with pytest.raises(ConfigError, match=r"text_config\.vocab_size"):
-        describe(config)
-
-
-def test_a_user_s_own_limits_tighten_the_image_rule(internvl, qwen):
-    assert describe(internvl, max_tiles=1).image_rule.count(4000, 3000).tiles == 1
-    assert describe(internvl, max_tiles=6).image_rule == with_limits(describe(internvl).image_rule, max_tiles=6)
-    tight = describe(qwen, max_pixels=1003520)
-    assert tight.image_rule.count(4000, 3000).tokens <= 1003520 // 28**2
-    assert tight.layers == describe(qwen).layers
-    assert tight.config_blake2b == describe(qwen).config_blake2b
-    with pytest.raises(ConfigError, match="cannot set max_tiles 6 on image rule qwen_smart_resize"):
-        describe(qwen, max_tiles=6)
-    with pytest.raises(ConfigError, match="cannot set max_pixels 5 on image rule fixed"):
-        describe("LLaVA-1.5-7B", max_pixels=5)
-    with pytest.raises(ConfigError, match="max_tiles is '6', and a limit of images is a whole number"):
-        describe(internvl, max_tiles="6")
-
-
-# -- sources --------------------------------------------------------------------------------------------------------
-
-
-def test_file_folder_content_and_name_give_the_same_model(tmp_path, qwen):
-    folder = tmp_path / "my-model"
-    folder.mkdir()
-    limits = qwen.pop("preprocess")
-    (folder / "config.json").write_text(json.dumps(qwen, indent=4))
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps({"min_pixels": limits["min_pixels"], "max_pixels": limits["max_pixels"]})
-    )
-    by_folder = describe(folder)
-    assert by_folder == describe(str(folder / "config.json"))
-    assert by_folder.name == "my-model"
-    assert by_folder.layers == describe("Qwen2.5-VL-7B").layers
-    given = describe(qwen, preprocessor=folder / "preprocessor_config.json", name="my-model")
-    assert given == by_folder
-
-
-def test_processor_config_of_transformers_5_is_found(tmp_path):
-    config = qwen3()
-    limits = config.pop("preprocess")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": limits}))
-    assert describe(tmp_path).image_rule == describe(qwen3()).image_rule
-
-
-def test_flat_text_fields_are_read_from_the_top():
-    """Files of Qwen2-VL and Qwen2.5-VL as first published: no `text_config`."""
-    nested = copy.deepcopy(dict(read_config("Qwen2.5-VL-7B")))
-    flat = copy.deepcopy(nested)
-    text = flat.pop("text_config")
-    text.pop("model_type")
-    assert describe({**flat, **text}).layers == describe(nested).layers
-
-
-def test_digest_is_of_the_content_alone(qwen):
-    backwards = dict(reversed(list(qwen.items())))
-    assert (
-        describe(qwen).config_blake2b == describe(backwards).config_blake2b == describe("Qwen2.5-VL-7B").config_blake2b
-    )
-    qwen["text_config"]["vocab_size"] += 1
-    assert describe(qwen).config_blake2b != describe(backwards | {"extra": 1}).config_blake2b
+    assert len({x.group for x in blocks}) == 2
 
 
 def test_shipped_models_are_descriptions_of_named_sources():
-    assert len(shipped_models()) >= 20
+    assert len(shipped_models()) >= 43
     for name in shipped_models():
-        assert read_config(name)["source"], name
-        model = describe(name)
-        if family_of(model.family).describe is not None:
-            again = describe(read_config(name), name=name)
-            assert (model.layers, model.image_rule, model.tied) == (again.layers, again.image_rule, again.tied)
-            assert model.config_blake2b == again.config_blake2b
-        assert model.image_rule.count(1024, 768).tokens > 0
+        assert read_shipped(name)["sources"], name
+        assert describe(name).image_rule.count(1024, 768).tokens > 0
     files = resources.files("trimtab.models").joinpath("zoo").iterdir()
-    assert sum(len(zlib.compress(x.read_bytes())) for x in files) < 20_000  # as a wheel stores them, one by one
+    assert sum(len(zlib.compress(x.read_bytes())) for x in files) < 200_000  # as a wheel stores them, one by one
 
 
-def test_shipped_models_have_the_published_parameters():
-    """The zoo counts matrices alone; norms and biases, positions and Gemma's second norms are the difference."""
-    published = {k.partition(" (")[0]: v for k, v in json.loads(ZOO.read_text())["models"].items()}
-    for name in shipped_models():
-        model = describe(name)
-        counted = published[name]["computed_params_b"]["total"]
-        assert model.num_params / 1e9 == pytest.approx(counted, rel=0.01, abs=0.006), name
-        if "vision" in published[name]["size_label_b"]:  # a table of towers; elsewhere the size in a name
-            table = published[name]["size_label_b"]["total"]
-            assert round(model.num_params / 1e9, 1) == pytest.approx(table, abs=0.051), name
+BILLIONS = {  # as model cards and tables give them
+    "Gemma3-27B": 27.4,
+    "InternVL-Chat-V1-5": 25.5,
+    "InternVL2-8B": 8.1,
+    "InternVL3-1B": 0.94,
+    "InternVL3_5-8B": 8.5,
+    "InternVL3_5-30B-A3B": 30.8,
+    "InternVL3_5-241B-A28B": 240.7,
+    "LLaVA-1.5-7B": 7.06,
+    "LLaVA-OneVision-72B": 73.2,
+    "Qwen2-VL-2B": 2.21,
+    "Qwen2-VL-72B": 73.4,
+    "Qwen2.5-VL-3B": 3.75,
+    "Qwen3-VL-4B": 4.44,
+    "Qwen3-VL-235B-A22B": 235.7,
+}
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_shipped_models_have_the_published_parameters(name):
+    assert describe(name).num_params / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +177,7 @@ def test_shipped_models_have_the_published_parameters():
         ("llava-hf/llava-1.5-7b-hf", "LLaVA-1.5-7B"),
         ("llava-hf/llava-onevision-qwen2-7b-ov-hf", "LLaVA-OneVision-7B"),
         ("OpenGVLab/InternVL3_5-8B", "InternVL3_5-8B"),
+        ("OpenGVLab/InternVL3_5-8B-HF", "InternVL3_5-8B-HF"),
         ("Qwen3-VL-235B-A22B-Thinking", "Qwen3-VL-235B-A22B"),
     ],
 )
@@ -299,11 +186,166 @@ def test_shipped_models_are_found_by_the_names_in_use(name, shipped):
 
 
 def test_a_wrong_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"nor a shipped description \(did you mean Qwen2\.5-VL-7B\?\): give a path"):
+    with pytest.raises(ConfigError, match=r"Qwen2\.5-VL-7B\?"):
         describe("Qwen/Qwen2.5-VL-7")
-    with pytest.raises(ConfigError, match=r"nor a shipped description: give a path"):
+    with pytest.raises(ConfigError, match=r"^(?!.*\?).*Qwen2\.5-VL-7B"):
         describe("my-own-model")
     monkeypatch.chdir(tmp_path)  # a folder of that name is the user's own
     (tmp_path / "qwen2.5-vl-7b").mkdir()
     with pytest.raises(ConfigError, match=r"config\.json"):
         describe("qwen2.5-vl-7b")
+
+
+# -- configurations that say the same ---------------------------------------------------------------------------------
+
+
+def test_a_folder_that_says_what_a_shipped_model_says_is_described_with_its_own_limits(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN25, indent=4))
+    (folder / "preprocessor_config.json").write_text(json.dumps(LIMITS))
+    by_folder = describe(folder)
+    assert by_folder == describe(str(folder / "config.json"))
+    given = describe(QWEN25, preprocessor=folder / "preprocessor_config.json", name="my-model")
+    assert (given.layers, given.image_rule, given.config_blake2b) == (
+        by_folder.layers,
+        by_folder.image_rule,
+        by_folder.config_blake2b,
+    )
+    assert by_folder.name == "my-model"
+    assert by_folder.layers == describe("Qwen2.5-VL-7B").layers
+    assert by_folder.image_rule.max_pixels == 1003520
+    (folder / "preprocessor_config.json").unlink()
+    assert describe(folder).image_rule == describe("Qwen2.5-VL-7B").image_rule
+
+
+def test_flat_silent_and_harmless_fields_say_the_same():
+    """Files as first published have no `text_config`; those that `save_pretrained` writes leave defaults out."""
+    flat = {k: v for k, v in QWEN25.items() if k != "text_config"}
+    text = {k: v for k, v in QWEN25["text_config"].items() if k != "model_type"}
+    shipped = read_shipped("Qwen2.5-VL-7B")
+    silent = {k: v for k, v in QWEN25["text_config"].items() if f"text_config.{k}" not in shipped["assumed"]}
+    more = {"torch_dtype": "bfloat16", "eos_token_id": 5, "rope_scaling": {"type": "mrope"}, "use_cache": False}
+    said = {"vision_config": {**QWEN25["vision_config"], "tokens_per_second": 2, "window_size": 112}}
+    for config in ({**flat, **text}, {**QWEN25, "text_config": silent}, {**QWEN25, **more}, {**QWEN25, **said}):
+        assert find_same(config)["name"] == "Qwen2.5-VL-7B"
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "value"),
+    [
+        (QWEN25, "text_config.num_hidden_layers", 27),
+        (QWEN25, "text_config.hidden_size", ...),
+        (QWEN25, "text_config.tie_word_embeddings", True),
+        (QWEN25, "text_config.use_sliding_window", True),
+        (QWEN25, "text_config", {}),
+        (QWEN25, "vision_config.window_size", 56),
+        (QWEN25, "vision_config.fullatt_block_indexes", [7, 15, 23, 30]),
+        (QWEN25, "vision_config", ...),
+        (QWEN25, "model_type", "qwen2_vl"),
+        (INTERNVL, "select_layer", -2),
+        (INTERNVL, "llm_config.num_key_value_heads", ...),
+        (INTERNVL, "vision_config.norm_type", "layer_norm"),
+    ],
+)
+def test_a_configuration_that_says_anything_else_is_no_shipped_model(config, path, value):
+    assert find_same(config) is not None
+    assert find_same(edit(config, path, value)) is None
+    with pytest.raises(UnknownModelError, match=r"trimtab\[torch\]"):
+        describe(edit(config, path, value))
+
+
+def test_both_forms_of_one_checkpoint_have_one_answer():
+    for name in ("InternVL2-8B", "InternVL3_5-8B", "InternVL3_5-241B-A28B"):
+        own, port = describe(name), describe(f"{name}-HF")
+        assert [x.num_params for x in own.layers] == [x.num_params for x in port.layers]
+        assert (own.tied, own.vocab_size, own.image_rule) == (port.tied, port.vocab_size, port.image_rule)
+        assert port.layers[0].name == "model.vision_tower.embeddings"
+    assert describe(read_config("InternVL3_5-8B-HF")).num_params == 8_528_318_464
+
+
+def test_a_user_s_own_limits_tighten_the_image_rule():
+    internvl, qwen = describe("InternVL-Chat-V1-5"), describe("Qwen2.5-VL-7B")
+    assert describe(INTERNVL, max_tiles=1).image_rule.count(4000, 3000).tiles == 1
+    assert describe(INTERNVL, max_tiles=6).image_rule == with_limits(internvl.image_rule, max_tiles=6)
+    tight = describe(QWEN25, max_pixels=1003520)
+    assert tight.image_rule.count(4000, 3000).tokens <= 1003520 // 28**2
+    assert tight.layers == qwen.layers
+    for source, limits in (
+        ("Qwen2.5-VL-7B", {"max_tiles": 6}),
+        ("LLaVA-1.5-7B", {"max_pixels": 5}),
+        (INTERNVL, {"max_tiles": "6"}),
+    ):
+        with pytest.raises(ConfigError, match=next(iter(limits))):
+            describe(source, **limits)
+
+
+def test_digest_is_of_the_content_alone():
+    backwards = dict(reversed(list(QWEN25.items())))
+    assert describe(QWEN25).config_blake2b == describe(backwards).config_blake2b
+    assert describe(QWEN25).config_blake2b != describe(QWEN25 | {"extra": 1}).config_blake2b
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", [None, 3, "gpt2", "x" * 1000])
+def test_unknown_families_are_refused_in_a_short_sentence(model_type):
+    with pytest.raises(UnknownModelError, match="model_type") as error:
+        describe({"model_type": model_type})
+    assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"a": NaN}', b"[" * 100_000, b"\xff\xfe\x00", b" " * 2**21])
+def test_unreadable_files_are_refused_by_name(tmp_path, content):
+    assert MAX_CONFIG_BYTES < 2**21
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        describe(path)
+
+
+def test_missing_paths_name_the_shipped_descriptions(tmp_path):
+    for source in (tmp_path / "no.json", "no-such-model", tmp_path):
+        with pytest.raises(ConfigError, match=r"Qwen2\.5-VL-7B"):
+            describe(source)
+    for source, settings_file in (("a\0b", None), (QWEN25, tmp_path / "no.json"), (3, None)):
+        with pytest.raises(ConfigError, match=r"null|no\.json|int"):
+            describe(source, preprocessor=settings_file)
+
+
+@pytest.mark.parametrize("value", [float("nan"), object()])
+def test_content_that_is_not_json_is_refused(value):
+    with pytest.raises(ConfigError, match="JSON"):
+        describe({**QWEN25, "extra": value})
+
+
+def paths(config: dict, prefix: str = "") -> list[str]:
+    found = []
+    for key, value in config.items():
+        found.append(prefix + key)
+        if isinstance(value, dict):
+            found += paths(value, f"{prefix}{key}.")
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damage_ends_in_the_shipped_model_or_an_error_that_is_short(data):
+    config, file = data.draw(st.sampled_from([QWEN25, INTERNVL])), dict(LIMITS)
+    for _ in range(data.draw(st.integers(1, 4))):
+        path = data.draw(st.sampled_from(paths(config) or ["model_type"]))
+        config = edit(config, path, data.draw(st.sampled_from(DAMAGE))) if paths(config) else config
+    if data.draw(st.booleans()):
+        file = edit(file, data.draw(st.sampled_from(list(LIMITS))), data.draw(st.sampled_from(DAMAGE)))
+    message = ""
+    try:
+        assert describe(config, preprocessor=file).image_rule.count(1920, 1080).tokens > 0
+    except ConfigError as error:
+        message = str(error)
+    assert len(message) < 5000
+
+
+def test_small_models_of_the_tests_are_whole():
+    for name in ("qwen3", "qwen2.5", "internvl"):
+        profile_model(small(name), DEVICES["A100-80GB"])

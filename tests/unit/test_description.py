@@ -17,7 +17,7 @@ from trimtab.models.description import RULES, VERSION, description_bytes, read_d
 from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.models.shipped import shipped_models
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.workload import Workload
+from trimtab.placement.machine import Workload
 from trimtab.specs import NUM_WORK_TERMS, LayerSpec, MeasuredWork, ModelSpec, ParallelDims
 
 

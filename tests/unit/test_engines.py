@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from placement_cases import small_model
 
-from trimtab.adapters.engines import StageCounts, count_placed_layers, engine_commands
+from trimtab.adapters.servers import StageCounts, count_placed_layers, engine_commands
 from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.machine import machine_of
+from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.workload import Workload
 from trimtab.units import GIB
 
 WORK = Workload(images=((1024, 1024),))

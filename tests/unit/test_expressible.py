@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from plan_cases import tile_samples
@@ -93,11 +91,6 @@ def test_a_pipeline_is_refused_where_there_are_no_stages(found: ReloadedPlan) ->
         fit_plan(found, find_target("transformers"))
 
 
-def of_family(found: ReloadedPlan, family: str) -> ReloadedPlan:
-    """The plan as if its model were of a family that the framework has."""
-    return replace(found, case=replace(found.case, model=replace(found.case.model, family=family)))
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
     """A plan without pipeline whose memory takes recompute of several tiers."""
@@ -111,14 +104,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
 
 
 def test_a_framework_of_one_tier_is_priced_in_seconds_and_bytes(alone: ReloadedPlan) -> None:
-    titan = of_family(alone, "qwen3_5")
-    cost, full = cost_of_running(titan, export_plan(titan, find_target("torchtitan")))
-    assert re.fullmatch(
-        r"as it will run, a step is predicted to take 0\.\d{3} x as long as planned \(.+ s instead of .+ s\), and rank "
-        r"0 to hold .+ GiB of .+ GiB instead of .+ GiB: --fit FOLDER writes the best plan found that runs as it says",
-        cost,
-    )
-    assert full == "as it will run, pipeline rank 0 would exceed the plan's memory: export with --fit FOLDER"
+    exported = export_plan(alone, find_target("deepspeed"))
+    cost = cost_of_runs(alone.case, exported.runs, alone.stages)
+    assert cost.ratio > 1.0
+    assert cost.held_bytes < cost.planned_bytes < cost.memory_bytes
+    (said,) = cost_of_running(alone, exported)
+    assert str(cost) in said
+    assert "--fit" in said
 
 
 def test_the_costs_of_a_run_are_those_of_its_stages(alone: ReloadedPlan) -> None:
@@ -150,27 +142,6 @@ def test_a_frozen_tower_has_nothing_to_recompute(name: str, tmp_path: Path) -> N
     bare = tuple(replace(stage, recompute=()) for stage in fitted.stages)
     assert relative_time(frozen.case, everywhere, bare) == 1.0
     assert overfull_ranks(frozen.case, everywhere) == overfull_ranks(frozen.case, bare)
-
-
-@pytest.mark.parametrize(
-    ("attention", "memory", "name", "tier"),
-    [
-        ("flash", 36, "torchtitan", "attention"),
-        ("eager", 48, "torchtitan", "full"),  # unfused attention has no price of its own
-    ],
-)
-def test_a_fitted_plan_takes_the_tier_that_the_framework_has(
-    attention: Literal["flash", "eager"], memory: int, name: str, tier: str, tmp_path: Path
-) -> None:
-    options = PlanOptions(pp=2, tp=4, num_microbatches=4, attention=attention, memory_bytes=memory * 2**30)
-    options = replace(options, max_patches=6000, max_tokens=6000)
-    write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path / "made")
-    made = of_family(reload_plan(tmp_path / "made"), "qwen3_5")
-    write_plan(fit_plan(made, find_target(name)), tmp_path / "fit")
-    fitted = of_family(reload_plan(tmp_path / "fit"), "qwen3_5")
-    exported = export_plan(fitted, find_target(name))
-    assert exported.runs == fitted.stages
-    assert {choice.tier for stage in fitted.stages for choice in stage.recompute} == {tier}
 
 
 def test_full_recompute_alone_is_solved_with_the_split(found: ReloadedPlan) -> None:

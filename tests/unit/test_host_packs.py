@@ -6,7 +6,6 @@ import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from plans import size_and_plan
 from trimtab.adapters.data_files import PlannedPacks, read_planned
 from trimtab.adapters.host_packs import write_energon_packs
 from trimtab.errors import PlanError, SampleError
-from trimtab.files import write_atomically
 from trimtab.samples.rows import read_conversation
 
 pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
@@ -29,7 +27,7 @@ LIMITS = {"max_pixels": 501760, "max_tokens": 5000, "max_patches": 16384}
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from trimtab.demo.draw import draw_dataset
 
-    return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=60).folder / "data.jsonl"
+    return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=60) / "data.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -117,40 +115,3 @@ def test_a_video_is_refused_by_name(plan: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("trimtab.adapters.host_packs.read_conversation", lambda _: read_conversation(clip))
     with pytest.raises(SampleError, match=r"sample \S+: it holds a video, and these packs carry only images"):
         write_energon_packs(plan, tmp_path / "packs")
-
-
-def dies_at_the_loader(path: Path, content: str) -> None:
-    if path.name == "sample_loader.py":
-        raise KeyboardInterrupt
-    write_atomically(path, content)
-
-
-def test_the_offline_layout_of_llava_onevision_holds_questions_and_answers(
-    drawn: Path, plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SampleError, match=r"offline packs hold one image, one question and one answer a sample"):
-        write_energon_packs(plan, tmp_path / "refused", layout="llava-ov")
-    lines = [json.loads(line) for line in drawn.read_text(encoding="utf-8").splitlines()]
-    simple = [r | {"conversations": r["conversations"][:2]} for r in lines if isinstance(r.get("image"), str)]
-    data = drawn.with_name("simple.jsonl")
-    data.write_text("\n".join(map(json.dumps, simple)) + "\n", encoding="utf-8")
-    made = size_and_plan([data], tmp_path / "plan", **LIMITS)
-    write_energon_packs(made, tmp_path / "packs", layout="llava-ov")
-    by_id = {record["id"]: record for record in simple}
-    planned = read_planned(made)
-    with monkeypatch.context() as dies:
-        dies.setattr("trimtab.adapters.host_packs.write_atomically", dies_at_the_loader)
-        with pytest.raises(KeyboardInterrupt):
-            write_energon_packs(made, tmp_path / "packs", layout="llava-ov")
-    assert not (tmp_path / "packs" / ".nv-meta" / "dataset.yaml").exists(), "Energon would read what is there"
-    write_energon_packs(made, tmp_path / "packs", layout="llava-ov")
-    loader: dict[str, Any] = {}
-    exec((tmp_path / "packs" / ".nv-meta" / "sample_loader.py").read_text(encoding="utf-8"), loader)
-    for number, sample in enumerate(read_shards(tmp_path / "packs")):
-        rank, at = divmod(number, planned.packing.num_packs // 4)
-        records = [by_id[name] for name in ids_of(planned, rank + 4 * at)]
-        read = {**sample, "json": json.loads(sample["json"]), "__key__": "pack", "__restore_key__": ()}
-        loaded = loader["sample_loader"](read)
-        assert loaded["captions"] == [r["conversations"][1]["value"].strip() for r in records]
-        assert loaded["images"] == [(drawn.parent / r["image"]).read_bytes() for r in records]
-        assert not any("<image>" in prompt for prompt in loaded["prompts"])

@@ -69,16 +69,6 @@ def test_a_host_without_source_is_named_and_passed_over(
     assert f"verl: no source in {tmp_path}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("field", ["fsdp_mode", "reshard"])
-def test_a_setting_of_a_recipe_that_went_has_drifted(field: str) -> None:
-    given = ("train", "micro_batch_size", "global_batch_size", "dyn_bsz", "freeze_vit", "gradient_checkpointing")
-    names = (*given, "enable", "accelerator", "fsdp_config", field)
-    lines = "\n".join(f"    {name}: int = 0" for name in names)
-    files = {"veomni/arguments/arguments_types.py": f"class Arguments:\n{lines}\n"}
-    said = list(hosts.CHECKS["veomni"](source(files)))
-    assert said == ([] if field == "fsdp_mode" else ["veomni has no fsdp_mode"])
-
-
 def test_a_hook_of_axolotl_and_a_name_of_llama_factory_that_went_have_drifted() -> None:
     said = list(hosts.check_axolotl(source({"axolotl/integrations/base.py": "def load_datasets(): ..."})))
     assert said[-2:] == ["BasePlugin has no post_model_load", "BasePlugin has no post_trainer_create"]

@@ -44,11 +44,6 @@ def test_a_frozen_tower_and_tensor_parallelism_are_named():
         ("trl", 0, 'dataset_kwargs={"skip_prepare_dataset": True})'),
         ("accelerate", 0, "accelerator = Accelerator(gradient_accumulation_steps=8)"),
         ("fsdp2", 3, "        fully_shard(module)  # from torch.distributed.fsdp"),
-        (
-            "lightning",
-            3,
-            'trainer = Trainer(strategy="fsdp", accumulate_grad_batches=8, use_distributed_sampler=False)',
-        ),
     ],
 )
 def test_each_host_is_told_its_steps_and_its_sharding(name: str, zero_stage: int, line: str):

@@ -28,7 +28,6 @@ from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.models.describe import describe
 from trimtab.models.image_rules import image_rule, image_rule_or_reason
 from trimtab.models.images.apply import with_limits
-from trimtab.models.images.native import SmartResize
 from trimtab.models.images.tiles import AnyRes, FixedImage
 from trimtab.models.images.written import tell_apart, write_rule
 
@@ -49,12 +48,6 @@ def test_spellings_of_one_setting_agree():
     assert image_rule(LLAVA, {"crop_size": 336, "size": 336}) == image_rule(LLAVA)
     assert image_rule(NEXT, {"image_grid_pinpoints": NEXT["image_grid_pinpoints"]}) == image_rule(NEXT)
     assert image_rule(INTERNVL_CHAT | {"force_image_size": None}) == image_rule(INTERNVL_CHAT)
-
-
-def test_the_file_overrides_a_zoo_entry():
-    zoo = QWEN25 | {"preprocess": {"rule": "qwen_smart_resize", "factor": 28, "min_pixels": 1, "max_pixels": 2}}
-    assert image_rule(zoo) == SmartResize(patch_size=14, merge_size=2, min_pixels=1, max_pixels=2, window_size=112)
-    assert image_rule(zoo, QWEN_FILE) == image_rule(QWEN25, QWEN_FILE)
 
 
 @pytest.mark.parametrize("file", [None, {}, {"do_pan_and_scan": None}, {"do_pan_and_scan": False}])
@@ -81,7 +74,7 @@ def without(data: dict, paths: list[str]) -> dict:
 )
 def test_fields_missing_from_config_are_named(config, missing):
     files = {"internvl": INTERNVL_FILE, "qwen2_5_vl": QWEN_FILE}
-    with pytest.raises(ConfigError, match="class defaults are never assumed") as caught:
+    with pytest.raises(ConfigError, match="the configuration lacks") as caught:
         image_rule(without(config, missing), files.get(config["model_type"]))
     assert all(path in str(caught.value) for path in missing)
 
@@ -101,7 +94,7 @@ def test_fields_missing_from_the_file_are_named(config, file, missing):
 
 @pytest.mark.parametrize("config", [QWEN25, QWEN3, GLM, INTERNVL])
 def test_without_the_file_the_message_says_how_to_pass_it(config):
-    with pytest.raises(ConfigError, match=r"lacks .*, and no default is assumed: pass --preprocessor pre"):
+    with pytest.raises(ConfigError, match=r"lacks .*, and no default is assumed: pass --set preprocessor=pre"):
         image_rule(config, None)
 
 
@@ -117,7 +110,6 @@ def test_all_problems_of_one_model_come_at_once():
     ("config", "file", "message"),
     [
         (QWEN25, QWEN_FILE | {"patch_size": 16}, "config.patch_size is 16, but vision_config.patch_size makes it 14"),
-        (QWEN25 | {"preprocess": {"factor": 32}}, QWEN_FILE, "preprocess.factor is 32, but .* makes it 28: take"),
         (QWEN25, QWEN_FILE | {"min_pixels": 10**9}, "between 1000000000 and 12845056 pixels"),
         (QWEN25, QWEN_FILE | {"do_resize": False}, "do_resize is false: .*: set it to true"),
         (QWEN25, QWEN_FILE | {"max_pixels": True}, "max_pixels is True: a whole number from 1 to 107"),
@@ -206,10 +198,10 @@ def test_a_file_that_was_not_given_leaves_the_rule_unsettled_until_it_counts(con
     assert image_rule_or_reason(config, file) == image_rule(config, file)
     rule = image_rule_or_reason(config, None)
     with pytest.raises(
-        ConfigError, match=r"pass --preprocessor preprocessor_config\.json, or put it beside config\.json"
+        ConfigError, match=r"pass --set preprocessor=preprocessor_config\.json, or put it beside config\.json"
     ):
         rule.count(5, 5)
-    with pytest.raises(ConfigError, match="pass --preprocessor"):
+    with pytest.raises(ConfigError, match="pass --set preprocessor"):
         with_limits(rule, max_pixels=10**6)
     with pytest.raises(ConfigError, match="add it to that file"):
         image_rule_or_reason(config, {})  # the file that was given lacks it

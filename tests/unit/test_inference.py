@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from described_configs import qwen3
 from placement_cases import small_model
 
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.workload import QUANTS, Workload, count_batch
+from trimtab.placement.machine import QUANTS, Workload, count_batch
 
 IMAGE = ((112, 112),)
 
@@ -28,12 +27,10 @@ def test_quantised_formats_leave_norms_embedding_and_head_alone():
 
 
 def test_experts_are_quantised_only_by_formats_that_know_them():
-    experts = {"model_type": "qwen3_vl_moe_text", "num_experts": 8, "num_experts_per_tok": 2}
-    text = {**qwen3()["text_config"], **experts, "moe_intermediate_size": 32}
-    moe = describe(qwen3(model_type="qwen3_vl_moe", text_config=text))
+    moe = describe("Qwen3-VL-30B-A3B")
     at = next(i for i, x in enumerate(moe.layers) if x.tower == "language" and x.kind == "block")
-    layer, experts = moe.layers[at], 8 * 3 * 64 * 32
-    attention = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64
+    layer, experts = moe.layers[at], 128 * 3 * 2048 * 768
+    attention = 2048 * (32 + 4 + 4) * 128 + 32 * 128 * 2048
     full = 2 * layer.num_params + layer.extra_bytes
     assert inference_table(moe, Workload(quant="bnb-int8")).weights[at] == full - attention
     both = attention + experts

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from trimtab.adapters.launch_files import completed, from_deepspeed, from_megatron, from_torchtitan
+from trimtab.adapters.launch_files import completed, from_megatron
 from trimtab.errors import TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.given import GivenRun
@@ -88,76 +86,6 @@ def test_what_megatrons_flags_mean(more, field, value):
 def test_what_megatrons_flags_cannot_say_is_refused(flags, message):
     with pytest.raises(TrimtabError, match=message):
         from_megatron(flags, MODEL)
-
-
-def test_deepspeeds_file(tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text(
-        json.dumps(
-            {
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": "auto",
-                "train_batch_size": 64,
-                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}},
-                "bf16": {"enabled": True},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
-            }
-        )
-    )
-    assert from_deepspeed(file) == GivenRun(batch=2, global_batch=64, zero_stage=3, dtype="bf16", optimizer="adamw")
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}))
-    with pytest.raises(TrimtabError, match=r"ds.json: zero_optimization.offload_param is not priced"):
-        from_deepspeed(file)
-
-
-def test_torchtitans_file(tmp_path):
-    file = tmp_path / "job.toml"
-    file.write_text(
-        "[parallelism]\ntensor_parallel_degree = 2\npipeline_parallel_degree = 4\n"
-        'pipeline_parallel_schedule = "1F1B"\npipeline_parallel_microbatch_size = 1\n'
-        "[training]\nlocal_batch_size = 8\nsteps = 9\n[activation_checkpoint]\nmode = 'selective'\n"
-    )
-    assert from_torchtitan(file) == GivenRun(
-        tp=2, pp=4, zero_stage=2, batch=1, num_microbatches=8, schedule="1F1B", num_chunks=1, recompute="selective"
-    )
-    file.write_text("[training]\nlocal_batch_size = 2\nglobal_batch_size = 64\n")
-    assert from_torchtitan(file) == GivenRun(pp=1, zero_stage=3, batch=2, global_batch=64, recompute="none")
-    file.write_text("[parallelism]\ncontext_parallel_degree = 2\nexpert_parallel_degree = 8\n")
-    assert from_torchtitan(file) == GivenRun(pp=1, cp=2, ep=8, zero_stage=3, recompute="none")
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"zero_optimization": 3}', "\ud800", "[" * 5000, '{"bf16": []}'])
-def test_a_file_that_is_none_is_one_sentence(tmp_path, content):
-    file = tmp_path / "file"
-    file.write_bytes(content.encode("utf-8", "surrogatepass"))
-    for read in (from_deepspeed, from_torchtitan):
-        if read is from_torchtitan and content in ("", "[]"):
-            continue  # an empty TOML is a job of defaults
-        with pytest.raises(TrimtabError, match=r"is no (DeepSpeed configuration|torchtitan job)"):
-            read(file)
-
-
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "many", None, [2]])
-def test_a_number_that_is_none_is_refused(tmp_path, value):
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": value, "zero_optimization": {"stage": value}}))
-    if value is None:
-        assert from_deepspeed(file).batch is None
-        return
-    with pytest.raises(TrimtabError, match=r"ds.json: batch .* was asked for"):
-        from_deepspeed(file)
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["parallelism.pipeline_parallel_degree='2'", "training.local_batch_size=[4]", "training.local_batch_size=1.5"],
-)
-def test_a_number_of_torchtitans_that_is_none_is_refused(tmp_path, line):
-    (tmp_path / "job.toml").write_text(f"{line}\nparallelism.pipeline_parallel_microbatch_size = 2")
-    with pytest.raises(
-        TrimtabError, match=rf"{line[9:].partition('=')[0].partition('.')[2]} is .*: give a whole number"
-    ):
-        from_torchtitan(tmp_path / "job.toml")
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "²"])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from export_cases import by_counts, cut, decide, first_block, make_model
-from trimtab.adapters import megatron_bridge, ms_swift, pai_megatron, torchtitan
+from trimtab.adapters import megatron_bridge, ms_swift, pai_megatron
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.launch_files import from_megatron
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
@@ -253,16 +252,9 @@ def test_hosts_without_these_degrees_refuse_them():
     given = decide(model, by_counts(model, 6, 6), dims=ParallelDims(dp=4, pp=2, ep=4))
     without = find_target("deepspeed").can(model, 2).degrees
     assert degree_problems(given.dims, "DeepSpeed", without) == [
-        "ep 4 was planned, which this export cannot say for DeepSpeed: plan with --ep 1"
+        "ep 4 was planned, which this export cannot say for DeepSpeed: plan with ep 1"
     ]
     assert degree_problems(given.dims, "Megatron-Core", find_target("megatron").can(model, 2).degrees) == []
-    titan = replace(model, family="qwen3_5_moe")
-    folded = replace(given, model=titan, dims=ParallelDims(dp=4, pp=2, ep=2, etp=2))
-    with pytest.raises(UnsupportedPlanError, match=r"torchtitan's experts are whole on their devices: .* --etp 1"):
-        torchtitan.export(folded, None)
-    assert (
-        torchtitan.export(replace(folded, dims=given.dims), None).fields["parallelism"]["expert_parallel_degree"] == 4
-    )
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 5])

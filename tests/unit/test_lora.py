@@ -199,7 +199,7 @@ def test_a_given_run_is_predicted_with_adapters():
 # -- exports --------------------------------------------------------------------------------------------------------
 
 WHOLE = (Stage(index=0, start=0, stop=len(MODEL.layers)),)
-TOLD = {"transformers", "accelerate", "fsdp2", "trl", "lightning", "ms-swift", "megatron-bridge"}
+TOLD = {"transformers", "accelerate", "fsdp2", "trl", "ms-swift", "megatron-bridge"}
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

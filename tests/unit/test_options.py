@@ -9,7 +9,8 @@ import typer
 from plans import small_plan
 from typer.testing import CliRunner
 
-from trimtab.cli.options import verb
+from trimtab.cli.app import Verb
+from trimtab.cli.settings import verb
 from trimtab.errors import TrimtabError
 from trimtab.options import Option, option_problems, same_fields
 from trimtab.plan.file.reload import options_of
@@ -26,11 +27,12 @@ class Inner:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
     where: Annotated[str, Option("Where.", argument=True)]
-    count: Annotated[int | None, Option("How many.", least=2)] = None
-    room_bytes: Annotated[int, Option("How large.", flag="--room", read=parse_bytes, shown="1KiB")] = 1024
+    count: Annotated[int | None, Option("How many.", least=2, common=True)] = None
+    room_bytes: Annotated[int, Option("How large.", flag="--room", read=parse_bytes, shown="1KiB", common=True)] = 1024
     names: Annotated[tuple[str, ...], Option("Which.", flag="--name", read=tuple, typed=list[str])] = ()
-    loud: Annotated[bool, Option("Louder.")] = False
-    careful: Annotated[bool, Option("Do not check.", flag="--no-care")] = True
+    loud: Annotated[bool, Option("Louder.", common=True)] = False
+    careful: Annotated[bool, Option("Check.")] = True
+    share: Annotated[float, Option("How much.", most=1)] = 0.5
     hidden: int = 7
     inner: Inner = field(default_factory=Inner)
 
@@ -43,51 +45,94 @@ def call(*words: str) -> tuple[Knobs, str] | str:
     def run(knobs: Knobs, own: Annotated[str, typer.Option(help="Not of the dataclass.")] = "x") -> None:
         seen.append((knobs, own))
 
-    app = typer.Typer()
-    app.command()(run)
+    app = typer.Typer(rich_markup_mode=None)
+    app.command(cls=Verb)(run)
     result = CliRunner().invoke(app, list(words))
-    return seen[0] if seen else result.output
+    return seen[0] if seen else result.output + str(result.exception or "")
 
 
 def test_what_is_not_typed_keeps_the_default_of_its_field() -> None:
     assert call("here") == (Knobs(where="here"), "x")
 
 
+WHOLE = Knobs(
+    where="here",
+    count=3,
+    room_bytes=2 * 2**20,
+    names=("a", "b"),
+    loud=True,
+    careful=False,
+    inner=Inner(depth="high"),
+)
+
+
 def test_what_is_typed_becomes_the_value_of_its_field() -> None:
-    words = "here --count 3 --room 2MiB --name a --name b --loud --no-care --inner-depth high --own y"
-    expected = Knobs(
-        where="here",
-        count=3,
-        room_bytes=2 * 2**20,
-        names=("a", "b"),
-        loud=True,
-        careful=False,
-        inner=Inner(depth="high"),
-    )
-    assert call(*words.split()) == (expected, "y")
+    flags = "here --count 3 --room 2MiB --set name=a --set name=b --loud --own y"
+    assert call(*flags.split(), "--set", "careful=false", "--set", "inner_depth=high") == (WHOLE, "y")
+    plain = "count=3 room=2MiB name=a name=b loud=true careful=false inner_depth=high"
+    assert call("here", *(word for text in plain.split() for word in ("--set", text))) == (WHOLE, "x")
+
+
+def test_a_file_of_settings_gives_what_is_not_typed(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("count: 5\nroom: 2MiB\nname: [a, b]\nloud: true\ncareful: false\ninner_depth: high\nshare:\n")
+    assert call("here", "--options", str(file), "--count", "3") == (WHOLE, "x")
+    assert call("here", "--options", str(file), "--set", "count=3") == (WHOLE, "x")
 
 
 @pytest.mark.parametrize(
-    "words", [["here", "--count", "1"], ["here", "--inner-depth", "mid"], ["here", "--hidden", "1"], []]
+    ("content", "named"),
+    [("counts: 5", "counts"), ("[1]", "options.yaml"), ("count: [2, 3]", "count"), ("count: 5\ncount: 6", "count")],
 )
-def test_the_command_line_refuses_what_a_field_does_not_take(words: list[str]) -> None:
-    assert isinstance(call(*words), str)
+def test_a_file_that_is_wrong_is_refused(content: str, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(content)
+    refused = call("here", "--options", str(file))
+    assert isinstance(refused, str)
+    assert named in refused
 
 
-def test_help_shows_text_range_and_default() -> None:
-    told = " ".join(str(call("--help")).split())
-    for part in ("How many.", "x>=2", "How large.", "default: 1KiB", "--no-care", "Not of the dataclass."):
-        assert part in told
-    assert "hidden" not in told
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--count 1", "--count"),
+        ("--set count=1", "count"),
+        ("--set share=1.5", "share"),
+        ("--set inner_depth=mid", "low, high"),
+        ("--set hidden=1", "hidden"),
+        ("--set inner-depth=low", "did you mean inner_depth?"),
+        ("--set count", "NAME=VALUE"),
+        ("--set count=3 --count 3", "count"),
+        ("--set careful=maybe", "careful=false"),
+        ("--set count=many", "whole number"),
+        ("--share 0.25", "--set share=0.25"),
+        ("--share=0.25", "--set share=0.25"),
+        ("--no-careful", "--set careful=false"),
+        ("--unknown", "--unknown"),
+    ],
+)
+def test_the_command_line_refuses_what_a_field_does_not_take(words: str, named: str) -> None:
+    refused = call("here", *words.split())
+    assert isinstance(refused, str)
+    assert named in refused
 
 
-def test_values_out_of_range_are_named_with_their_flag() -> None:
+def test_help_shows_flags_and_defaults_and_counts_settings() -> None:
+    shown = " ".join(str(call("--help")).split())
+    for part in ("How many.", "How large.", "default: 1KiB", "Not of the dataclass.", "4 more settings"):
+        assert part in shown
+    for part in ("hidden", "--careful", "How much."):
+        assert part not in shown
+
+
+def test_values_out_of_range_are_named_with_their_setting() -> None:
     wrong = Knobs(where="", count=2**50, inner=Inner(depth="mid"))  # type: ignore[arg-type]
-    assert option_problems(wrong) == [
-        f"count {2**50} was asked for, which no run has: give at most {2**40}",
-        "depth (--inner-depth) 'mid' was asked for: choose one of low, high",
-    ]
-    assert option_problems(Knobs(where="", count=1)) == ["count 1 was asked for: give 2 or more"]
+    first, second = option_problems(wrong)
+    assert "count" in first
+    assert str(2**40) in first
+    assert "inner_depth" in second
+    assert "low, high" in second
+    assert "2 or more" in option_problems(Knobs(where="", count=1))[0]
 
 
 def test_same_fields_are_handed_on_under_one_name() -> None:
@@ -125,9 +170,9 @@ def test_what_a_plan_keeps_of_its_options_comes_back() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"timeout_s": 0}, r"--timeout\) 0 was asked for: give 1 or more"),
-        ({"timeout_s": 10**9}, r"--timeout\) 1000000000 was asked for: give 604800 or less"),
-        ({"timeout_s": 1.5}, r"--timeout\) 1\.5 was asked for, which is a float: give a whole number"),
+        ({"timeout_s": 0}, r"--set timeout\) 0 was asked for: give 1 or more"),
+        ({"timeout_s": 10**9}, r"--set timeout\) 1000000000 was asked for: give 604800 or less"),
+        ({"timeout_s": 1.5}, r"--set timeout\) 1\.5 was asked for, which is a float: give a whole number"),
         ({"device": "tpu"}, "device 'tpu' was asked for: choose one of cpu, cuda"),
     ],
 )

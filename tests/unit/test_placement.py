@@ -12,12 +12,10 @@ from placement_cases import sliding, small_model
 
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
-from trimtab.placement.bytes import inference_table
+from trimtab.placement.bytes import device_bytes, inference_table, run_bytes
 from trimtab.placement.chain import arrangements, modules_of, parts_of
-from trimtab.placement.device_bytes import device_bytes, run_bytes
-from trimtab.placement.machine import Gpu, Machine, machine_of
+from trimtab.placement.machine import Gpu, Machine, Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.workload import Workload
 from trimtab.units import GIB, MIB
 
 WORK = Workload(batch=2, seq_len=30, max_new_tokens=5, images=((112, 112),))

@@ -1,4 +1,4 @@
-"""Tests of `plan --search omnibal`: the published search as a plan's own, its table, and what it refuses."""
+"""Tests of `plan --set search=omnibal`: the published search as a plan's own, its table, and what it refuses."""
 
 from __future__ import annotations
 

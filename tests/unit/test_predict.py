@@ -90,7 +90,7 @@ def test_a_global_batch_gives_the_micro_batches():
         ({"tp": 16, "pp": 1}, "tp 16 was given, and nodes have 8 devices"),
         ({"batch": None}, "not said what a micro-batch holds: give --batch"),
         ({"max_tokens": 9}, "batch 2 was given with limits of a pack"),
-        ({"method": "isf"}, "method isf makes packs up to limits: give --max-tokens"),
+        ({"method": "isf"}, "method isf makes packs up to limits: give --set max_tokens"),
         ({"batch": None, "max_tokens": 9000, "method": "random"}, "method random makes batches of a size"),
         ({"global_batch": 64}, "were both given"),
         ({"num_microbatches": None, "global_batch": 63}, "no multiple of dp 2 x batch 2: give one of 4"),
@@ -104,7 +104,7 @@ def test_a_global_batch_gives_the_micro_batches():
         ({"recompute": "1,2"}, "has 2 numbers for 4 stages"),
         ({"recompute": "99,0,0,0"}, "99 blocks on stage 0, which holds"),
         ({"recompute": "-1,0,0,0"}, "choose one of none"),
-        ({"schedule": "ZBVZeroBubble"}, "give --num-chunks 2"),
+        ({"schedule": "ZBVZeroBubble"}, "give --set num_chunks=2"),
         ({"zero_stage": 4}, "give 3 or less"),
     ],
 )

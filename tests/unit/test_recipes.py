@@ -99,32 +99,7 @@ def test_llama_factory_is_told_adapters_of_the_language_model(bits: int) -> None
         export("llama-factory", MODEL, cut(MODEL), zero_stage=0, lora=Lora(r=8, weights="same"))
 
 
-def test_automodel_recomputes_towers_and_veomni_everything() -> None:
-    stages = cut(MODEL, recompute={0: full(8)})
-    automodel = export("automodel", MODEL, stages, zero_stage=3, samples_per_pack=3.0)
-    distributed: Any = automodel.fields["distributed"]
-    assert (distributed["strategy"], distributed["activation_checkpointing_scope"]) == ("fsdp2", ["language"])
-    assert automodel.fields["step_scheduler"] == {"local_batch_size": 1, "global_batch_size": 48}
-    assert automodel.runs[0].recompute[0].layers == tuple(range(7, 13))
-    veomni = export("veomni", MODEL, stages, zero_stage=0)
-    train: Any = veomni.fields["train"]
-    assert train["gradient_checkpointing"] == {"enable": True}
-    assert train["accelerator"] == {"fsdp_config": {"fsdp_mode": "ddp"}}
-    assert veomni.runs[0].recompute[0].layers == (*range(1, 5), *range(7, 13))
-    assert len(automodel.warnings) == len(veomni.warnings) == 1
-    assert "all and in full" in veomni.warnings[0]
-
-
-def test_towers_that_a_host_freezes_together_are_refused_apart() -> None:
-    with pytest.raises(UnsupportedPlanError, match="freezes projector and vision together"):
-        export("automodel", MODEL, cut(MODEL), zero_stage=0, frozen_towers=("vision",))
-    with pytest.raises(UnsupportedPlanError, match="VeOmni freezes vision and projector together"):
-        export("veomni", MODEL, cut(MODEL), zero_stage=0, frozen_towers=("vision",))
-    both: Any = export("automodel", MODEL, cut(MODEL), zero_stage=0, frozen_towers=("vision", "projector")).fields
-    assert both["freeze_config"]["freeze_vision_tower"] is True
-
-
-@pytest.mark.parametrize("name", ["llama-factory", "axolotl", "automodel", "veomni"])
+@pytest.mark.parametrize("name", ["llama-factory", "axolotl"])
 def test_stages_are_refused_and_another_sharding_is_warned_of(name: str) -> None:
     with pytest.raises(UnsupportedPlanError, match=r"2 stages were planned, and .* runs the whole model on every rank"):
         export(name, MODEL, cut(MODEL, 8))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 
 from trimtab.models.describe import describe
-from trimtab.placement.machine import parse_machine
+from trimtab.placement.machine import Workload, parse_machine
 from trimtab.placement.place import place
 from trimtab.placement.split_model import Assessed, assess_map, split_model_map
-from trimtab.placement.workload import Workload
 from trimtab.report.placement_tables import print_placement
 
 MODEL = describe("Qwen2.5-VL-7B")

@@ -176,8 +176,8 @@ def test_weights_that_zero_3_gathers_come_on_top_of_counted_transients() -> None
     ("changes", "message"),
     [
         ({"layers_blake2b": "0"}, "the profile is of 11 layers that are not those of small: run `trimtab profile`"),
-        ({"dtype": "fp32"}, "for dtype fp32, and the plan for bf16: plan with that --dtype"),
-        ({"attention": "eager"}, "for attention eager, and the plan for flash: plan with that --attention"),
+        ({"dtype": "fp32"}, "for dtype fp32, and the plan for bf16: plan with that --set dtype"),
+        ({"attention": "eager"}, "for attention eager, and the plan for flash: plan with that --set attention"),
         ({"device": DEVICES["H20"]}, "for device H20, and the plan for A100-80GB: give --cluster that device"),
         ({"frozen_towers": ("vision",)}, "for frozen towers vision, and the plan for none: give plan and profile"),
         ({"fused_kernels": True}, "for fused kernels yes, and the plan for no: give plan and profile the same"),

@@ -8,10 +8,9 @@ from placement_cases import small_model
 import trimtab
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
-from trimtab.placement.machine import machine_of
+from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place
 from trimtab.placement.split_model import assess_map, split_model, split_model_map
-from trimtab.placement.workload import Workload
 from trimtab.units import GIB
 
 WORK = Workload(seq_len=100, images=((448, 448),))

@@ -1,4 +1,4 @@
-"""The TorchServe export: an archive of known members, the same bytes each time, and settings that open nothing."""
+"""The TorchServe export: the recipe's file, the settings in the archive, and what is refused. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,120 +7,41 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
-from trimtab.adapters.torchserve import ArchiveOptions, export_torchserve, read_recipe
-from trimtab.errors import ConfigError
-from trimtab.models.describe import read_config
+from trimtab.adapters.servers import Recipe, export_torchserve, read_recipe
+from trimtab.errors import ConfigError, TrimtabError
+
+ARCHIVER = """#!{python}
+import pathlib, sys, zipfile
+given = dict(word.lstrip("-").split("=", 1) for word in sys.argv[1:] if "=" in word)
+out = pathlib.Path(sys.argv[sys.argv.index("--export-path") + 1])
+with zipfile.ZipFile(out / (given["model-name"] + ".mar"), "w") as archive:
+    for name in ("handler", "extra-files", "config-file"):
+        archive.write(given[name], pathlib.Path(given[name]).name)
+"""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
-    for name in ("config.json", "model.safetensors", "pytorch_model.bin", "modeling_evil.py", ".gitattributes"):
-        (model / name).write_bytes(name.encode() * 100)
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_bytes(name.encode())
     return model
 
 
-def read_setup(archive: Path) -> dict[str, object]:
-    with zipfile.ZipFile(archive) as opened:
-        content = json.loads(opened.read("setup_config.json"))
-    assert isinstance(content, dict)
-    return content
-
-
-def test_the_archive_holds_handler_and_settings(folder: Path, tmp_path: Path) -> None:
-    places = {"model.visual": 0, "model.language_model": 1, "lm_head": "disk"}
-    options = ArchiveOptions(
-        name="tiny",
-        device_map=places,
-        runs_on={"lm_head": 1},
-        dtype="bf16",
-        offload_folder="offload",
-        max_new_tokens=9,
-        num_workers=2,
-        batch_size=4,
-        max_batch_delay_ms=50,
-    )
-    exported = export_torchserve(folder, tmp_path / "store", options)
-    with zipfile.ZipFile(exported.archive) as archive:
-        assert archive.testzip() is None
-        assert archive.namelist() == [
-            "MAR-INF/MANIFEST.json",
-            "model-config.yaml",
-            "setup_config.json",
-            "torchserve_handler.py",
-        ]
-        assert json.loads(archive.read("MAR-INF/MANIFEST.json"))["model"] == {
-            "modelName": "tiny",
-            "handler": "torchserve_handler.py",
-            "modelVersion": "1.0",
-            "configFile": "model-config.yaml",
-        }
-        settings = yaml.safe_load(archive.read("model-config.yaml"))
-    assert settings["minWorkers"] == settings["maxWorkers"] == 2
-    assert (settings["batchSize"], settings["maxBatchDelay"]) == (4, 50)
-    assert read_setup(exported.archive) == {
-        "model_path": str(folder),
-        "device_map": places,
-        "runs_on": {"lm_head": 1},
-        "torch_dtype": "bfloat16",
-        "max_memory": None,
-        "offload_folder": "offload",
-        "max_new_tokens": 9,
-    }
-    assert any("archived" in note for note in exported.notes)
-    assert any("keep the folder" in note for note in exported.notes)
-
-
-def test_packed_weights_are_safetensors_alone(folder: Path, tmp_path: Path) -> None:
-    options = ArchiveOptions(name="tiny", pack_weights=True, max_memory={"0": "1GiB"})
-    exported = export_torchserve(folder, tmp_path / "store", options)
-    with zipfile.ZipFile(exported.archive) as archive:
-        inside = [name for name in archive.namelist() if name.startswith("model/")]
-        assert inside == ["model/config.json", "model/model.safetensors"]
-        assert archive.read("model/model.safetensors") == (folder / "model.safetensors").read_bytes()
-    setup = read_setup(exported.archive)
-    assert (setup["model_path"], setup["device_map"], setup["max_memory"]) == ("model", "auto", {"0": "1GiB"})
-
-
-def test_the_same_input_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    options = ArchiveOptions(name="tiny", pack_weights=True)
-    first = export_torchserve(folder, tmp_path / "a", options).archive.read_bytes()
-    assert first == export_torchserve(folder, tmp_path / "b", options).archive.read_bytes()
-
-
-def test_the_server_is_on_loopback_and_asks_for_tokens(folder: Path, tmp_path: Path) -> None:
-    exported = export_torchserve(folder, tmp_path / "store", ArchiveOptions(name="tiny", port=9100))
-    lines = dict(line.split("=", 1) for line in exported.config.read_text().splitlines())
-    assert lines["inference_address"] == "http://127.0.0.1:9100"
-    assert {lines[f"{x}_address"].rpartition(":")[0] for x in ("inference", "management", "metrics")} == {
-        "http://127.0.0.1"
-    }
-    assert lines["disable_token_authorization"] == lines["enable_model_api"] == "false"
-    assert lines["load_models"] == "tiny.mar"
-
-
-def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> None:
-    both = ArchiveOptions(name="tiny", device_map={"": 0}, max_memory={"0": "1GiB"})
-    with pytest.raises(ConfigError, match=r"max_memory has no say beside a device map, .*: leave one of them out"):
-        export_torchserve(folder, tmp_path, both)
-    with pytest.raises(ConfigError, match="--offload-folder"):
-        export_torchserve(folder, tmp_path, ArchiveOptions(name="tiny", device_map={"": "disk"}))
-
-
-def test_another_models_map_is_refused_and_so_is_an_unknown_rule(folder: Path, tmp_path: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(dict(read_config("Qwen2-VL-7B"))))
-    with pytest.raises(ConfigError, match=r"says nowhere where lm_head lies \(1 of 65 layers .*another model's"):
-        export_torchserve(folder, tmp_path, ArchiveOptions(name="tiny", device_map={"model": 0}))
-    with pytest.raises(ConfigError, match="'even' is no rule of Accelerate's: choose one of auto, balanced, "):
-        export_torchserve(folder, tmp_path, ArchiveOptions(name="tiny", device_map="even"))  # type: ignore[arg-type]
-    assert not list(tmp_path.glob("*.mar"))
-    places = {"model.visual": 0, "model.language_model": 1, "lm_head.weight": 1}  # a part of a layer will do
-    assert export_torchserve(folder, tmp_path, ArchiveOptions(name="tiny", device_map=places)).archive.exists()
+@pytest.fixture
+def archiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that packs what torch-model-archiver would; tests/integration runs the real one."""
+    program = tmp_path / "bin" / "torch-model-archiver"
+    program.parent.mkdir()
+    program.write_text(ARCHIVER.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    return program
 
 
 # as pytorch/serve has it, examples/large_models/Huggingface_accelerate
@@ -136,13 +57,25 @@ RECIPE = {
 }
 
 
-def test_every_key_of_the_recipe_is_in_the_archive_or_true_anyway(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "setup_config.json").write_text(json.dumps(RECIPE))
-    options = ArchiveOptions(name="tiny", **read_recipe(tmp_path / "setup_config.json"))
-    setup = read_setup(export_torchserve(folder, tmp_path / "store", options).archive)
-    kept = ("max_memory", "device_map", "offload_folder", "torch_dtype")
+@pytest.mark.usefixtures("archiver")
+def test_the_archive_holds_the_handler_and_every_key_of_the_recipe(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "setup_config.json").write_text(json.dumps(RECIPE | {"model_name": "org/tiny", "model_path": "model"}))
+    recipe = Recipe(**read_recipe(tmp_path / "setup_config.json"))  # type: ignore[arg-type]
+    archive = export_torchserve(recipe, tmp_path / "store")
+    assert archive.name == "tiny.mar"
+    with zipfile.ZipFile(archive) as opened:
+        assert sorted(opened.namelist()) == ["model-config.yaml", "setup_config.json", "torchserve_handler.py"]
+        setup = json.loads(opened.read("setup_config.json"))
+    kept = ("max_memory", "device_map", "offload_folder", "torch_dtype", "max_length")
     assert {key: setup[key] for key in kept} == {key: RECIPE[key] for key in kept}
-    assert setup["max_new_tokens"] == 80
+    assert (setup["model_path"], setup["runs_on"]) == (str(folder), {})
+    assert sorted(x.name for x in (tmp_path / "store").iterdir()) == [
+        "config.properties",
+        "model-config.yaml",
+        "setup_config.json",
+        "tiny.mar",
+        "torchserve_handler.py",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -153,23 +86,66 @@ def test_every_key_of_the_recipe_is_in_the_archive_or_true_anyway(folder: Path, 
         {"revision": "v2"},
         {"torch_dtype": "float64"},
         {"max_length": "long"},
+        {"max_memory": {"0": "10GB", "cpu": []}},
+        {"model_path": 3},
         {"parallelType": "pp"},
     ],
 )
 def test_a_key_that_the_handler_would_not_honour_is_refused(tmp_path: Path, changed: dict[str, object]) -> None:
     (tmp_path / "setup_config.json").write_text(json.dumps(RECIPE | changed))
-    with pytest.raises(ConfigError, match=rf"has {next(iter(changed))} .*, which the handler would not honour: leave"):
+    with pytest.raises(TrimtabError, match="size in bytes" if "max_memory" in changed else next(iter(changed))):
         read_recipe(tmp_path / "setup_config.json")
 
 
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"model_name": "a/b"}, "a/b"),
+        ({"model_path": "missing"}, "missing"),
+        ({"device_map": "even"}, "balanced_low_0"),
+        ({"device_map": {"": 0}, "max_memory": {"0": "1GiB"}}, "max_memory"),
+        ({"device_map": {"": "disk"}}, "offload_folder"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(folder: Path, changed: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Recipe(**{"model_name": "tiny", "model_path": str(folder), **changed})
+
+
+def test_without_the_archiver_nothing_is_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="torch-model-archiver"):
+        export_torchserve(Recipe(model_name="tiny", model_path=str(folder)), tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_archiver_that_fails_is_quoted(folder: Path, tmp_path: Path, archiver: Path) -> None:
+    archiver.write_text(f"#!{sys.executable}\nraise SystemExit('no space left')\n")
+    with pytest.raises(ConfigError, match="no space left"):
+        export_torchserve(Recipe(model_name="tiny", model_path=str(folder)), tmp_path / "store")
+    assert not (tmp_path / "store" / "tiny.mar").exists()
+
+
 def test_exporting_needs_no_torch() -> None:
-    code = "import sys, trimtab.adapters.torchserve, trimtab.serve.device_map; print('torch' in sys.modules)"
+    code = "import sys, trimtab.adapters.servers, trimtab.placement.placed; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 
 
-def test_a_folder_of_pickles_alone_is_refused(folder: Path, tmp_path: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="holds no safetensors: save the model as safetensors"):
-        export_torchserve(folder, tmp_path / "store", ArchiveOptions(name="tiny"))
-    assert not (tmp_path / "store").exists()
+def test_the_command_prints_the_archive_and_what_serves_it(
+    folder: Path, tmp_path: Path, archiver: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trimtab.cli.main import main
+
+    places = {"device_map": {"model": 0, "lm_head": "cpu"}, "runs_on": {"lm_head": 0}, "run_on_cpu": []}
+    (tmp_path / "map.json").write_text(json.dumps(places))
+    words = ["export", "torchserve", folder, "--map", tmp_path / "map.json", "--out", tmp_path / "store"]
+    monkeypatch.setattr(sys, "argv", ["trimtab", *map(str, words), "--set", "name=my-vlm"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code in (0, None)
+    archive, command = capsys.readouterr().out.splitlines()
+    assert archive == str(tmp_path / "store" / "my-vlm.mar")
+    assert "--models my-vlm=my-vlm.mar" in command
+    setup = json.loads((tmp_path / "store" / "setup_config.json").read_text())
+    assert (setup["device_map"], setup["runs_on"]) == (places["device_map"], places["runs_on"])

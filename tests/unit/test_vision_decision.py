@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from described_configs import qwen3
+from described_configs import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import read_back, tile_samples
@@ -20,7 +20,6 @@ from trimtab.adapters.running import export_plan
 from trimtab.balance.image_pools import share_pools
 from trimtab.balance.images import share_images, tower_seconds
 from trimtab.costs.devices import parse_cluster
-from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.exchange import feature_values, image_sizes
@@ -145,7 +144,7 @@ def test_equal_images_are_shared_to_the_last_one(tmp_path):
 
 
 def test_deepstack_features_travel_with_the_others():
-    assert feature_values(describe(qwen3())) == 3 * 64 / 4
+    assert feature_values(small("qwen3")) == 3 * 64 / 4
     assert feature_values(QWEN) == 3584 / 4
     assert feature_values(TILES) == pytest.approx(6144 * 256 / 1025)
 

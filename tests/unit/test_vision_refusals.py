@@ -33,13 +33,13 @@ def shared() -> PlanDetails:
         ({"group": "ep"}, "group (--vision-dp) 'ep' was asked for: choose one of none, auto, tp, dp"),
         (
             {"group": "tp", "rule": "random"},
-            "(--vision-rule) 'random' was asked for: choose one of balanced, contiguous",
+            "(--set vision_rule) 'random' was asked for: choose one of balanced, contiguous",
         ),
         (
             {"group": "tp", "objective": "fun"},
-            "(--vision-objective) 'fun' was asked for: choose one of time, memory",
+            "(--set vision_objective) 'fun' was asked for: choose one of time, memory",
         ),
-        ({"group": "tp", "pooling": 0}, "pooling (--vision-pooling) 0 was asked for: give 1 or more"),
+        ({"group": "tp", "pooling": 0}, "pooling (--set vision_pooling) 0 was asked for: give 1 or more"),
         ({"pooling": 2}, "described without a group to share the images: give --vision-dp too"),
     ],
 )

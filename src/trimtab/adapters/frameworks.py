@@ -30,17 +30,13 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "ms-swift": Framework("ms_swift", "Print arguments of ms-swift's `megatron sft` for PLAN."),
     "pai-megatron": Framework("pai_megatron", "Print environment and arguments of Pai-Megatron-Patch's scripts."),
     "mindspeed-mm": Framework("mindspeed_mm", "Print arguments and model-file fields of MindSpeed-MM for PLAN."),
-    "torchtitan": Framework("torchtitan", "Print torchtitan's parallelism and recompute settings for PLAN."),
     "deepspeed": Framework("deepspeed", "Write a Python module with a PipelineModule that is cut as PLAN says."),
     "transformers": Framework("huggingface", "Print the lines that train PLAN with the Trainer of Transformers."),
     "accelerate": Framework("huggingface", "Print the lines that train PLAN with Accelerate and DDP."),
     "fsdp2": Framework("huggingface", "Print the lines that train PLAN with torch's fully_shard."),
     "trl": Framework("huggingface", "Print the lines that train PLAN with TRL's SFTTrainer."),
-    "lightning": Framework("huggingface", "Print the lines that train PLAN with Lightning."),
     "llama-factory": Framework("recipes", "Print settings of a LLaMA-Factory file that trains PLAN, packs and all."),
     "axolotl": Framework("recipes", "Print settings of an axolotl file that trains PLAN, packs and all."),
-    "automodel": Framework("recipes", "Print settings of a NeMo Automodel recipe for PLAN."),
-    "veomni": Framework("recipes", "Print settings of a VeOmni file for PLAN."),
 }
 """By the name on the command line."""
 

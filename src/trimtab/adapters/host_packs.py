@@ -3,7 +3,7 @@
 Energon gives rank r the r-th of as many equal runs of its samples, one after the other. So shards hold the packs of
 rank 0 first, then those of rank 1, each rank's in its own order: a rank then reads its packs in the order of the plan.
 ms-swift reads samples in the order of a file and packs them: the plug-in puts the plan's packs in the place of its own.
-Read at megatron-energon 7.4.1, LLaVA-OneVision-1.5 a5eb942 and ms-swift 4.6.0.
+Read at megatron-energon 7.4.1 and ms-swift 4.6.0.
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ import json
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from trimtab.adapters.data_files import WrittenData, read_planned, rows_of_pack, sources_of, write_jsonl
-from trimtab.adapters.record_files import open_records
+from trimtab.adapters.data_files import WrittenData, open_records, read_planned, rows_of_pack, sources_of, write_jsonl
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import open_atomically, write_atomically, written_together
 from trimtab.options import ReadingOptions
 from trimtab.samples.media_folders import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.record_lines import places_of
-from trimtab.samples.rows import IMAGE_MARK, Conversation, read_conversation
+from trimtab.samples.rows import read_conversation
 from trimtab.samples.sources import whole_root
-
-PackLayout = Literal["records", "llava-ov"]
-
 
 # -- Energon ----------------------------------------------------------------------------------------------------------
 
@@ -40,17 +36,14 @@ def write_energon_packs(
     *,
     data: Sequence[Path] | None = None,
     ranks: int | None = None,
-    layout: PackLayout = "records",
     packs_per_shard: int = 1000,
     reading: ReadingOptions | None = None,
 ) -> WrittenData:
-    """WebDataset shards with one pack a sample, for Megatron-LM, Megatron-Bridge and LLaVA-OneVision-1.5.
+    """Write WebDataset shards with one pack a sample, for Megatron-LM and Megatron-Bridge.
 
-    `records`: json {"pack", "samples"} with the records as they are, and img0, img1, ... of all of them in order.
-    `llava-ov`: json {"prompts", "captions", "images"} as LLaVA-OneVision-1.5 reads with OFFLINE_PACKED_DATA=1 and
-    OFFLINE_PACKING_VQA=1, of samples with one image, one question and one answer. `ranks`: data-parallel ranks of the
-    run; None: the plan's. Raises `PlanError` where they do not divide the packs, `SampleError` for a record that the
-    layout cannot hold or whose image cannot be read.
+    A sample is json {"pack", "samples"} with the records as they are, and img0, img1, ... of all of them in order.
+    `ranks`: data-parallel ranks of the run; None: the plan's. Raises `PlanError` where they do not divide the packs,
+    `SampleError` for a record whose image cannot be read.
     """
     planned, reading = read_planned(plan), reading or ReadingOptions()
     dp, num_packs = ranks or planned.schedule.table.shape[1], planned.packing.num_packs
@@ -68,14 +61,14 @@ def write_energon_packs(
     _remove_index(out)
     with open_records(files, planned.samples, folder=out) as records:
 
-        def conversation(row: int) -> tuple[dict[str, Any], Conversation, list[bytes]]:
+        def conversation(row: int) -> tuple[dict[str, Any], list[bytes]]:
             record = json.loads(records.read(row))
             said = read_conversation(record)
             if said.videos:
                 raise BadRecordError("video", "it holds a video, and these packs carry only images: leave it out")
             source = sources[int(places_of(planned.samples).file[row])]
             folder = media.of(source.file, source.media_root)
-            return record, said, [folder.read(image) for image in said.images]
+            return record, [folder.read(image) for image in said.images]
 
         for start in range(0, num_packs, packs_per_shard):
             path = out / f"packs-{start // packs_per_shard:06}.tar"
@@ -87,14 +80,15 @@ def write_energon_packs(
                             samples.append(conversation(row))
                         except BadRecordError as error:
                             raise SampleError(f"sample {planned.samples.sample_id(row)}: {error}") from None
-                    for name, content in _members(place, samples, layout):
+                    for name, content in _members(place, samples):
                         member = tarfile.TarInfo(f"pack-{place:09}.{name}")
                         member.size = len(content)
                         tar.addfile(member, io.BytesIO(content))
             written.append(path)
     for older in {*out.glob(f"packs-{'[0-9]' * 6}.tar")} - {*written}:
         older.unlink()
-    written += _describe(out, layout)
+    write_atomically(out / ".nv-meta" / "dataset.yaml", _DATASET)  # without it Energon reads nothing
+    written.append(out / ".nv-meta" / "dataset.yaml")
     notes = (
         f"index it once: energon prepare --non-interactive --split-parts 'train:.*' --skip-dataset-yaml {out}",
         f"read it on {dp} ranks with num_workers 0 or 1, shuffle_buffer_size=None, max_samples_per_sequence=None, "
@@ -111,69 +105,18 @@ def _remove_index(out: Path) -> None:
             file.unlink()
 
 
-def _members(
-    place: int, samples: Sequence[tuple[dict[str, Any], Conversation, list[bytes]]], layout: PackLayout
-) -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of everything in one pack."""
-    content: dict[str, Any] = {"pack": place, "samples": [record for record, _, _ in samples]}
-    if layout == "llava-ov":
-        turns = [_question_and_answer(record, said) for record, said, _ in samples]
-        content = {
-            "images": [f"img{number}.jpg" for number in range(len(turns))],
-            "prompts": [question for question, _ in turns],
-            "captions": [answer for _, answer in turns],
-        }
+def _members(place: int, samples: Sequence[tuple[dict[str, Any], list[bytes]]]) -> Iterator[tuple[str, bytes]]:
+    """Yield name and bytes of everything in one pack."""
+    content = {"pack": place, "samples": [record for record, _ in samples]}
     yield "json", json.dumps(content, ensure_ascii=False).encode()
-    images = [image for _, _, found in samples for image in found]
+    images = [image for _, found in samples for image in found]
     for number, image in enumerate(images):
-        png = image.startswith(b"\x89PNG") and layout != "llava-ov"
-        yield f"img{number}.{'png' if png else 'jpg'}", image
-
-
-def _question_and_answer(record: dict[str, Any], said: Conversation) -> tuple[str, str]:
-    turns = [(m.role, "".join(part for part in m.content if isinstance(part, str)).strip()) for m in said.messages]
-    if len(said.images) != 1 or [role for role, _ in turns] != ["user", "assistant"]:
-        raise SampleError(
-            f"sample {record.get('id', '')!r} has {len(said.images)} images and {len(turns)} turns, and "
-            "LLaVA-OneVision-1.5's offline packs hold one image, one question and one answer a sample: leave it out, "
-            "or write the layout of records"
-        )
-    return turns[0][1].replace(IMAGE_MARK, "").strip(), turns[1][1]
+        kind = "png" if image.startswith(b"\x89PNG") else "jpg"
+        yield f"img{number}.{kind}", image
 
 
 _INDEX = (".info.*", "index.*", "split.*")  # counts, places and parts of the shards: webdataset/config.py at 7.4.1
-_DATASET = {
-    "records": "__module__: megatron.energon\n__class__: CrudeWebdataset\n",
-    "llava-ov": """sample_type:
-  __module__: aiak_training_llm.data.multimodal
-  __class__: PackedCaptioningSample
-part_filter: sample_loader.py:part_filter
-sample_loader: sample_loader.py:sample_loader
-""",
-}
-_OV_LOADER = """def sample_loader(sample: dict) -> dict:
-    data = sample["json"]
-    return dict(
-        __key__=sample["__key__"],
-        __restore_key__=sample["__restore_key__"],
-        captions=data["captions"],
-        prompts=data["prompts"],
-        images=[sample.get(name) for name in data["images"]],
-    )
-
-
-def part_filter(part: str) -> bool:
-    return True
-"""
-
-
-def _describe(out: Path, layout: PackLayout) -> list[Path]:
-    """What Energon reads beside its own index: of which type the samples are. Without the last, it reads nothing."""
-    contents = {"sample_loader.py": _OV_LOADER} if layout == "llava-ov" else {}
-    contents["dataset.yaml"] = _DATASET[layout]
-    for name, content in contents.items():
-        write_atomically(out / ".nv-meta" / name, content)
-    return [out / ".nv-meta" / name for name in contents]
+_DATASET = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"  # of which type the samples are
 
 
 # -- ms-swift ---------------------------------------------------------------------------------------------------------

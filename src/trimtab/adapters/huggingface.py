@@ -1,4 +1,4 @@
-"""A plan for trainers that run a whole model on every rank: Transformers, TRL, Accelerate, FSDP2, Lightning.
+"""A plan for trainers that run a whole model on every rank: Transformers, TRL, Accelerate, FSDP2.
 
 Packs come by the runtime's own data set and collator, state is sharded by the host, and recompute is told layer by
 layer (`trimtab.apply_recompute`). Transformers' own switch stays off: it knows every n-th layer, counted through both
@@ -87,15 +87,6 @@ _HOSTS: Mapping[str, _Host] = {
             3: "for name, module in reversed(list(model.named_modules())):\n"
             "    if type(module).__name__ in model._no_split_modules or not name:\n"
             "        fully_shard(module)  # from torch.distributed.fsdp"
-        },
-    ),
-    "lightning": _Host(
-        title="Lightning",
-        checked_with="its arguments; not run",
-        packs="`PlanDataLoader`, with `use_distributed_sampler=False`",
-        lines={
-            0: 'trainer = Trainer(strategy="ddp", accumulate_grad_batches={M}, use_distributed_sampler=False)',
-            3: 'trainer = Trainer(strategy="fsdp", accumulate_grad_batches={M}, use_distributed_sampler=False)',
         },
     ),
 }

@@ -5,11 +5,9 @@ What says nothing about time or memory is passed over. What would change both an
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from trimtab.adapters.megatron_check import flag_values, read_megatron_flags, stage_counts
@@ -17,7 +15,6 @@ from trimtab.errors import PlanError, join_problems
 from trimtab.files import read_small
 from trimtab.plan.given import GivenRun
 from trimtab.specs import ModelSpec
-from trimtab.typed_json import parse_json
 
 _OPTIMIZERS = {
     "adam": "adamw",
@@ -67,69 +64,6 @@ def from_megatron(text: str, model: ModelSpec) -> GivenRun:
     if "optimizer" in said:
         given["optimizer"] = _optimizer(said["optimizer"], problems)
     return _run(given, problems, "Megatron's flags")
-
-
-def from_deepspeed(path: Path) -> GivenRun:
-    """DeepSpeed's JSON; what it leaves to the launcher ("auto") stays open."""
-    read = _object(path, parse_json, "DeepSpeed configuration")
-    problems: list[str] = []
-    zero = read.get("zero_optimization", {})
-    given: dict[str, Any] = {
-        "batch": read.get("train_micro_batch_size_per_gpu"),
-        "num_microbatches": read.get("gradient_accumulation_steps"),
-        "zero_stage": zero.get("stage", 0) if isinstance(zero, dict) else 0,
-        "tp": _inside(read, "tensor_parallel", "autotp_size") or None,
-    }
-    given = {name: None if value == "auto" else value for name, value in given.items()}
-    for name in ("offload_optimizer", "offload_param"):
-        if isinstance(zero, dict) and _inside(zero, name, "device") not in (None, "none"):
-            problems.append(f"zero_optimization.{name} is not priced: leave it out, and read the result as without it")
-    for name in ("bf16", "fp16"):
-        if _inside(read, name, "enabled") is True:
-            given["dtype"] = name
-    optimizer = _inside(read, "optimizer", "type")
-    if optimizer is not None:
-        given["optimizer"] = _optimizer(str(optimizer), problems)
-    if given["num_microbatches"] is None and isinstance(read.get("train_batch_size"), int):
-        given["global_batch"] = read["train_batch_size"]
-    return _run(given, problems, str(path))
-
-
-def from_torchtitan(path: Path) -> GivenRun:
-    """torchtitan's job file; its data-parallel state is sharded (FSDP) as far as `data_parallel_shard_degree` says."""
-    read = _object(path, lambda content: tomllib.loads(content.decode()), "torchtitan job")
-    problems: list[str] = []
-    parallel, training = read.get("parallelism", {}), read.get("training", {})
-    sizes = {name: training.get(name) for name in ("global_batch_size", "local_batch_size")}
-    sizes |= {name: parallel.get(name) for name in ("pipeline_parallel_degree", "pipeline_parallel_microbatch_size")}
-    problems += [f"{name} is {x!r}: give a whole number" for name, x in sizes.items() if type(x) not in (int, NoneType)]
-    if problems:
-        return _run({}, problems, str(path))
-    pp = sizes["pipeline_parallel_degree"] or 1
-    batch = sizes["pipeline_parallel_microbatch_size"] or sizes["local_batch_size"]
-    given: dict[str, Any] = {
-        "tp": parallel.get("tensor_parallel_degree"),
-        "cp": parallel.get("context_parallel_degree"),
-        "ep": parallel.get("expert_parallel_degree"),
-        "etp": parallel.get("expert_tensor_parallel_degree"),
-        "pp": pp,
-        "zero_stage": 0 if parallel.get("data_parallel_shard_degree", -1) == 1 else 2 if pp > 1 else 3,
-        "global_batch": sizes["global_batch_size"],
-        "batch": batch,
-    }
-    if given["global_batch"] in (-1, None):
-        given["global_batch"] = None
-        if pp > 1 and batch:
-            given["num_microbatches"] = max(1, (sizes["local_batch_size"] or batch) // batch)
-    schedule = parallel.get("pipeline_parallel_schedule")
-    if pp > 1 and schedule is not None:
-        given["schedule"] = schedule
-        given["num_chunks"] = 2 if schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1
-    mode = _inside(read, "activation_checkpoint", "mode") or _inside(read, "activation_checkpoint", "type") or "none"
-    if mode not in ("none", "full", "selective"):
-        problems.append(f"activation_checkpoint.mode {mode!r} is unknown: write none, full or selective")
-    given["recompute"] = mode
-    return _run(given, problems, str(path))
 
 
 _MEGATRON_NUMBERS = {
@@ -184,28 +118,8 @@ def _optimizer(name: str, problems: list[str]) -> str | None:
     found = _OPTIMIZERS.get(name.lower().replace("_", ""))
     priced = " or ".join(dict.fromkeys(_OPTIMIZERS.values()))
     if found is None:
-        problems.append(f"optimizer {name!r} has no price: give --optimizer {priced}")
+        problems.append(f"optimizer {name!r} has no price: give --set optimizer={priced}")
     return found
-
-
-def _object(path: Path, parse: Callable[[bytes], Any], what: str) -> dict[str, Any]:
-    try:
-        read = parse(read_small(path))
-    except (ValueError, RecursionError) as error:
-        raise PlanError(
-            f"{path} is no {what} ({' '.join(str(error).split())[:120]}): give the launcher's own file"
-        ) from None
-    if not isinstance(read, dict) or any(not isinstance(read.get(name, {}), dict) for name in _TABLES):
-        raise PlanError(f"{path} is no {what}: its settings should be objects by name")
-    return read
-
-
-_TABLES = ("zero_optimization", "bf16", "fp16", "optimizer", "parallelism", "training", "activation_checkpoint")
-
-
-def _inside(read: Mapping[str, Any], table: str, key: str) -> Any:
-    found = read.get(table)
-    return found.get(key) if isinstance(found, dict) else None
 
 
 def _run(given: Mapping[str, Any], problems: list[str], what: str) -> GivenRun:

@@ -158,7 +158,7 @@ def degree_problems(dims: ParallelDims, title: str, degrees: Sequence[str]) -> l
     """A sentence for each degree beside dp, pp and tp that the framework does not have."""
     planned = {"cp": dims.cp, "ep": dims.ep, "etp": dims.etp or 1}
     return [
-        f"{axis} {degree} was planned, which this export cannot say for {title}: plan with --{axis} 1"
+        f"{axis} {degree} was planned, which this export cannot say for {title}: plan with {axis} 1"
         for axis, degree in planned.items()
         if degree > 1 and axis not in degrees
     ]

@@ -45,7 +45,8 @@ def balance(cost, num_ranks):  # type: ignore[no-untyped-def]
 
 @compiled
 def cut(cost, num_ranks):  # type: ignore[no-untyped-def]
-    """Consecutive runs of atoms, at most N, whose largest sum is least (exact: bisection over integers): `Found`."""
+    """Consecutive runs of atoms, at most N: the largest sum is least, and the others as even as can be: `Found`."""
+    # 1. The least largest sum, by bisection over integers.
     low, high = np.int64(0), np.int64(0)
     for w in cost:
         low = max(low, w)
@@ -62,16 +63,46 @@ def cut(cost, num_ranks):  # type: ignore[no-untyped-def]
             high = middle
         else:
             low = middle + 1
-    ranks = np.empty(len(cost), np.int64)
-    rank, run = 0, np.int64(0)
-    for i, w in enumerate(cost):
-        if run + w > high:
-            rank, run = rank + 1, np.int64(0)
-        run += w
-        ranks[i] = rank
+    # 2. Of all cuts that have it, the one whose squared sums add up to least.
+    ranks = _even_runs(cost, num_ranks, high)
     largest_first = np.argsort(-cost, kind="mergesort")
     bound = attainable_bound(cost, largest_first, lower_bound(cost, largest_first, num_ranks))
     return _in_order(ranks, num_ranks, bound)
+
+
+@compiled
+def _even_runs(cost, num_ranks, most):  # type: ignore[no-untyped-def]
+    """The rank of each atom: consecutive runs, none above `most`, the sum of their squares least.
+
+    Example: five atoms of cost 1 on 3 ranks, most 2 -> runs of 1, 2, 2 and not of 2, 2, 1: ties go to earlier cuts.
+    """
+    n = len(cost)
+    ends = np.zeros(n + 1, np.int64)
+    ends[1:] = np.cumsum(cost)
+    # 1. Window of the end of run r: the runs up to it reach it, and those behind it suffice for the rest.
+    first, last = np.zeros(num_ranks + 1, np.int64), np.full(num_ranks + 1, n)
+    last[0], first[num_ranks] = 0, n
+    for r in range(1, num_ranks):
+        last[r] = np.searchsorted(ends, ends[last[r - 1]] + most, side="right") - 1
+    for r in range(num_ranks - 1, 0, -1):
+        first[r] = np.searchsorted(ends, ends[first[r + 1]] - most, side="left")
+    # 2. Least sum of squares of the first r runs, for each end in the window, and where their last run begins.
+    least, begins = np.full((num_ranks + 1, n + 1), np.inf), np.zeros((num_ranks + 1, n + 1), np.int64)
+    least[0, 0] = 0.0
+    for r in range(1, num_ranks + 1):
+        for end in range(first[r], last[r] + 1):
+            for begin in range(first[r - 1], min(last[r - 1], end) + 1):
+                run = ends[end] - ends[begin]
+                squares = least[r - 1, begin] + (run / max(most, 1)) ** 2
+                if run <= most and squares < least[r, end]:
+                    least[r, end], begins[r, end] = squares, begin
+    # 3. Back from the last run.
+    ranks, end = np.empty(n, np.int64), n
+    for r in range(num_ranks, 0, -1):
+        begin = begins[r, end]
+        ranks[begin:end] = r - 1
+        end = begin
+    return ranks
 
 
 @compiled

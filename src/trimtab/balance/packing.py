@@ -305,7 +305,7 @@ def describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, i
     lines = [
         f"{len(rows)} of {len(samples)} samples do not fit a pack of {limits[0]} {samples.patch_unit} and {limits[1]} "
         'tokens: raise the limits, or choose oversize "alone" (a pack of its own each) or "skip" (left out and '
-        "listed): --oversize skip"
+        "listed): --set oversize=skip"
     ]
     for row in rows.tolist():
         lines.append(

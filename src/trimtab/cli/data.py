@@ -21,10 +21,10 @@ DataArgument = Annotated[
     typer.Argument(
         parser=place_of,
         metavar="DATA",
-        help="JSONL, JSON, Parquet, Arrow, tar, InternVL's meta file, or ready-made lengths: files, folders, "
-        "addresses (s3://, hf://), names of cached hub data sets; or saved tables.",
+        help="Files, folders or addresses (s3://, hf://) of samples, or saved tables.",
     ),
 ]
+ConfigArgument = Annotated[str, typer.Argument(help="config.json, its folder, or a description (Qwen2.5-VL-7B).")]
 WORKERS = Option("Processes; default: one per core. The result is the same.", least=1, most=1024)
 
 
@@ -58,9 +58,9 @@ class ImageOptions:
     preprocessor: Annotated[Path | None, Option("preprocessor_config.json, where it does not lie beside CONFIG.")] = (
         None
     )
-    max_pixels: Annotated[
-        int | None, Option("Your own limit of an image's pixels (native-resolution models).", least=1)
-    ] = None
+    max_pixels: Annotated[int | None, Option("Most pixels of an image (native resolution).", least=1, common=True)] = (
+        None
+    )
     max_tiles: Annotated[
         int | None, Option("Your own limit of an image's tiles, thumbnail aside (tiling models).", least=1)
     ] = None
@@ -77,7 +77,7 @@ class SizingOptions:
     """How a data set is sized, as the user chose."""
 
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out and list them.")] = (
+    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out.", common=True)] = (
         "error"
     )
     max_length: Annotated[int | None, Option("Treat a sample with more tokens as bad.", least=1)] = None
@@ -163,7 +163,7 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
             sized, counts = tell_apart(result.image_rule, own_rule)
             raise SampleError(
                 f"{path} was sized with {sized}, and {model.name} counts images with {counts}: size the data for this "
-                "model, with the same --max-tiles or --max-pixels"
+                "model, with the same --set max_tiles or --max-pixels"
             )
     return SizingResult(
         table=results[0].table if len(results) == 1 else join_parts(tables, [[saved_part(r.table)] for r in results]),

@@ -1,71 +1,20 @@
-"""`trimtab`: one file per verb; bad input ends with one sentence and exit code 2."""
+"""`trimtab`: runs a verb; bad input ends with one sentence and exit code 2."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
-import typer
-
-from trimtab import __version__
-from trimtab.cli import export
-from trimtab.cli.check import check
-from trimtab.cli.demo import demo
-from trimtab.cli.describe import describe
-from trimtab.cli.image_size import image_size
-from trimtab.cli.map import map_model
-from trimtab.cli.options import Verb, Verbs, is_further_rank, shorten_words
-from trimtab.cli.pack import pack
-from trimtab.cli.plan import plan
-from trimtab.cli.predict import predict
-from trimtab.cli.probe import probe
-from trimtab.cli.profile import profile
-from trimtab.cli.report import report
-from trimtab.cli.serve import serve
-from trimtab.cli.size import size
-from trimtab.cli.train import train
-from trimtab.cli.uneven import uneven
 from trimtab.errors import TrimtabError
-
-app = typer.Typer(
-    cls=Verbs,
-    help="Balance data, pipeline stages and memory of vision-language models; write the decisions as one plan.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-_VERBS: dict[str, Callable[..., None]] = {
-    "demo": demo,
-    "plan": plan,
-    "predict": predict,
-    "check": check,
-    "probe": probe,
-    "train": train,
-    "report": report,
-    "serve": serve,
-    "map": map_model,
-    "describe": describe,
-    "image-size": image_size,
-    "profile": profile,
-    "size": size,
-    "pack": pack,
-    "uneven": uneven,
-}
-for name, function in _VERBS.items():
-    app.command(name, cls=Verb)(function)
-for exported in export.app.registered_commands:
-    exported.cls = Verb
-app.add_typer(export.app, name="export")
 
 _INSTALL_HINTS = {
     "pyarrow": "data",
@@ -96,13 +45,6 @@ def _what_to_install(package: str, error: ImportError) -> str:
     return f"this needs another version of {package} than {found} ({said}): pip install -U '{needed}'"
 
 
-@app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
-    if version:
-        typer.echo(f"trimtab {__version__}")
-        raise typer.Exit
-
-
 def main() -> None:
     """Run the command line; the one place where errors become messages and exit codes."""
     warnings.showwarning = lambda message, *_: print(f"trimtab: warning: {message}", file=sys.stderr)
@@ -112,6 +54,13 @@ def main() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open to the end)
         elif isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # of characters that the terminal lacks
+    if sys.argv[1:] == ["--help"]:  # without Typer
+        from trimtab.cli.verbs import help_text
+
+        print(help_text(min(shutil.get_terminal_size().columns, 120)), end="")
+        return
+    from trimtab.cli.app import app
+
     try:
         try:
             app()
@@ -159,6 +108,8 @@ def _drop_output() -> None:
 
 
 def _fail(message: str, error: Exception | None = None) -> NoReturn:
+    from trimtab.cli.app import is_further_rank, shorten_words
+
     is_said = getattr(error, "is_said", None)
     if is_said or (is_said is None and is_further_rank()):
         sys.exit(2)

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trimtab.cli.data import ImageOptions
-from trimtab.cli.describe import ConfigArgument
-from trimtab.cli.options import verb
+from trimtab.cli.data import ConfigArgument, ImageOptions
 from trimtab.cli.output import JsonOption, console, given_command, log, print_json
+from trimtab.cli.settings import verb
 from trimtab.errors import TrimtabError
-from trimtab.placement.workload import Workload
+from trimtab.placement.machine import Workload
 
 if TYPE_CHECKING:
-    from trimtab.placement.device_bytes import DeviceUse
+    from trimtab.placement.bytes import DeviceUse
     from trimtab.placement.machine import Machine
     from trimtab.placement.placed import Placement
     from trimtab.placement.split_model import Assessed

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -44,12 +44,15 @@ def _finite(value: Any) -> Any:
 
 
 def given_command(context: typer.Context, *, without: Collection[str]) -> str:
-    """The call again, in one order however it was typed: all that was given but the parameters `without` names."""
+    """The call again, in one order however it was typed: all that was given but the parameters `without` names.
+
+    Settings of a file are written out, so that the command is whole without it.
+    """
     words = ["trimtab", context.command.name or ""]
     for parameter in context.command.params:
         name = parameter.name or ""
         value = context.params.get(name)
-        if name in without or value == parameter.default or value in (None, [], ()):
+        if name in {*without, "set_words", "set_file"} or value == parameter.default or value in (None, [], ()):
             continue
         values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
         if parameter.param_type_name == "argument":
@@ -58,7 +61,9 @@ def given_command(context: typer.Context, *, without: Collection[str]) -> str:
             words.append(parameter.opts[0])
         else:
             words += [word for v in values for word in (parameter.opts[0], v)]
-    return shlex.join(words)
+    settings: Mapping[str, Sequence[str]] = context.meta.get("settings", {})
+    given = [f"{name}={text}" for name, texts in settings.items() if name not in without for text in texts]
+    return shlex.join([*words, *(word for text in given for word in ("--set", text))])
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from trimtab.address import place_of
-from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, log, print_json, told_of_compiling
+from trimtab.cli.settings import verb
 from trimtab.errors import PlanError
 from trimtab.options import Option, Order, Oversize, PackMethod
 from trimtab.plan.options import NUM_DRAWN, ORDER, OVERSIZE, WEIGHTS
@@ -39,7 +39,7 @@ class PackOptions:
     ] = None
     max_tokens: Annotated[int | None, Option("Most tokens of a pack.", least=1, most=2**40, common=True)] = None
     dp: Annotated[int, Option("Data-parallel ranks.", least=1, common=True)] = 8
-    num_microbatches: Annotated[int, Option("Packs per rank and step.", least=1)] = 1
+    num_microbatches: Annotated[int, Option("Packs per rank and step.", least=1, common=True)] = 1
     method: Annotated[PackMethod, Option("How packs are made.", common=True)] = "balanced"
     order: Annotated[Order, ORDER] = "random"
     oversize: Annotated[Oversize, OVERSIZE] = "error"

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.cli.check import OWN_LOOP, Framework
-from trimtab.cli.data import ClusterOptions, DataArgument, ImageOptions, SizingOptions, size_data
-from trimtab.cli.describe import ConfigArgument
-from trimtab.cli.options import verb
+from trimtab.cli.data import ClusterOptions, ConfigArgument, DataArgument, ImageOptions, SizingOptions, size_data
 from trimtab.cli.output import JsonOption, console, given_command, print_json
+from trimtab.cli.settings import verb
 from trimtab.plan.options import PlanOptions
 
 if TYPE_CHECKING:
@@ -29,24 +28,21 @@ def plan(
     config: ConfigArgument,
     data: DataArgument,
     cluster: ClusterOptions,
-    out: Annotated[Path, typer.Option(help="Folder for plan.yaml, tables, report.html and trace.json.")] = Path("plan"),
+    out: Annotated[Path, typer.Option(help="Folder for the plan and its report.")] = Path("plan"),
     target: Annotated[
         Framework | None,
-        typer.Option("--for", help="Decide only what this framework can run; trimtab means `trimtab train`."),
+        typer.Option("--for", help="Decide only what this framework can run."),
     ] = None,
     as_json: JsonOption = False,
     options: PlanOptions,
     profile: Annotated[
         Path | None,
-        typer.Option(
-            help="Plan with the seconds (traced, probed: bytes) of this profile, which `trimtab profile --out` wrote.",
-            rich_help_panel="Plan options",
-        ),
+        typer.Option(help="Plan with this profile of `trimtab profile`."),
     ] = None,
     sizing: SizingOptions,
     images: ImageOptions,
 ) -> None:
-    """Plan the training of CONFIG on DATA: packs, stages and recompute, beside the unbalanced baseline."""
+    """Plan the training of CONFIG on DATA: packs, stages and recompute, compared with the unbalanced baseline."""
     from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.profile import load_profile
     from trimtab.plan.options import PlanOrigin

@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.data import ClusterOptions, DataArgument, ImageOptions, SizingOptions, size_data
-from trimtab.cli.describe import ConfigArgument
-from trimtab.cli.options import verb
+from trimtab.cli.data import ClusterOptions, ConfigArgument, DataArgument, ImageOptions, SizingOptions, size_data
 from trimtab.cli.output import JsonOption, console, print_json
-from trimtab.errors import PlanError
+from trimtab.cli.settings import verb
 from trimtab.options import Option
 from trimtab.plan.given import GivenRun
 
@@ -21,29 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherOptions:
-    """Files of a launcher that say what the run is; options say it over."""
+    """A launcher's flags that say what the run is; options given here override them."""
 
     from_megatron: Annotated[
-        str | None, Option("Megatron's flags, in quotes or in a file (Pai-Megatron-Patch's and ms-swift's too).")
+        str | None,
+        Option("Megatron's flags, in quotes or in a file (Pai-Megatron-Patch's and ms-swift's too).", common=True),
     ] = None
-    from_deepspeed: Annotated[Path | None, Option("DeepSpeed's JSON.")] = None
-    from_torchtitan: Annotated[Path | None, Option("torchtitan's job file (TOML).")] = None
 
     def completing(self, run: GivenRun, model: "ModelSpec") -> GivenRun:
-        """`run` with what the launcher's file says of the rest."""
-        names = ("from_megatron", "from_deepspeed", "from_torchtitan")
-        given = [name.removeprefix("from_") for name in names if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise PlanError(f"files of {' and '.join(given)} were given, and a run has one launcher: give one of them")
-        from trimtab.adapters.launch_files import completed, from_deepspeed, from_megatron, from_torchtitan
+        """Return `run` with what the flags say of the rest."""
+        if self.from_megatron is None:
+            return run
+        from trimtab.adapters.launch_files import completed, from_megatron
 
-        if self.from_megatron is not None:
-            return completed(run, from_megatron(self.from_megatron, model))
-        if self.from_deepspeed is not None:
-            return completed(run, from_deepspeed(self.from_deepspeed))
-        if self.from_torchtitan is not None:
-            return completed(run, from_torchtitan(self.from_torchtitan))
-        return run
+        return completed(run, from_megatron(self.from_megatron, model))
 
 
 @verb

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.cli.settings import verb
 from trimtab.runtime.probe.settings import ProbeSettings
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimtab.cli.describe import ConfigArgument
-from trimtab.cli.options import verb
+from trimtab.cli.data import ConfigArgument
 from trimtab.cli.output import JsonOption, console, print_json
+from trimtab.cli.settings import verb
 from trimtab.errors import TrimtabError, join_problems
 from trimtab.lora import Lora
 from trimtab.options import Attention, DType, Option, Tower, option_problems
@@ -35,13 +35,15 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 class ProfileOptions:
     """How layers are priced; checks itself."""
 
-    timed: Annotated[bool, Option("Time the real layers on --device (cpu, cuda).")] = False
-    traced: Annotated[bool, Option("Count the bytes of the real layers, without weights; seconds by formula.")] = False
-    from_logs: Annotated[Path | None, Option("Fit the formulas to these logged runs (JSON).")] = None
+    timed: Annotated[bool, Option("Time the real layers on --device (cpu, cuda).", common=True)] = False
+    traced: Annotated[
+        bool, Option("Count the bytes of the real layers, without weights; seconds by formula.", common=True)
+    ] = False
+    from_logs: Annotated[Path | None, Option("Fit the formulas to these logged runs (JSON).", common=True)] = None
     device: Annotated[
-        str | None, Option("cpu or cuda with --timed (default: what is there); else a device as in H200.")
+        str | None, Option("cpu or cuda with --timed (default: what is there); else a device as in H200.", common=True)
     ] = None
-    dtype: Annotated[DType, Option("Of weights and activations.")] = "bf16"
+    dtype: Annotated[DType, Option("Of weights and activations.", common=True)] = "bf16"
     attention: Annotated[
         Attention | None, Option("Attention; default flash, with --timed sdpa where flash is not installed.")
     ] = None
@@ -49,11 +51,17 @@ class ProfileOptions:
         tuple[int, ...] | None, Option("Rows to time, as in 1024,4096; default: by device.", read=parse_sizes)
     ] = None
     repeats: Annotated[int | None, Option("Times each size is timed; default 9.", least=1)] = None
-    tp: Annotated[int, Option("Tensor-parallel degree; layers are timed at 1.", least=1)] = 1
+    tp: Annotated[int, Option("Tensor-parallel degree; layers are timed at 1.", least=1, common=True)] = 1
     fused_kernels: Annotated[bool, Option("Norms, rotary and gates as single kernels (TE, Liger).")] = False
     frozen_towers: Annotated[
         tuple[Tower, ...],
-        Option("Towers that are not trained, as in vision.", flag="--freeze", read=parse_towers, typed=list[str]),
+        Option(
+            "Towers that are not trained, as in vision.",
+            flag="--freeze",
+            read=parse_towers,
+            typed=list[str],
+            common=True,
+        ),
     ] = ()
     lora: Annotated[Lora | None, LORA] = None
 
@@ -72,7 +80,7 @@ class ProfileOptions:
             ),
             (
                 self.timed and self.fused_kernels,
-                "fused kernels were to be timed, and Transformers' own layers are: leave --fused-kernels out",
+                "fused kernels were to be timed, and Transformers' own layers are: leave fused_kernels out",
             ),
             (
                 self.timed and self.lora is not None,
@@ -88,11 +96,11 @@ class ProfileOptions:
             ),
             (
                 not self.timed and sizes,
-                "--sizes were given, and rows are chosen where nothing is timed: leave them out, or give --timed",
+                "--set sizes were given, and rows are chosen where nothing is timed: leave them out, or give --timed",
             ),
             (
                 not self.timed and self.repeats is not None,
-                f"--repeats {self.repeats} was given, and nothing is timed: leave it out, or give --timed",
+                f"--set repeats={self.repeats} was given, and nothing is timed: leave it out, or give --timed",
             ),
         )
         problems = [*option_problems(self), *(sentence for wrong, sentence in refused if wrong)]

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from trimtab.cli.data import DataArgument, ImageOptions, SizingOptions
-from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.cli.settings import verb
 from trimtab.errors import SampleError
 
 
@@ -23,8 +23,8 @@ def size(
     shard: Annotated[
         str | None,
         typer.Option(
-            help="I/N: size every N-th part of DATA from the I-th into --resume, on any machine; the same call without "
-            "it joins all parts."
+            help="I/N: size every N-th part of DATA from the I-th into --set resume=FOLDER, on any machine; the "
+            "same call without it joins all parts."
         ),
     ] = None,
     as_json: JsonOption = False,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from trimtab.cli.options import verb
 from trimtab.cli.output import JsonOption, print_json
+from trimtab.cli.settings import verb
 from trimtab.runtime.training.settings import TrainSettings
 
 

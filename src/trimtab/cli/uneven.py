@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.describe import ConfigArgument
-from trimtab.cli.image_size import read_size
+from trimtab.cli.data import ConfigArgument
+from trimtab.cli.describe import read_size
 from trimtab.cli.output import JsonOption, console, print_json
 from trimtab.errors import PartitionError
 

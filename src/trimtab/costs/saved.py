@@ -25,8 +25,8 @@ def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:
         problems.append(problem)
     for what, has, wanted, cure in (
         ("device", saved.device.name, target.device.name, "give --cluster that device, or profile on this one"),
-        ("dtype", saved.dtype, target.dtype, "plan with that --dtype, or profile with this one"),
-        ("attention", saved.attention, target.attention, "plan with that --attention, or profile with this one"),
+        ("dtype", saved.dtype, target.dtype, "plan with that --set dtype, or profile with this one"),
+        ("attention", saved.attention, target.attention, "plan with that --set attention, or profile with this one"),
         (
             "frozen towers",
             ", ".join(saved.frozen_towers) or "none",
@@ -38,7 +38,7 @@ def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:
             "fused kernels",
             "yes" if saved.fused_kernels else "no",
             "yes" if target.fused_kernels else "no",
-            "give plan and profile the same --fused-kernels",
+            "give plan and profile the same --set fused_kernels",
         ),
     ):
         if has != wanted:

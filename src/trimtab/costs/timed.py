@@ -132,7 +132,7 @@ def time_layers(
                     result.append(LayerTimings(layer=number, timings=timings))
         except torch.OutOfMemoryError as error:
             raise TrimtabError(
-                f"{max(sizes)} rows were to be timed on {device}, whose memory is too small: give smaller --sizes"
+                f"{max(sizes)} rows were to be timed on {device}, whose memory is too small: give smaller --set sizes"
             ) from error
     return tuple(result)
 

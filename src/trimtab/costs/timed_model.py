@@ -75,7 +75,7 @@ def build_model(
     if settings.attention == "flash" and (device.type != "cuda" or not has_flash()):
         raise TrimtabError(
             f"flash attention was to be timed on {device}, and it needs a CUDA device and the package flash_attn: "
-            "give --attention sdpa or eager"
+            "give --set attention=sdpa or eager"
         )
     kinds = KindModel(config, model, settings, chosen)
     return RealModel(module=kinds.build(device), kinds=kinds, chosen=tuple(chosen), device=device)

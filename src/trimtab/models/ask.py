@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,13 @@ MAX_MEMORY_BYTES = 8 * 2**30  # torch and Transformers take 0.6 GiB
 MAX_ANSWER_BYTES = 2**23
 CHILD = "trimtab.models.asking.child"
 ANSWERS = 5  # raise it when answers to the same question change: remembered ones are then asked again
+
+UNASKED = re.compile(
+    r"auto_map|trust_remote_code|\w*attn_implementation\w*|\w*experts_implementation\w*|quantization_config"
+    r"|(torch_)?dtype|_?name_or_path|use_kernels|kernel_config|transformers_version|_commit_hash|device_map"
+    r"|use_pretrained_backbone"
+)
+"""Fields, at any depth, that name code, files or number formats: they change no layer, and are left out."""
 
 INSTALL = "install Transformers and torch (pip install 'trimtab[torch]'), which are asked for it without weights"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -14,14 +13,11 @@ from trimtab.files import read_small
 from trimtab.models.ask import INSTALL, is_installed
 from trimtab.models.ask import ask as ask_transformers
 from trimtab.models.description import read_description
-from trimtab.models.families.architecture import Architecture
-from trimtab.models.families.known import FAMILIES, family_of
-from trimtab.models.fields import Fields, LackingFileError
 from trimtab.models.image_rules import image_rule_by_processor, image_rule_or_reason
 from trimtab.models.images.apply import with_limits
 from trimtab.models.images.clips import ask_clips, clip_rule_of
 from trimtab.models.images.unsettled import UnsettledRule
-from trimtab.models.shipped import find_shipped, read_shipped, shipped_models, suggest_shipped
+from trimtab.models.shipped import fill_silent, find_same, find_shipped, read_shipped, shipped_models, suggest_shipped
 from trimtab.options import VideoOptions
 from trimtab.specs import ModelOrigin, ModelSpec
 from trimtab.typed_json import parse_json
@@ -45,17 +41,14 @@ def describe(
 
     Call this first: every other function takes the `ModelSpec` that it returns.
 
-    Shipped names, description files and families with arithmetic of their own need no torch. Another `model_type`, and
-    a configuration that leaves out what equals a class default, are put to Transformers where it is installed
-    (`models.ask`), unless `ask` is false.
+    Shipped names, description files, and configurations that say what a shipped one says, field by field, need no
+    torch. Every other is put to Transformers where it is installed (`models.ask`), unless `ask` is false.
 
     `preprocessor` is the model's preprocessor_config.json (or its content); beside a config.json it is found by
     itself. It is needed where the configuration does not settle how images are cut, and for nothing else:
     without it such a model is described, and the error comes when an image is to be counted.
     `max_pixels` and `max_tiles` are the user's own limits on an image (`images.with_limits`).
-    Exact: the parameters of every layer are those of the Transformers model built from the same configuration; for
-    families that have only remote code, those that reading it gives. Raises `ConfigError` with every missing and
-    ill-typed field at once, and with every contradiction once all can be read.
+    Exact: the parameters of every layer are those of the Transformers model built from the same configuration.
 
     >>> model = describe("Qwen2.5-VL-7B")
     >>> len(model.layers), model.num_params, model.image_rule.count(1280, 720).tokens
@@ -71,7 +64,6 @@ def describe(
             model,
             name=_default_name(path, config, model.family),
             config_blake2b=_digest(config, settings),
-            clip_rule=ask_clips(_plain(config), files),
         )
     rule = with_limits(model.image_rule, max_pixels=max_pixels, max_tiles=max_tiles)
     origin = None
@@ -90,75 +82,43 @@ def _read_described(config: Config, settings: Config | None, files: Files, *, wh
     carried = config.get("config")
     if not isinstance(carried, Mapping):
         raise ConfigError(
-            f"{whence} is a description, and its image rule was settled when it was written: give --preprocessor "
+            f"{whence} is a description, and its image rule was settled when it was written: give --set preprocessor "
             "to `trimtab describe MODEL --out` instead"
         )
-    rule = image_rule_or_reason(carried, settings)
-    return replace(
-        model, image_rule=rule, config_blake2b=_digest(carried, settings), clip_rule=ask_clips(carried, files)
-    )
+    return _with_own_files(model, carried, settings, files)
 
 
 def _describe_config(config: Config, settings: Config | None, files: Files, *, may_ask: bool) -> ModelSpec:
-    """By hand-written arithmetic where a family has it and knows every part, else by asking Transformers."""
+    """The shipped description of a configuration that says the same, else what Transformers answers."""
+    shipped = find_same(config)
+    if shipped is not None:
+        model = read_description(shipped, whence=shipped["name"])
+        return _with_own_files(model, fill_silent(config, shipped), settings, files)
     model_type = config.get("model_type")
-    by_hand = family_of(model_type).describe
-    may_ask = may_ask and isinstance(model_type, str) and is_installed()
-    if by_hand is None or not isinstance(model_type, str):
-        if may_ask:
-            return _asked(config, settings, files)
-        names = ", ".join(name for name, family in FAMILIES.items() if family.describe is not None)
-        raise UnknownModelError(
-            f"model_type {quote(model_type)} cannot be described: known are {names}; correct "
-            f"`model_type` in config.json, {INSTALL}, or give a description file that another machine wrote"
-        )
-    fields = Fields.of_model(config, settings)
-    architecture = by_hand(fields)
-    found = fields.problems
-    if may_ask and not found.wrong and (found.foreign or found.missing):
-        with contextlib.suppress(UnknownModelError):  # it has only remote code: what it lacks is said below
-            return _asked(config, settings, files)
-    return _assembled(model_type, architecture, fields)
-
-
-def _assembled(model_type: str, architecture: Architecture, fields: Fields) -> ModelSpec:
-    read_rule, notes = family_of(model_type).image_rule, architecture.notes
-    assert read_rule is not None, "a family whose layers stand here has its rule here too"
-    try:
-        rule = read_rule(fields)
-    except LackingFileError as error:
-        rule = UnsettledRule(reason=str(error))
-        notes += ("Images cannot be counted: preprocessor_config.json was not given.",)
-    return ModelSpec(
-        name=model_type,
-        family=model_type,
-        layers=architecture.layers,
-        image_rule=rule,
-        vocab_size=architecture.vocab_size,
-        tied=architecture.tied,
-        forbidden_cuts=architecture.forbidden_cuts,
-        forbidden_cut_reason=architecture.forbidden_cut_reason,
-        joined_cuts=architecture.joined_cuts,
-        notes=notes,
+    if may_ask and isinstance(model_type, str) and is_installed():
+        return _asked(config, settings, files)
+    raise UnknownModelError(
+        f"this configuration of model_type {quote(model_type)} is none of the shipped models': correct `model_type` in "
+        f"config.json, {INSTALL}, or give a description file that another machine wrote"
     )
 
 
-_OURS = ("preprocess", "projector", "source")
-"""Fields of shipped descriptions that no library knows."""
-
-
-def _plain(config: Config) -> Config:
-    return {k: v for k, v in config.items() if k not in _OURS}
+def _with_own_files(model: ModelSpec, config: Config, settings: Config | None, files: Files) -> ModelSpec:
+    """`model` with images and videos counted as these files say; without files, as those of the model do."""
+    rule = image_rule_or_reason(config, settings)
+    if settings is None and isinstance(rule, UnsettledRule):
+        return model
+    return replace(model, image_rule=rule, clip_rule=ask_clips(config, files), config_blake2b=_digest(config, settings))
 
 
 def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
     """The description that Transformers gives, with the image rule of its processor."""
-    answer = ask_transformers(_plain(config), "describe")
+    answer = ask_transformers(config, "describe")
     model = read_description(answer, whence=f"the answer on model_type {quote(config.get('model_type'))}")
     assumed = {"image_seq_length"} - set(config)  # of the class's own image size, not of this model's
     whole = {**config, **{key: value for key, value in answer["config"].items() if key not in assumed}}
     rule, markup = image_rule_by_processor(whole, files, settings)
-    return replace(model, image_rule=rule, image_markup=markup)
+    return replace(model, image_rule=rule, image_markup=markup, clip_rule=ask_clips(config, files))
 
 
 def read_config(source: str | Path | Config) -> Config:

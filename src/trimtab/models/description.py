@@ -25,7 +25,7 @@ from trimtab.typed_json import read_typed
 
 VERSION = "trimtab-description 1.0"
 MAX_BYTES = 2**20  # as of a config.json
-MAX_LAYERS = 3 * 4096  # what hand-written families can make
+MAX_LAYERS = 3 * 4096  # of three towers
 RULES: Mapping[str, type] = MappingProxyType(
     {
         rule.__name__: rule
@@ -37,6 +37,7 @@ RULES: Mapping[str, type] = MappingProxyType(
 )
 """Image rules that a file may name: a class and its settings, nothing that runs."""
 
+_CARRIED = ("config", "assumed", "sources")  # of a shipped one and of an answer
 _RULES_AND_LAYERS = ("image_rule", "clip_rule", "layers")
 _NUMBER = re.compile(r"\d+")
 
@@ -111,13 +112,15 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
             f"reads {VERSION!r}: write it again with `trimtab describe MODEL --out`"
         )
     problems: list[str] = []
-    plain = {k: v for k, v in data.items() if k not in ("description_version", "config", *_RULES_AND_LAYERS)}
+    plain = {k: v for k, v in data.items() if k not in ("description_version", *_CARRIED, *_RULES_AND_LAYERS)}
     head = read_typed(DescriptionFile, plain, "", problems, read_number=_read_number)
     rule = _read_rule(data.get("image_rule"), "image_rule", problems)
     clips = data.get("clip_rule")
-    if clips is not None:  # earlier versions wrote more than the question
-        asked = {"question": clips.get("question")} if isinstance(clips, dict) else clips
-        clips = read_typed(AskedClips, asked, "clip_rule.", problems, read_number=_read_number)
+    if clips is not None:
+        question = clips.get("question") if isinstance(clips, dict) else None
+        clips = AskedClips(question=question) if isinstance(question, str) else None
+        if clips is None:
+            problems.append("clip_rule: expected an object with a text `question`")
     layers = _read_layers(data.get("layers"), problems)
     if not problems:
         problems += [x for layer in layers for x in find_layer_problems(layer)]
@@ -187,6 +190,15 @@ def _name_after(name: str, steps: int) -> str | None:
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_layers(value: Any) -> list[LayerSpec]:
+    """Return the layers of the list that a description file holds under `layers`."""
+    problems: list[str] = []
+    layers = _read_layers(value, problems)
+    if problems:
+        raise ConfigError(join_problems(problems))
+    return layers
 
 
 def _read_layers(value: Any, problems: list[str]) -> list[LayerSpec]:

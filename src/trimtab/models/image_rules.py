@@ -8,15 +8,15 @@ from typing import Any
 
 from trimtab.errors import ConfigError, ImageError, UnknownModelError, quote
 from trimtab.models.families.known import FAMILIES, family_of
-from trimtab.models.fields import Fields, LackingFileError
 from trimtab.models.images.asked import AskedImages, ask_images
+from trimtab.models.images.reading import Fields, LackingFileError
 from trimtab.models.images.tiles import FixedImage
 from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.specs import ImageMarkup, ImageRule
 
 NO_FILES = (
     "images of this model cannot be counted: the files of its processor were not given: put preprocessor_config.json "
-    "or processor_config.json beside config.json, or pass --preprocessor"
+    "or processor_config.json beside config.json, or pass --set preprocessor"
 )
 
 
@@ -25,9 +25,8 @@ def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] 
 
     Use its `count(width, height)` to know the patches and tokens of an image from nothing but its size in pixels.
 
-    A `preprocess` mapping inside `config` stands in for the second file; where both speak, the file wins. Nothing
-    is filled from a class default: a setting given nowhere, or two that contradict each other, raise a `ConfigError`
-    with all problems at once. Two switches follow the processor instead of the file, those of InternVL and Gemma 3.
+    Nothing is filled from a class default: a setting given nowhere, or two that contradict each other, raise a
+    `ConfigError` with all problems at once. Two switches follow the processor instead of the file: InternVL's, Gemma's.
 
     >>> pixels = {"min_pixels": 3136, "max_pixels": 12845056}
     >>> rule = image_rule({"model_type": "qwen2_vl"}, {"patch_size": 14, "merge_size": 2, **pixels})

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.errors import PartitionError, refuse_type
-from trimtab.placement.bytes import InferenceTable, inference_table
+from trimtab.models.families.known import family_of
+from trimtab.placement.bytes import DeviceKey, InferenceTable, inference_table, run_bytes
 from trimtab.placement.chain import (
     Arrangement,
     Parts,
@@ -17,13 +18,10 @@ from trimtab.placement.chain import (
     parts_of,
     pipeline_arrangement,
 )
-from trimtab.placement.device_bytes import DeviceKey, run_bytes
 from trimtab.placement.fullest import Choices, Run, choices_of, least_sum, smallest_fullest
-from trimtab.placement.machine import Machine
+from trimtab.placement.machine import Machine, Workload
 from trimtab.placement.placed import Objective, Placement, summarize
-from trimtab.placement.spill import Victims, order_victims, with_borrowers
-from trimtab.placement.workload import Workload
-from trimtab.specs import FloatArray, ModelSpec
+from trimtab.specs import FloatArray, IntArray, LayerSpec, ModelSpec
 from trimtab.units import GIB, format_bytes
 
 ROOMY = 0.8  # GPUs that are filled to this leave room for what is not counted and for a longer prompt
@@ -65,19 +63,19 @@ def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: 
     parts = parts_of(model)
     if objective == "pipeline":
         return _place_stages(model, machine, workload, table, parts)
-    victims = order_victims(model, parts, table, cpu_bytes=machine.cpu_bytes)
-    search = _Search.of(arrangements(parts), machine, table, victims.by_rows)
+    spills = order_spills(model, parts, table, cpu_bytes=machine.cpu_bytes)
+    search = _Search.of(arrangements(parts), machine, table, spills.by_rows)
     cut = search.cut((), objective)
     if cut is not None:
         return _assemble(model, machine, table, cut, spilled={}, objective=objective)
-    found = _spill(search, victims, objective) if machine.cpu_bytes or machine.disk else None
+    found = _spill(search, spills, objective) if machine.cpu_bytes or machine.disk else None
     if found is None:
         raise PartitionError(_explain(model, machine, workload, search))
     cut, gone = found
-    homes = _homes(model, victims, gone, machine, table)
+    homes = _homes(model, spills, gone, machine, table)
     if homes is None:
         raise PartitionError(_explain(model, machine, workload, search))
-    return _assemble(model, machine, table, cut, spilled=homes, objective=objective, by_rows=victims.by_rows)
+    return _assemble(model, machine, table, cut, spilled=homes, objective=objective, by_rows=spills.by_rows)
 
 
 def _place_stages(
@@ -206,19 +204,19 @@ def _evenest(shares: FloatArray, choices: Choices, num_devices: int) -> tuple[Ru
 # -- spill ----------------------------------------------------------------------------------------------------------
 
 
-def _spill(search: _Search, victims: Victims, objective: Objective) -> tuple[_Cut, tuple[int, ...]] | None:
-    """The shortest beginning of the victims that lets the rest fit, then without those that can stay after all."""
+def _spill(search: _Search, spills: Spills, objective: Objective) -> tuple[_Cut, tuple[int, ...]] | None:
+    """The shortest beginning of the spills that lets the rest fit, then without those that can stay after all."""
 
     def fits(gone: Sequence[int]) -> bool:
         return search.fullest(gone)[0] <= 1
 
-    order = victims.layers
+    order = spills.layers
     if not order or not fits(order):
         return None
     shortest = 1 + bisect_left(range(1, len(order)), True, key=lambda length: fits(order[:length]))
     gone, needed = list(order[:shortest]), set()
-    for layer in sorted(gone, key=lambda i: (-victims.moved_bytes[i], i)):
-        kind = (int(victims.moved_bytes[layer]), int(search.table.weights[layer]))
+    for layer in sorted(gone, key=lambda i: (-spills.moved_bytes[i], i)):
+        kind = (int(spills.moved_bytes[layer]), int(search.table.weights[layer]))
         without = [i for i in gone if i != layer]
         if kind not in needed and fits(without):
             gone = without
@@ -230,7 +228,7 @@ def _spill(search: _Search, victims: Victims, objective: Objective) -> tuple[_Cu
 
 
 def _homes(
-    model: ModelSpec, victims: Victims, gone: Sequence[int], machine: Machine, table: InferenceTable
+    model: ModelSpec, spills: Spills, gone: Sequence[int], machine: Machine, table: InferenceTable
 ) -> dict[int, str] | None:
     """Host memory for what moves most, disk for the rest; what runs in host memory must lie there. None: no room.
 
@@ -238,7 +236,7 @@ def _homes(
     """
     left = machine.cpu_bytes
     homes: dict[int, str] = {}
-    for layer in sorted(gone, key=lambda i: (i not in victims.by_rows, -int(victims.moved_bytes[i]), i)):
+    for layer in sorted(gone, key=lambda i: (i not in spills.by_rows, -int(spills.moved_bytes[i]), i)):
         together = [i for i in with_borrowers(model, layer) if i not in homes]
         size = sum(int(table.weights[i]) for i in together)
         if size > left and not machine.disk:
@@ -266,11 +264,11 @@ def _explain(model: ModelSpec, machine: Machine, workload: Workload, search: _Se
     if smaller is not None:
         larger += f", or batch {smaller}"
     parts = parts_of(model)
-    victims = order_victims(model, parts, search.table, cpu_bytes=_ANY)
-    roomy = replace(search, by_rows=victims.by_rows)
-    found = _spill(roomy, victims, "memory")
+    spills = order_spills(model, parts, search.table, cpu_bytes=_ANY)
+    roomy = replace(search, by_rows=spills.by_rows)
+    found = _spill(roomy, spills, "memory")
     if found is None:
-        share = roomy.fullest(victims.layers)[0]
+        share = roomy.fullest(spills.layers)[0]
         return (
             f"{asked}: with all weights elsewhere, KV cache, activations and one layer at a time still fill the "
             f"fullest GPU to {100 * share:.0f} %; enough would be: {larger}"
@@ -344,3 +342,61 @@ def _num_used(placement: Placement) -> int:
 def _told(placement: Placement) -> str:
     num = _num_used(placement)
     return f"{num} GPU{'s' if num > 1 else ''}, the fullest to {100 * placement.fullest:.0f} %"
+
+
+# -- order of spilling: bytes moved per request for each byte freed ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spills:
+    """Layers in the order in which they spill, and what each moves."""
+
+    layers: tuple[int, ...]
+    moved_bytes: IntArray  # per layer of the model, if it spills
+    by_rows: frozenset[int]  # computed in host memory: looked-up rows move instead of the table
+
+
+def order_spills(model: ModelSpec, parts: Parts, table: InferenceTable, *, cpu_bytes: int) -> Spills:
+    """Every layer with weights, cheapest first; parameters without a module never, as nothing would bring them back.
+
+    An embedding that shares no weight runs in host memory, where there is room, and moves the rows it looks up; else
+    it is copied like a block. The ViT's layers are copied
+    once a batch; decoder blocks for every new token, spread over the depth so that each GPU gives up alike; the head,
+    and an embedding that is one with it, last. The ratio of moved to freed bytes orders these groups whatever the
+    layers' sizes, because a layer that runs k times moves k times what it frees.
+    """
+    shared = {name for pair in model.tied for name in pair}
+    tables = [i for i in parts.embed.layers if _is_table(model.layers[i]) and model.layers[i].name not in shared]
+    size = sum(int(table.weights[i]) for i in tables)
+    by_rows = frozenset(tables if size <= cpu_bytes else ())
+    stays = family_of(model.family).stacks_states  # Mllama asks where its patch embedding lies before it calls it
+    vision = [i for unit in parts.vision for i in unit.layers if not (stays and model.layers[i].kind == "embed")]
+    blocks = _spread([i for unit in parts.blocks for i in unit.layers])
+    ends = [*parts.head.layers, *(i for i in parts.embed.layers if i not in by_rows)]
+    moved = (table.runs * table.weights).astype(table.weights.dtype)
+    for layer in by_rows:
+        moved[layer] = table.rows_out[layer]
+    groups = ([*by_rows], sorted(vision, key=lambda i: (-int(table.weights[i]), i)), blocks, ends)
+    order = tuple(i for group in groups for i in group if table.weights[i] > 0 and not model.layers[i].bare)
+    return Spills(layers=order, moved_bytes=moved, by_rows=by_rows)
+
+
+def with_borrowers(model: ModelSpec, layer: int) -> tuple[int, ...]:
+    """`layer` and those that share a weight with it, directly or by way of others: they lie in one place."""
+    number = {x.name: i for i, x in enumerate(model.layers)}
+    pairs = [{number[owner], number[borrower]} for owner, borrower in model.tied]
+    found: dict[int, None] = {layer: None}
+    for _ in pairs:  # chains of pairs
+        found.update({i: None for pair in pairs if pair & found.keys() for i in pair})
+    return tuple(found)
+
+
+def _is_table(layer: LayerSpec) -> bool:
+    return layer.kind == "embed" and not layer.bare and not layer.num_matmul_params
+
+
+def _spread(layers: list[int]) -> list[int]:
+    """Every prefix lies about evenly over the list: bit-reversed order."""
+    bits = max(len(layers) - 1, 1).bit_length()
+    turned = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(2**bits))
+    return [layers[i] for i in turned if i < len(layers)]

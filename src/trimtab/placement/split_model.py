@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trimtab.errors import PartitionError
-from trimtab.placement.bytes import inference_table
+from trimtab.placement.bytes import DeviceKey, inference_table
 from trimtab.placement.chain import modules_of, upwards
-from trimtab.placement.device_bytes import DeviceKey
-from trimtab.placement.machine import Machine
+from trimtab.placement.machine import Machine, Workload
 from trimtab.placement.placed import Placement, summarize
-from trimtab.placement.workload import Workload
 from trimtab.specs import ModelSpec
 
 Variant = Literal["repository", "model card"]

@@ -57,7 +57,8 @@ class GivenRun:
     ep: Annotated[int | None, Option("Expert-parallel degree; default: 1.", least=1)] = None
     etp: Annotated[int | None, Option("Tensor-parallel degree of one expert; default: that of --tp.", least=1)] = None
     batch: Annotated[
-        int | None, Option("Samples of a micro-batch; else give --max-patches, --max-tokens.", least=1, common=True)
+        int | None,
+        Option("Samples of a micro-batch; else give --set max_patches, --set max_tokens.", least=1, common=True),
     ] = None
     no_padding: Annotated[bool, Option("Samples of --batch are joined, not padded to the longest.")] = False
     max_patches: Annotated[int | None, Option("Most ViT patches of a pack; default: any.", least=1)] = None
@@ -68,21 +69,29 @@ class GivenRun:
     num_microbatches: Annotated[
         int | None, Option("Micro-batches per rank and step; default: 1.", least=1, common=True)
     ] = None
-    global_batch: Annotated[int | None, Option("Samples per step, instead of --num-microbatches.", least=1)] = None
+    global_batch: Annotated[
+        int | None, Option("Samples per step, instead of --num-microbatches.", least=1, common=True)
+    ] = None
     stages: Annotated[
         str | None,
         Option(
             "Blocks of each stage, vision v and language l, as in '24v|8v+10l|18l'; even: as many of both on each; "
-            "vision-first: the tower on the first, the language model even. Default: even."
+            "vision-first: the tower on the first, the language model even. Default: even.",
+            common=True,
         ),
     ] = None
     recompute: Annotated[
         str | None,
-        Option("none, full, selective, attention, or how many blocks of each stage recompute all, as in 2,1,0,0."),
+        Option(
+            "none, full, selective, attention, or how many blocks of each stage recompute all, as in 2,1,0,0.",
+            common=True,
+        ),
     ] = None
-    schedule: Annotated[ScheduleName | None, Option("Pipeline schedule; default: 1F1B.")] = None
+    schedule: Annotated[ScheduleName | None, Option("Pipeline schedule; default: 1F1B.", common=True)] = None
     num_chunks: Annotated[int | None, Option("Virtual stages per device.", least=1)] = None
-    zero_stage: Annotated[int | None, Option("ZeRO sharding; 3 is FSDP. Default: 1.", least=0, most=3)] = None
+    zero_stage: Annotated[int | None, Option("ZeRO sharding; 3 is FSDP. Default: 1.", least=0, most=3, common=True)] = (
+        None
+    )
     optimizer: Annotated[Optimizer | None, OPTIMIZER] = None
     dtype: Annotated[Precision | None, DTYPE] = None
     attention: Annotated[Attention | None, ATTENTION] = None

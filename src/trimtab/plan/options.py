@@ -133,7 +133,9 @@ class VisionChoice:
     group: Annotated[
         GroupChoice,
         Option(
-            "Ranks that share images, each encoding a part; auto: those that gain most, if any do.", flag="--vision-dp"
+            "Ranks that share images; auto: if it gains.",
+            flag="--vision-dp",
+            common=True,
         ),
     ] = "none"  # auto: the group whose simulated epoch is shortest, or none
     pooling: Annotated[
@@ -192,7 +194,7 @@ def parse_weights(given: Sequence[str]) -> tuple[tuple[str, float], ...]:
 # what `trimtab pack` takes too
 ORDER = Option("How packs are grouped into steps; random keeps the shuffle.")
 OVERSIZE = Option("What to do with a sample that exceeds a limit by itself.")
-NUM_DRAWN = Option("Samples of an epoch with --weights; default: as many as there are.", least=1)
+NUM_DRAWN = Option("Samples of an epoch with --set weights; default: as many as there are.", least=1)
 WEIGHTS = Option(
     "Share of each source in an epoch, as in web=1,docs=2.5; name every source, 0 leaves it out.",
     read=parse_weights,
@@ -201,11 +203,12 @@ WEIGHTS = Option(
 
 
 # of every run that is priced
-MEMORY = Option("Memory of one device to plan with, as in 80GiB.", flag="--memory", read=parse_bytes)
+MEMORY = Option("Memory of a device, as in 80GiB.", flag="--memory", read=parse_bytes, common=True)
 RISK = Option(
-    "Accepted chance that the fullest device needs more memory than it has; a larger one fills more.",
+    "Accepted chance of running out of memory.",
     read=parse_share,
     shown="0.5%",
+    common=True,
 )
 OPTIMIZER = Option("Optimizer, which decides the bytes of state.")
 DTYPE = Option("Of weights and activations; fp8, mxfp8: of the blocks' products, the rest bf16.")
@@ -214,12 +217,21 @@ FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger).")
 TP_OVERLAP = Option("tp's messages run beside the products, as with Megatron's --tp-comm-overlap.")
 EP_OVERLAP = Option("Experts' rows are sent beside products, as with --overlap-moe-expert-parallel-comm.")
 FREEZE = Option(
-    "Towers that are not trained, as in vision,projector.", flag="--freeze", read=parse_towers, typed=list[str]
+    "Towers not trained, as in vision,projector.",
+    flag="--freeze",
+    read=parse_towers,
+    typed=list[str],
+    common=True,
 )
-ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 where --ep is chosen.", least=1)
+ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 where --set ep is chosen.", least=1)
 IMBALANCE = Option("Rows of the busiest expert-parallel device over the mean.", least=1)
 DISPATCHER = Option("How rows reach experts of other devices: once for each expert, or for each device (deepep).")
-LORA = Option("Train only LoRA adapters, as in r=16,targets=q_proj+v_proj; bits=4: QLoRA.", read=parse_lora, shown=None)
+LORA = Option(
+    "LoRA, as in r=16,targets=q_proj; bits=4: QLoRA.",
+    read=parse_lora,
+    shown=None,
+    common=True,
+)
 SEED = Option("Same seed, same result.")
 
 
@@ -233,9 +245,9 @@ class PlanOptions:
     'full'
     """
 
-    dp: Annotated[int | None, Option("Data-parallel degree; default: chosen.", least=1)] = None
-    pp: Annotated[int | None, Option("Pipeline degree; default: chosen.", least=1)] = None
-    tp: Annotated[int | None, Option("Tensor-parallel degree; default: chosen.", least=1)] = None
+    dp: Annotated[int | None, Option("Data-parallel degree; default: chosen.", least=1, common=True)] = None
+    pp: Annotated[int | None, Option("Pipeline degree; default: chosen.", least=1, common=True)] = None
+    tp: Annotated[int | None, Option("Tensor-parallel degree; default: chosen.", least=1, common=True)] = None
     cp: Annotated[int | None, Option("Context-parallel degree (tokens of a pack); default: chosen.", least=1)] = None
     ep: Annotated[int | None, Option("Expert-parallel degree; default: chosen.", least=1)] = None
     etp: Annotated[int | None, ETP] = None
@@ -268,7 +280,7 @@ class PlanOptions:
     oversize: Annotated[Oversize, OVERSIZE] = "error"
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()  # of every source, by name; none: each sample once
     num_drawn: Annotated[int | None, NUM_DRAWN] = None
-    recompute: Annotated[RecomputeMode, Option("Which layers recompute: as many as memory demands, none, or all.")] = (
+    recompute: Annotated[RecomputeMode, Option("Layers that recompute; auto: what memory demands.", common=True)] = (
         "auto"
     )
     memory_bytes: Annotated[int | None, MEMORY] = None  # None: all of it
@@ -276,7 +288,7 @@ class PlanOptions:
     reserve_bytes: int | None = None  # kept free instead: of a plan that was probed, or made before there was a risk
     zero_stage: Annotated[
         int | None,
-        Option("ZeRO sharding; default: 1, or 3 where plain data parallel is then taken.", least=0, most=3),
+        Option("ZeRO sharding; default: chosen.", least=0, most=3, common=True),
     ] = None
     prefer: Annotated[
         Preference, Option("fastest: the simplest of the settings within 1 % of it; simplest: of those within 5 %.")
@@ -297,16 +309,18 @@ class PlanOptions:
         Literal["exact", "omnibal"],
         Option("How stages are searched: exactly, or as OmniBal published it (the best ranked near an anchor)."),
     ] = "exact"
-    radius: Annotated[int, Option("With --search omnibal: move cuts by up to this many layers.", least=0)] = 3
-    top: Annotated[int, Option("With --search omnibal: simulate this many of the best ranked splits.", least=1)] = 10
+    radius: Annotated[int, Option("With --set search=omnibal: move cuts by up to this many layers.", least=0)] = 3
+    top: Annotated[int, Option("With --set search=omnibal: simulate this many of the best ranked splits.", least=1)] = (
+        10
+    )
     baselines: Annotated[
         tuple[str, ...],
         Option(
-            "Run to compare with, as in random,batch=4,padded,equal-layers,full-recompute; several times for several. "
-            "Default: random padded batches of the fastest size that fits.",
+            "Run to compare with, as in random,batch=4,padded; default: the fastest that fits.",
             flag="--baseline",
             read=tuple,
             typed=list[str],
+            common=True,
         ),
     ] = ()
     profile: "Profile | None" = None  # whose seconds to plan with; None: the formulas'
@@ -347,13 +361,13 @@ class PlanOptions:
         if self.num_chunks > 1 and self.schedule not in ("Interleaved1F1B", "ZBVZeroBubble", "auto"):
             problems.append(
                 f"num_chunks {self.num_chunks} was asked for with {self.schedule}, which has one stage per device: "
-                "give --schedule Interleaved1F1B, or leave num_chunks out"
+                "give --set schedule=Interleaved1F1B, or leave num_chunks out"
             )
         if self.schedule == "Interleaved1F1B" and self.num_chunks == 1:
-            problems.append("Interleaved1F1B needs several stages per device: give --num-chunks 2 or more")
+            problems.append("Interleaved1F1B needs several stages per device: give --set num_chunks=2 or more")
         if self.schedule == "ZBVZeroBubble" and self.num_chunks != 2:
             problems.append(
-                f"ZBVZeroBubble has two stages per device, and num_chunks is {self.num_chunks}: give --num-chunks 2"
+                f"ZBVZeroBubble has two stages per device, and num_chunks is {self.num_chunks}: give --set num_chunks=2"
             )
         if self.num_chunks > 1 and self.pp == 1 and self.schedule != "auto":
             problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")

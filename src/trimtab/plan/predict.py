@@ -164,10 +164,12 @@ def _dims(run: GivenRun, cluster: ClusterSpec) -> ParallelDims:
 def _batches(epoch: Epoch, run: GivenRun, dims: ParallelDims) -> tuple[PackResult, bool]:
     """Its micro-batches and their order, and whether they are padded."""
     if run.batch is None and run.max_tokens is None:
-        raise PlanError("it is not said what a micro-batch holds: give --batch (samples) or --max-tokens (of a pack)")
+        raise PlanError(
+            "it is not said what a micro-batch holds: give --batch (samples) or --set max_tokens (of a pack)"
+        )
     method = run.method or ("balanced" if run.batch is None else "random")
     if (method in PADDED) != (run.batch is not None):
-        needs = "batches of a size: give --batch" if method in PADDED else "packs up to limits: give --max-tokens"
+        needs = "batches of a size: give --batch" if method in PADDED else "packs up to limits: give --set max_tokens"
         raise PlanError(f"method {method} makes {needs}")
     samples = epoch.samples
     made = pack_samples(

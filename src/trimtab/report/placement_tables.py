@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from trimtab.placement.device_bytes import DeviceUse
+from trimtab.placement.bytes import DeviceUse
 from trimtab.placement.placed import Placement
 from trimtab.placement.split_model import Assessed
 from trimtab.plan.file.placement import summary

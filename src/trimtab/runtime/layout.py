@@ -76,7 +76,7 @@ def read_layout(plan: Plan) -> PipelineLayout:
         if degree > 1:
             raise UnsupportedPlanError(
                 f"a plan with {axis} {degree} was given, but this runtime divides a model among dp x pp devices only: "
-                f"plan with --{axis} 1, or export the plan to a framework that has it"
+                f"plan with {axis} 1, or export the plan to a framework that has it"
             )
     images = decisions.vision_data_parallel
     if images is not None and (images.group, images.exchange) != ("dp", "dispatch"):

@@ -154,7 +154,7 @@ def _refuse_shard(shard: tuple[int, int] | None, resume_dir: Path | None, *, rea
     if not 1 <= number <= count:
         raise SampleError(f"shard {number} of {count} was asked for: give I/N with I from 1 to N")
     if resume_dir is None:
-        raise SampleError("a shard was asked for without a folder that keeps it: give resume_dir (--resume)")
+        raise SampleError("a shard was asked for without a folder that keeps it: give resume_dir (--set resume)")
     if ready:
         raise SampleError("a shard of ready-made lengths was asked for, which are read at once: leave the shard out")
 
@@ -178,7 +178,7 @@ def _refuse_other_tiles(sources: Sequence[SourceFile], rule: ImageRule) -> None:
     if other:
         raise SampleError(
             f"{other[0].named}: data set {shorten(str(other[0].name))!r} has max_dynamic_patch {other[0].max_tiles}, "
-            f"and images are counted with max_tiles {own}: give the same to every data set and to --max-tiles"
+            f"and images are counted with max_tiles {own}: give the same to every data set and to --set max_tiles"
         )
 
 

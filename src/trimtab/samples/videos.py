@@ -60,7 +60,7 @@ def part_video(part: Mapping[str, object]) -> Video | None:
             raise BadRecordError(
                 "type",
                 f"a content part asks for a sampling of its own ({', '.join(own)}), and all videos are sampled alike: "
-                "give --fps, --num-frames or --video-max-pixels instead, and leave these out",
+                "give --fps, --set num_frames or --set video_max_pixels instead, and leave these out",
             )
         return video
     return None

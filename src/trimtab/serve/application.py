@@ -1,179 +1,293 @@
-"""Transformers' own application over one placed model: its handlers, our model, and nothing else that it could load."""
+"""Transformers' own serving application over one model that `load_placed` loaded, on loopback.
+
+The folder's processor is read without torchvision; nothing is fetched, and no code of the folder runs.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import logging
+import inspect
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from huggingface_hub.errors import StrictDataclassError
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from transformers import AutoImageProcessor, AutoTokenizer, GotOcr2ImageProcessorPil, InternVLProcessor
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import Modality
+from transformers.cli.serving.utils import GenerationState, Modality
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from trimtab.serve.chat import ChatProcessor
-from trimtab.serve.problems import refusal
-from trimtab.serve.worker import ModelThread
+from trimtab.errors import ConfigError, TrimtabError, quote
+from trimtab.models.asking.internvl_chat import IMAGE_ROW, InternVLChatConfig, tile_size
+from trimtab.runtime.placing.folder import read_config
+from trimtab.runtime.placing.load import move_inputs
 
+HOST = "127.0.0.1"
 _ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health"}
-# Fields that Transformers takes and ignores: these change nothing in an answer, whatever they hold ...
-_HARMLESS = {"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "stream_options", "user"}
-# ... and these ask for nothing by these values, as all do by false, 0 and empty. All others are refused, not ignored.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "response_format": ({"type": "text"},),
-    "text": ({"format": {"type": "text"}},),
-    "tool_choice": ("auto",),
-    "truncation": ("auto", "disabled"),
-}
-_OURS = {"chat_template_kwargs", "generation_config", "logit_bias"}  # Transformers takes them, this server does not
-_RANGES = {
-    "temperature": (0, 2),
-    "top_p": (1e-6, 1),
-    "frequency_penalty": (-0.99, 2),  # it becomes 1 + penalty
-    "seed": (-(2**63), 2**63 - 1),
-}
-_LEAST_TEMPERATURE = 1e-5  # below, the likeliest token is taken: logits over less overflow float32
-_LENGTHS = {"max_completion_tokens", "max_tokens", "max_output_tokens"}
-_MAX_STOPS, _MAX_STOP_LENGTH = 4, 256
-_MALFORMED = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
+_LENGTHS = ("max_completion_tokens", "max_new_tokens", "max_output_tokens", "max_tokens")
+_CLOSED = ("chat_template_kwargs", "generation_config")  # they could set what is checked here
+
+
+class _Spread:
+    """The loaded model, with inputs moved to the device of its head: its first parameter may lie on disk."""
+
+    device = "cpu"  # inputs wait there
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(self, *, tokenizer: Any, **inputs: Any) -> Any:
+        """Transformers' manager hands over the processor, but stops are searched for by its tokenizer."""
+        words = getattr(tokenizer, "tokenizer", tokenizer)
+        return self._model.generate(**move_inputs(self._model, inputs), tokenizer=words)
 
 
 class PlacedModel:
-    """One loaded model, whatever is asked for: what Transformers' handlers ask of their `ModelManager`."""
+    """Hand out one loaded model: what Transformers' handlers ask of their `ModelManager` (5.23), and no loading."""
 
-    def __init__(self, name: str, model: Any, processor: ChatProcessor) -> None:
-        logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # no line for every request
-        self.force_model, self._model, self.processor = name, model, processor
+    def __init__(self, name: str, model: Any, processor: Any) -> None:
+        self.force_model, self._model, self._processor = name, _Spread(model), processor
 
-    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, ChatProcessor]:
-        return self._model, self.processor
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self._model, self._processor
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        """Without a revision."""
+        """Return the name as it is: a placed model has no revision."""
         return model_id
 
-    def get_model_modality(self, *_: Any, **__: Any) -> Modality:
+    @staticmethod
+    def get_model_modality(*_: Any, **__: Any) -> Modality:
         return Modality.VLM
 
     def get_gen_models(self) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "trimtab"}]
 
+    def shutdown(self) -> None:
+        """Keep the model: the process ends with the server."""
+
 
 class _Checked:
-    """Before Transformers' handlers: a request means what it says, or is refused in one sentence."""
+    """Check a request before Transformers' handler reads it, and keep its answer within the longest one."""
 
-    model_manager: PlacedModel
-    generation_state: ModelThread
-    _unused_fields: set[str]
+    def __init__(self, *, max_new_tokens: int, allow_remote: bool = False, **named: Any) -> None:
+        # special tokens that a client writes into a text stay text
+        named["chat_template_kwargs"] = {"sanitize_control_tokens": True}
+        super().__init__(**named)
+        self._max_new_tokens, self._allow_remote = max_new_tokens, allow_remote
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        """On the server's loop; the handler itself runs on the intake's."""
-        self.generation_state.loop = asyncio.get_running_loop()
-        handled = asyncio.run_coroutine_threadsafe(self._handle(body, request_id), self.generation_state.intake)
-        return await asyncio.wrap_future(handled)
+        check_body(body, max_new_tokens=self._max_new_tokens, allow_remote=self._allow_remote)
+        whole = {"stream": False} | body  # OpenAI streams only on request
+        return await super().handle_request(whole, request_id)  # type: ignore[misc]
 
-    async def _handle(self, body: dict[str, Any], request_id: str) -> Any:
-        # null is as good as absent, and nothing streams unless it is asked to: as OpenAI has it everywhere
-        body = {"stream": False} | {name: value for name, value in body.items() if value is not None}
-        try:
-            return await super().handle_request(body, request_id)  # type: ignore[misc]
-        except _MALFORMED as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise HTTPException(
-                400, f"the request cannot be read ({reason}): write it as OpenAI's API has it"
-            ) from None
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)  # type: ignore[misc]
-        for name in sorted((self._unused_fields | _OURS) & body.keys() - _HARMLESS):
-            value = body.pop(name)
-            if value and value not in _NEUTRAL.get(name, ()):
-                raise HTTPException(400, f"{name} is not offered by this server: leave it out")
-        self.model_manager.processor.check_length(body.get("prompt", ""))
-        ranges = _RANGES | dict.fromkeys(_LENGTHS, (1, self.generation_state.limits.max_new_tokens))
-        for name, (low, high) in ranges.items():
-            value = body.get(name, high)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise HTTPException(400, f"{name} must be a number from {low:g} to {high:g}")
-        stops = body["stop"] = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop", [])
-        if len(stops) > _MAX_STOPS or not all(isinstance(x, str) and 0 < len(x) <= _MAX_STOP_LENGTH for x in stops):
-            raise HTTPException(400, f"stop must be up to {_MAX_STOPS} texts of up to {_MAX_STOP_LENGTH} characters")
-
-    @staticmethod
-    def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = ChatCompletionHandler.get_processor_inputs_from_messages(messages, modality)
-        for message, parsed in zip(messages, found, strict=True):
-            given = message.get("content")
-            if isinstance(given, list) and "tool_calls" not in message and len(given) != len(parsed["content"]):
-                raise HTTPException(400, "a part of a message is neither text nor image: leave it out")
-        return found
-
-    def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, **_: Any) -> Any:
-        """Transformers' settings, within our limits, of one sequence; the seed is applied by the model's thread."""
-        seed = body.pop("seed", None)
-        settings = super()._build_generation_config(body, copy.deepcopy(model_generation_config))  # type: ignore[misc]
-        if not _LENGTHS & body.keys():
-            settings.max_new_tokens = self.generation_state.limits.max_new_tokens
-        settings.max_length, settings.min_length, settings.min_new_tokens = None, 0, None
-        settings.num_beams = settings.num_return_sequences = 1
-        if "temperature" in body:
-            settings.do_sample = body["temperature"] >= _LEAST_TEMPERATURE
-        if not settings.do_sample:
-            settings.temperature = settings.top_p = settings.top_k = None  # unused; Transformers warns if they are set
-        settings.seed = None if seed is None else int(seed)
+    def _build_generation_config(self, body: dict[str, Any], *given: Any, **named: Any) -> Any:
+        settings = super()._build_generation_config(body, *given, **named)  # type: ignore[misc]
+        settings.max_new_tokens = min(settings.max_new_tokens, self._max_new_tokens)
         return settings
 
 
 class Chat(_Checked, ChatCompletionHandler):  # type: ignore[misc]
-    """Also for those who have an HTTP server of their own."""
+    """OpenAI's chats; also for those who have an HTTP server of their own."""
 
 
-class Completion(_Checked, CompletionHandler):  # type: ignore[misc]
-    """Prompts without a template, in which special tokens are special."""
+class _Completion(_Checked, CompletionHandler):  # type: ignore[misc]
+    """Prompts without a template."""
 
 
-class Response(_Checked, ResponseHandler):  # type: ignore[misc]
+class _Response(_Checked, ResponseHandler):  # type: ignore[misc]
     """OpenAI's newer API of chats."""
 
 
-def build_application(placed: PlacedModel, thread: ModelThread) -> FastAPI:
-    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health. What else Transformers routes is
-    taken out: it loads and unloads models by name."""
-    named = {"model_manager": placed, "generation_state": thread}
+def check_body(body: dict[str, Any], *, max_new_tokens: int, allow_remote: bool) -> None:
+    """Refuse a request (`HTTPException` 400) that is too long, or whose images would have to be fetched or opened.
+
+    Images are `data:` URLs, with `allow_remote` also addresses; a file is never opened. Parts of a message that are
+    neither text nor image are refused, because this server's processor reads no others.
+    """
+    for name in _CLOSED:
+        if body.get(name) is not None:
+            raise HTTPException(400, f"{name} is not taken by this server: leave it out")
+    for name in _LENGTHS:
+        length = body.get(name)
+        if length is not None and not (type(length) is int and 1 <= length <= max_new_tokens):
+            raise HTTPException(400, f"{name} must be between 1 and {max_new_tokens}")
+    prefixes = ("data:image/", "http://", "https://") if allow_remote else ("data:image/",)
+    for part in _parts([body.get("messages"), body.get("input")]):
+        if other := {"audio_url", "input_audio", "video_url"} & part.keys():
+            raise HTTPException(400, f"{other.pop()} is not taken by this server: send texts and images")
+        address = part.get("image_url", prefixes[0])
+        if isinstance(address, dict):
+            address = address.get("url")
+        if not isinstance(address, str) or not address.startswith(prefixes):
+            raise HTTPException(400, f"an image must come as a URL that begins with {' or '.join(prefixes)}")
+
+
+def _parts(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object of a request, however deep."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            yield value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
+def build_application(
+    name: str, model: Any, processor: Any, *, max_new_tokens: int, allow_remote: bool = False
+) -> FastAPI:
+    """Return Transformers' application without the routes that load models, for clients that name this machine as
+    localhost: a web page that points its own name here is refused."""
+    placed, state = PlacedModel(name, model, processor), GenerationState()
+    named = {
+        "model_manager": placed,
+        "generation_state": state,
+        "max_new_tokens": max_new_tokens,
+        "allow_remote": allow_remote,
+    }
     app = build_server(
         placed,
         Chat(**named),
-        completion_handler=Completion(**named),
-        response_handler=Response(**named),
+        completion_handler=_Completion(**named),
+        response_handler=_Response(**named),
         transcription_handler=None,
         systemone_handler=None,
-        generation_state=thread,
+        generation_state=state,
     )
     app.router.routes[:] = [route for route in app.router.routes if route.path in _ROUTES]
-    app.router.redirect_slashes = False
-    for kind in (HTTPException, Exception):
-        app.add_exception_handler(kind, _refuse)
-
-    def one_model(name: str) -> Any:
-        if name != placed.force_model:
-            raise HTTPException(404, f"there is no model {name[:100]!r} here")
-        return placed.get_gen_models()[0]
-
-    app.add_api_route("/v1/models/{name:path}", one_model)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
     return app
 
 
-async def _refuse(_request: Request, error: Exception) -> JSONResponse:
-    """Every error in OpenAI's shape. Of a bug uvicorn writes the traceback into the log."""
-    if not isinstance(error, HTTPException):
-        error = HTTPException(500, "the server failed on this request: its log says why")
-    return refusal(error)
+def open_port(port: int) -> socket.socket:
+    """Return a listening socket on loopback; `port` 0 takes a free one."""
+    try:
+        return socket.create_server((HOST, port))
+    except OSError as error:
+        raise TrimtabError(
+            f"cannot serve on port {port} ({error.strerror}): name another with --port, or 0 for a free one"
+        ) from None
+
+
+def run_application(app: FastAPI, opened: socket.socket, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; accepted requests are answered first. `on_ready` gets the URL."""
+    with opened:
+        on_ready(f"http://{HOST}:{opened.getsockname()[1]}")
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[opened])
+
+
+# -- the processor ----------------------------------------------------------------------------------------------------
+# A folder of InternVL as first published holds a tokenizer and nothing else of Transformers'. Fields of `config.json`
+# say how its images are cut; code of its own, which never runs, writes its conversations. Transformers' classes get
+# those fields here, and the conversation template that the makers of the `-hf` folders wrote
+# (transformers/models/internvl/convert_internvl_weights_to_hf.py at 015d3b2): no default system message.
+
+# after <|im_end|>, by the name that config.json gives its conversations (OpenGVLab/InternVL, conversation.py)
+_BEHIND_TURN = {"internvl2_5": "\\n", "Hermes-2": "", "internlm2-chat": ""}
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{{ '<IMG_CONTEXT>\\n' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>BEHIND' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def load_processor(path: Path) -> Any:
+    """The folder's processor without its video part: tokenizer, chat template, and Pillow's image backend.
+
+    Made of its parts, because Transformers' `AutoProcessor` asks for torchvision as soon as a processor could take
+    videos (5.23).
+    """
+    config = read_config(path)
+    try:
+        if isinstance(config, InternVLChatConfig):
+            kind, parts = InternVLProcessor, _published_parts(path, config)
+        else:
+            kind = PROCESSOR_MAPPING.get(type(config), None)
+            if kind is None or "image_processor" not in kind.get_attributes():
+                raise ValueError("Transformers has no processor of images and text for it")
+            parts = _read_parts(path, kind)
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"the processor in {path} cannot be read ({' '.join(str(error).split())[:300]}): name a folder in "
+            "Transformers' own format, with tokenizer.json, tokenizer_config.json and preprocessor_config.json"
+        ) from None
+    processor = _without_video(kind)(**parts)
+    if processor.chat_template is None:  # some folders keep it with the tokenizer
+        processor.chat_template = parts["tokenizer"].chat_template
+    return processor
+
+
+def _read_parts(path: Path, kind: type[Any]) -> dict[str, Any]:
+    local = {"trust_remote_code": False, "local_files_only": True}
+    settings, _ = kind.get_processor_dict(path, **local)
+    attributes, accepted = kind.get_attributes(), inspect.signature(kind.__init__).parameters
+    read = {
+        "tokenizer": AutoTokenizer.from_pretrained(path, **local),
+        "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil", **local),
+    }
+    return {
+        **{name: read.get(name) for name in attributes},
+        **{name: value for name, value in settings.items() if name in accepted and name not in attributes},
+    }
+
+
+def _without_video(kind: type[Any]) -> type[Any]:
+    """A processor class that may be made with None for its video processor (public method; Transformers 5.23)."""
+
+    def check(self: Any, name: str, argument: object) -> Any:
+        return None if argument is None else kind.check_argument_for_proper_class(self, name, argument)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
+
+
+def _published_parts(folder: Path, config: InternVLChatConfig) -> dict[str, Any]:
+    """Arguments of Transformers' `InternVLProcessor`, without its video part.
+
+    `ConfigError` where the folder cuts images or writes turns in ways that Transformers' classes do not.
+    """
+    fields = config.published
+    template, dynamic = fields.get("template"), bool(fields.get("dynamic_image_size"))
+    if template not in _BEHIND_TURN:
+        raise ConfigError(
+            f"{folder} writes conversations by the template {quote(template)} of its own code, which is never run: "
+            f"serve the -hf folder of the same model (known are {', '.join(_BEHIND_TURN)})"
+        )
+    if dynamic and not fields.get("use_thumbnail"):
+        raise ConfigError(
+            f"{folder} cuts images into tiles without the thumbnail that Transformers' processor adds: load it in "
+            "Python, with pixels of your own"
+        )
+    size = tile_size(fields)
+    tokens = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": IMAGE_ROW}
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, config=config, trust_remote_code=False, local_files_only=True, extra_special_tokens=tokens
+    )
+    tokenizer.video_token = "<video>"  # noqa: S105 - the processor asks for a name; videos are not taken
+    image_processor = GotOcr2ImageProcessorPil(
+        size={"height": size, "width": size},
+        min_patches=fields.get("min_dynamic_patch", 1),
+        max_patches=fields.get("max_dynamic_patch", 6) if dynamic else 1,
+        image_mean=IMAGENET_DEFAULT_MEAN,
+        image_std=IMAGENET_DEFAULT_STD,
+    )
+    return {
+        "tokenizer": tokenizer,
+        "image_processor": image_processor,
+        "image_seq_length": config.image_seq_length,
+        "chat_template": _TEMPLATE.replace("BEHIND", _BEHIND_TURN[template]),
+    }

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import transformers
 
 from trimtab.errors import ConfigError, UnknownModelError, quote
-from trimtab.models.fields import MAX_LAYERS
-
-UNASKED = re.compile(
-    r"auto_map|trust_remote_code|_attn_implementation\w*|attn_implementation|_experts_implementation\w*"
-    r"|experts_implementation|quantization_config|dtype|torch_dtype|_name_or_path|name_or_path|use_kernels"
-    r"|kernel_config|transformers_version|_commit_hash|device_map|use_pretrained_backbone"
-)
-"""Fields, at any depth, that name code, files or number formats: they change no layer, and are left out."""
+from trimtab.models.ask import UNASKED
 
 _DEPTH = re.compile(r"layers$|depth|^n_layer")
+MAX_LAYERS = 4096  # of a tower
 MAX_PARAMS = 10**14  # the largest published models have 10**12
 
 
@@ -36,14 +30,21 @@ def complete(fields: Mapping[str, object]) -> Any:
             f"model_type {quote(model_type)} cannot be described: Transformers {transformers.__version__} has no such "
             f"model: {cure}"
         )
-    _check_depth(fields, "")
     known = {key: value for key, value in _without_code(fields).items() if key != "model_type"}
+    return configured(fields, lambda: transformers.AutoConfig.for_model(model_type, **known))
+
+
+def configured(fields: Mapping[str, object], make: Callable[[], Any]) -> Any:
+    """Return what `make` makes of `fields`, refused in one sentence where they are deep or the library raises."""
+    _check_depth(fields, "")
     try:
-        return transformers.AutoConfig.for_model(model_type, **known)
+        return make()
+    except ConfigError:
+        raise
     except Exception as error:  # the library checks types and values with exceptions of every class
         raise ConfigError(
-            f"Transformers {transformers.__version__} makes no configuration of this config.json of {model_type} "
-            f"({one_line(error)}): correct that field"
+            f"Transformers {transformers.__version__} makes no configuration of this config.json of "
+            f"{fields.get('model_type')} ({one_line(error)}): correct that field"
         ) from None
 
 
@@ -52,18 +53,17 @@ def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | 
 
     attention: as Transformers names it; eager where the model has no code for it.
     """
-    for name in ("AutoModelForImageTextToText", "AutoModelForMultimodalLM"):  # the second since Transformers 5
-        auto = getattr(transformers, name, None)
-        if auto is not None and type(config) in auto._model_mapping:
-            break
-    else:
+    autos = [getattr(transformers, x, None) for x in ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")]
+    kinds = type(config).__mro__[:2]  # a published format is a kind of Transformers' own
+    known = [x._model_mapping[kind] for x in autos if x is not None for kind in kinds if kind in x._model_mapping]
+    if not known:
         raise UnknownModelError(
             f"model_type {quote(config.model_type)} cannot be described: Transformers {transformers.__version__} has "
             "no model of it that reads images and writes text: give the configuration of one"
         )
     try:
         with torch.device("meta"):
-            return _from_config(auto, config, dtype, attention).eval()
+            return _from_config(known[0], config, dtype, attention).eval()
     except Exception as error:  # the model's own code fails as it likes on sizes that it cannot build
         raise ConfigError(
             f"Transformers {transformers.__version__} builds no model of this config.json of {config.model_type} "
@@ -71,13 +71,13 @@ def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | 
         ) from None
 
 
-def _from_config(auto: Any, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
+def _from_config(kind: Any, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
     try:
-        return auto.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+        return kind._from_config(config, dtype=dtype, attn_implementation=attention)
     except (ValueError, ImportError) as error:
         if attention is None or "attention implementation" not in str(error):
             raise
-        return auto.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
+        return kind._from_config(config, dtype=dtype, attn_implementation="eager")
 
 
 def check_size(module: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where a pipeline may not cut a model that was asked: seams that more than one tensor crosses."""
+"""Where a pipeline may not cut a model that was asked: functions that more than one tensor crosses."""
 
 from __future__ import annotations
 

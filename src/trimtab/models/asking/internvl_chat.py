@@ -10,6 +10,7 @@ checkpoints. InternLM2 is Llama under other names, with one matrix for queries, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from transformers.core_model_loading import Chunk, ConversionOps, WeightConverte
 
 from trimtab.errors import ConfigError, quote
 from trimtab.files import read_small
-from trimtab.models.asking.build import UNASKED
+from trimtab.models.ask import UNASKED
 from trimtab.models.families.internvl import REMOTE
+from trimtab.specs import LayerSpec
 from trimtab.typed_json import parse_json
 
 IMAGE_ROW = "<IMG_CONTEXT>"  # stands in a text for one row of image features
@@ -106,11 +108,30 @@ def published_name(module: str, config: Any) -> str:
     return str(rename_source_key(module, [x.reverse_transform() for x in _renamings(names)], [])[0])
 
 
+def as_published(layer: LayerSpec, config: InternVLChatConfig) -> LayerSpec:
+    """The layer under its published name; InternLM2 has one matrix for q, k and v, and its tables in the blocks."""
+    layer = replace(
+        layer,
+        name=published_name(layer.name, config),
+        beside=tuple(published_name(name, config) for name in layer.beside),
+        linears=None,
+    )
+    if layer.attention is None or layer.tower != "language" or _text_type(config.published) != "internlm2":
+        return layer
+    return replace(layer, attention=replace(layer.attention, fused_qkv=True), beside=(), extra_bytes=0)
+
+
 # -- config.json -------------------------------------------------------------------------------------------------------
 
 
 def chat_config(fields: Mapping[str, Any]) -> InternVLChatConfig:
     """Transformers' configuration of a published config.json; `ConfigError` if it has no class for the text model."""
+    for switch in ("use_backbone_lora", "use_llm_lora"):
+        if fields.get(switch):
+            raise ConfigError(
+                f"{switch} is {quote(fields[switch])}: LoRA adds parameters and renames the modules under it, so merge "
+                f"the adapters and set {switch} to 0"
+            )
     text_type = _text_type(fields)
     own_type = "llama" if text_type == "internlm2" else text_type
     if own_type not in transformers.CONFIG_MAPPING:
@@ -135,6 +156,18 @@ def chat_config(fields: Mapping[str, Any]) -> InternVLChatConfig:
     )
     config.published = dict(fields)
     return config
+
+
+def published_fields(config: InternVLChatConfig) -> dict[str, Any]:
+    """Return every field of the configuration as OpenGVLab's config.json names it."""
+    own = {"use_qk_norm": "qk_normalization", "attention_bias": "qkv_bias"}
+    return {
+        "vision_config": {own.get(k, k): v for k, v in config.vision_config.to_dict().items()},
+        "llm_config": {**config.text_config.to_dict(), "model_type": _text_type(config.published)},
+        "downsample_ratio": config.downsample_ratio,
+        "select_layer": config.vision_feature_layer,
+        "force_image_size": tile_size(config.published),
+    }
 
 
 def read_chat_config(folder: Path, fields: Mapping[str, Any]) -> InternVLChatConfig:

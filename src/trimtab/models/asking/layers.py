@@ -69,7 +69,8 @@ def describe_units(model: Any, units: list[Unit], passes: Passes) -> list[LayerS
         if unit.tower == "audio":  # samples hold none
             layer = replace(layer, rows_per_input=0.0, rows_out_per_input=0.0)
         if unit.tower in ("vision", "projector") and passes.image is not None and unit.path in passes.image.unread:
-            layer = replace(layer, unread=True)
+            rows_out = 1.0 if layer.kind == "norm" else layer.rows_out_per_input  # the tower's rows pass it by
+            layer = replace(layer, unread=True, rows_out_per_input=rows_out)
         layers.append(layer)
     return layers
 

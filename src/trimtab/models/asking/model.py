@@ -14,15 +14,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from trimtab.errors import ConfigError, UnknownModelError
 from trimtab.models.asking.batches import Batches
-from trimtab.models.asking.build import build, check_size, complete
+from trimtab.models.asking.build import build, check_size, complete, configured
 from trimtab.models.asking.cuts import find_cuts
 from trimtab.models.asking.extras import extra_bytes, seen_cache, with_extras
 from trimtab.models.asking.forward import Pass, Watch
 from trimtab.models.asking.inputs import find_encoder, image_calls, quietly, text_calls
+from trimtab.models.asking.internvl_chat import as_published, chat_config, published_name
 from trimtab.models.asking.layers import Passes, describe_units, first_block
 from trimtab.models.asking.units import Unit, find_head, forward_order, split_units
 from trimtab.models.asking.weightless import make_weightless
 from trimtab.models.description import description_bytes
+from trimtab.models.families.internvl import REMOTE
 from trimtab.models.images.unsettled import UnsettledRule
 from trimtab.specs import LayerSpec, ModelSpec
 
@@ -84,19 +86,39 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
 
 
 def describe_fields(fields: Mapping[str, object]) -> ModelSpec:
-    """What Transformers builds of a config.json's fields; `complete` and `build` say what it refuses."""
+    """Describe what Transformers builds of a config.json's fields; `complete` and `build` say what it refuses."""
+    if fields.get("model_type") == REMOTE:
+        return _describe_chat(fields)
     with quietly():
         model = build(complete(fields))
     return describe_model(model)
 
 
+def _describe_chat(fields: Mapping[str, object]) -> ModelSpec:
+    """InternVL under the names of its published code, which never runs its vision blocks apart."""
+    with quietly():
+        config = configured(fields, lambda: chat_config(fields))
+        model = build(config)
+    found = describe_model(model)
+    layers = [as_published(layer, config) for layer in found.layers]
+    first_of_text = next(i for i, x in enumerate(layers) if x.tower == "language")
+    return replace(
+        found,
+        name=REMOTE,
+        family=REMOTE,
+        layers=tuple(layers),
+        tied=tuple((published_name(a, config), published_name(b, config)) for a, b in found.tied),
+        joined_cuts=frozenset(range(1, first_of_text)),
+    )
+
+
 def described(fields: Mapping[str, object]) -> dict[str, Any]:
     """The content of a description file; its `config` has the class defaults where the fields were silent."""
-    with quietly():
-        whole = complete(fields)
-        written = json.dumps(whole.to_dict(), default=str)
-        model = build(whole)
-    return {**json.loads(description_bytes(describe_model(model))), "config": json.loads(written)}
+    written = fields
+    if fields.get("model_type") != REMOTE:
+        with quietly():
+            written = json.loads(json.dumps(complete(fields).to_dict(), default=str))
+    return {**json.loads(description_bytes(describe_fields(fields))), "config": written}
 
 
 # -- running --------------------------------------------------------------------------------------------------------
@@ -214,6 +236,12 @@ def _work_notes(layers: list[LayerSpec]) -> list[str]:
     unknown = [x for x in layers if x.measured is not None and not x.measured.forward_flops]
     if unknown:
         notes.append(f"Work of {len(unknown)} layers, {unknown[0].name} the first, is not known: they have no price.")
+    unread = [x for x in layers if x.unread]
+    if unread:
+        notes.append(
+            f"{len(unread)} vision layers, {unread[0].name} the first, are computed, and nothing reads them: they cost "
+            "forward time alone."
+        )
     if any(x.tower == "audio" for x in layers):
         notes.append("Its audio tower is counted only with its weights: samples hold images and text.")
     return notes

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trimtab.models.families.architecture import Architecture
-from trimtab.models.fields import Fields
+from trimtab.models.images.reading import Fields
 from trimtab.specs import ImageMarkup, ImageRule
 
 Smallest = Literal["block", "tile", "fewest tiles"]
@@ -48,7 +47,6 @@ class Family:
     Use it to declare what is odd about a family of your own, as an entry of `trimtab.FAMILIES`: docs/models.md.
     """
 
-    describe: Callable[[Fields], Architecture] | None = None  # layers without torch; None: asked
     image_rule: Callable[[Fields], ImageRule] | None = None  # counts of images without torch; None: asked
     markup: ImageMarkup | None = None  # how its processor writes an image, without torch; None: asked
     pack: PackFormat | None = None  # None: asked of the model's classes

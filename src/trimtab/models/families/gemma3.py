@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from trimtab.models.families.family import Family, PackFormat
-from trimtab.models.fields import Fields
-from trimtab.models.images.settings import read_tile, require_resize
+from trimtab.models.images.reading import Fields, read_tile, require_resize
 from trimtab.models.images.size import MAX_TILES
 from trimtab.models.images.tiles import FixedImage, PanAndScan
 from trimtab.specs import ImageMarkup, ImageRule
@@ -17,15 +16,15 @@ def _crops(s: Fields) -> ImageRule:
     file that sets it asks for the crops, and must then give their three figures.
     """
     require_resize(s)
-    _, grid = read_tile(s, "vision_config.image_size", "preprocessor_config.size", "preprocess.image_size")
-    tokens = s.agreed("mm_tokens_per_image", "preprocessor_config.image_seq_length", "preprocess.mm_tokens_per_image")
-    name, other = "preprocessor_config.pan_and_scan", "preprocess.pan_and_scan"
-    if not s.flag("preprocessor_config.do_pan_and_scan", f"{other}.default", absent=False):
+    _, grid = read_tile(s, "vision_config.image_size", "preprocessor_config.size")
+    tokens = s.agreed("mm_tokens_per_image", "preprocessor_config.image_seq_length")
+    name = "preprocessor_config.pan_and_scan"
+    if not s.flag("preprocessor_config.do_pan_and_scan", absent=False):
         s.raise_problems()
         return FixedImage(rows=grid**2, tokens=tokens, name="gemma3")
-    least = s.size(f"{name}_min_crop_size", f"{other}.min_crop_size")
-    most = s.size(f"{name}_max_num_crops", f"{other}.max_num_crops", maximum=MAX_TILES)
-    ratio = s.number(f"{name}_min_ratio_to_activate", f"{other}.min_ratio_to_activate")
+    least = s.size(f"{name}_min_crop_size")
+    most = s.size(f"{name}_max_num_crops", maximum=MAX_TILES)
+    ratio = s.number(f"{name}_min_ratio_to_activate")
     s.raise_problems()
     return PanAndScan(
         rows_per_crop=grid**2, tokens_per_crop=tokens, min_crop_size=least, max_num_crops=most, min_ratio=ratio

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from trimtab.models.families.family import Family
-from trimtab.models.fields import Fields
 from trimtab.models.images.native import GlmSmartResize
-from trimtab.models.images.settings import patch_and_merge, pixel_limits, require_resize
+from trimtab.models.images.reading import Fields, patch_and_merge, pixel_limits, require_resize
 from trimtab.specs import ImageRule
 
 

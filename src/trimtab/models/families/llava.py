@@ -7,8 +7,7 @@ from types import MappingProxyType
 
 from trimtab.errors import quote
 from trimtab.models.families.family import Family, PackFormat
-from trimtab.models.fields import Fields
-from trimtab.models.images.settings import read_pinpoints, read_tile, require_resize
+from trimtab.models.images.reading import Fields, read_pinpoints, read_tile, require_resize
 from trimtab.models.images.tiles import AnyRes, FixedImage
 from trimtab.specs import ImageMarkup, ImageRule
 
@@ -19,9 +18,9 @@ CLASS_TOKENS = MappingProxyType({"clip_vision_model": 1, "siglip_vision_model": 
 def _one_tile(s: Fields) -> ImageRule:
     tile, grid, class_tokens = _clip_tile(s)
     rows = grid * grid + class_tokens
-    tokens = rows - (_feature_strategy(s, class_tokens) == "default")
+    tokens = rows - (_feature_strategy(s) == "default")
     whence = f"a tile of {tile} pixels with {rows} rows"
-    s.expect(tokens, whence, "preprocess.tokens_per_image", "image_seq_length")
+    s.expect(tokens, whence, "image_seq_length")
     s.raise_problems()
     return FixedImage(rows=rows, tokens=tokens)
 
@@ -31,8 +30,8 @@ def _next_tiles(s: Fields) -> ImageRule:
 
 
 def _onevision_tiles(s: Fields) -> ImageRule:
-    rule = s.text("vision_aspect_ratio", "preprocess.rule")
-    match = re.fullmatch(r"(?:llava_)?anyres_max_([1-9][0-9]{0,3})", rule)
+    rule = s.text("vision_aspect_ratio")
+    match = re.fullmatch(r"anyres_max_([1-9][0-9]{0,3})", rule)
     s.check(
         match is not None,
         f"vision_aspect_ratio is {quote(rule)}, and not of the form anyres_max_N with N up to 9999: correct it, for "
@@ -44,13 +43,12 @@ def _onevision_tiles(s: Fields) -> ImageRule:
 
 def _anyres(s: Fields, *, max_feature_tiles: int | None, lone_images_only: bool, name: str) -> ImageRule:
     tile, grid, class_tokens = _clip_tile(s)
-    strategy = _feature_strategy(s, class_tokens)
+    strategy = _feature_strategy(s)
     s.check(
         (strategy == "default") == (class_tokens == 1),
         f"vision_feature_select_strategy is {strategy}, but a tower with {class_tokens} class tokens would not leave a "
         'square of features per tile: use "default" with CLIP and "full" with SigLIP',
     )
-    s.expect(grid * grid, "(tile / patch)^2", "preprocess.base_tokens")
     pinpoints = read_pinpoints(s)
     s.raise_problems()
     return AnyRes(
@@ -68,16 +66,13 @@ def _clip_tile(s: Fields) -> tuple[int, int, int]:
     """Side of a tile in pixels and in patches, and class tokens, of a CLIP or SigLIP tower."""
     require_resize(s)
     sides = ("vision_config.image_size", "preprocessor_config.crop_size", "preprocessor_config.size")
-    tile, grid = read_tile(s, *sides, "preprocess.tile", "preprocess.image_size")
+    tile, grid = read_tile(s, *sides)
     return tile, grid, CLASS_TOKENS[s.word("vision_config.model_type", choices=tuple(CLASS_TOKENS))]
 
 
-def _feature_strategy(s: Fields, class_tokens: int) -> str:
+def _feature_strategy(s: Fields) -> str:
     """ "default" drops the first row of each tile, "full" keeps all."""
-    name = "vision_feature_select_strategy"
-    if s.given("preprocess.rule") and not s.given(name):
-        return "default" if class_tokens else "full"  # a table of models states the tokens that remain: checked
-    return s.word(name, choices=("default", "full"))
+    return s.word("vision_feature_select_strategy", choices=("default", "full"))
 
 
 _MARKUP = ImageMarkup(placeholder="<image>", soft="<image>")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from trimtab.models.families.family import Family
-from trimtab.models.fields import Fields
-from trimtab.models.images.settings import read_tile, require_resize
+from trimtab.models.images.reading import Fields, read_tile, require_resize
 from trimtab.models.images.size import MAX_TILES
 from trimtab.models.images.tiles import PaddedTiles
 from trimtab.specs import ImageRule

@@ -61,7 +61,7 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
         if getattr(options, axis) not in (None, 1):
             problems.append(
                 f"{axis} {getattr(options, axis)} was asked for with --for {target}, which has no such degree: leave "
-                f"--{axis} out"
+                f"{axis} out"
             )
     for name, values in choices.items():
         given = getattr(options, name)
@@ -70,7 +70,7 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
         if given != getattr(left_open, name):
             problems.append(
                 f"{name} {given} was asked for with --for {target}, which runs {name} "
-                f"{' or '.join(map(str, values))}: give that, or leave --{name.replace('_', '-')} out"
+                f"{' or '.join(map(str, values))}: give that, or leave {name} out"
             )
         elif name in _SEARCHED:  # the search takes the best of them
             settled |= {name: given, _SEARCHED[name]: values}

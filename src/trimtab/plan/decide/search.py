@@ -310,7 +310,7 @@ def _unfilled(options: PlanOptions, dims: ParallelDims, num_microbatches: int) -
         )
     return PartitionError(
         f"1F1B with {num_microbatches} micro-batches on {dims.pp} stages was asked for, and torch's schedule "
-        "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --schedule GPipe"
+        "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --set schedule=GPipe"
     )
 
 

@@ -91,7 +91,7 @@ def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Evaluator]
         raise PlanError(
             f"OmniBal's search moves cuts between stages, and there are {case.problem.num_stages} stages and "
             f"{len(_full_rows(case.schedule.table))} full rows of packs: plan with pp 2 or more and enough samples, or "
-            "with --search exact"
+            "with --set search=exact"
         )
     radius = case.options.radius
     return bmp_split(case.problem, clock.makespan_of, radius=radius, num_timed=num_timed), clock
@@ -122,7 +122,7 @@ def _omnibal_split(case: Case) -> SplitChoice:
             f"Splits were searched as OmniBal published it: {found.num_candidates} within {options.radius} layers of "
             f"the anchor {'/'.join(map(str, found.anchor))}, ranked by uneven forward time and bytes sent, and the "
             f"{len(found.timed)} best simulated. The fastest runs its micro-batches in "
-            f"{format_seconds(found.seconds)}, the split of --search exact in {format_seconds(exact_s)}."
+            f"{format_seconds(found.seconds)}, the split of --set search=exact in {format_seconds(exact_s)}."
         ),
     )
 

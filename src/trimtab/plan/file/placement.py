@@ -10,11 +10,10 @@ from pathlib import Path
 from trimtab import __version__
 from trimtab.files import write_atomically, written_together
 from trimtab.options import same_fields
-from trimtab.placement.device_bytes import ALLOCATOR_DIVISOR, DeviceKey
-from trimtab.placement.machine import Machine
+from trimtab.placement.bytes import ALLOCATOR_DIVISOR, DeviceKey
+from trimtab.placement.machine import Machine, Workload
 from trimtab.placement.placed import Placement
 from trimtab.placement.split_model import Assessed
-from trimtab.placement.workload import Workload
 from trimtab.plan.file.yaml import fold_modules, read_file, record_from_yaml, record_to_yaml, unfold_modules
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB, format_bytes

@@ -76,7 +76,7 @@ def alike_videos(key: str, parts: list[Tensor]) -> list[Tensor]:
     if len(lengths) > 1:
         raise UnsupportedPlanError(
             f"videos of {lengths[0]} and {lengths[1]} frames were put in one pack, and this model takes videos of one "
-            "length: size and train with --num-frames, so that all have as many"
+            "length: size and train with --set num_frames, so that all have as many"
         )
     return parts
 

@@ -32,14 +32,14 @@ from trimtab.runtime.data.zero_weight import filler_sample
 from trimtab.runtime.layout import PipelineLayout
 from trimtab.runtime.pipeline.flow import Batch, Encoded, feature_name, has_images
 from trimtab.runtime.pipeline.module import StageModule
-from trimtab.runtime.vision.control import Control, differing_ranks, fingerprint, open_control
+from trimtab.runtime.vision.agreement import Control, differing_ranks, fingerprint, open_control
 from trimtab.runtime.vision.dispatch import Pool, move_images, pool_images
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows
 from trimtab.runtime.vision.families import GRIDS, PIXELS, Family, GridFamily, Kind, find_family, tower_flops
 from trimtab.runtime.vision.heartbeat import KINDS
+from trimtab.runtime.vision.hooks import PatchedFunction, find_functions
 from trimtab.runtime.vision.inputs import VisionInputs, join_inputs
 from trimtab.runtime.vision.outputs import Features, read_features, write_features
-from trimtab.runtime.vision.seams import Seam, find_seams
 from trimtab.runtime.watch import listed
 from trimtab.specs import IntArray
 
@@ -69,7 +69,7 @@ class _Call:
 class ImageDispatch:
     """The first stage's side of it; made by `dispatch_images`."""
 
-    seam: Seam  # of the first stage: where image features come out
+    function: PatchedFunction  # of the first stage: where image features come out
     group: Any  # data-parallel ranks of the first stage
     control: Control
     family: Family
@@ -134,7 +134,7 @@ class ImageDispatch:
         share = pool.shares.atoms_of(rank)
         # an empty share runs the tower on the smallest image and gives no row of it: types are right by construction
         encoded = received if len(share) else self.template
-        features = read_features(_encode(self.seam, encoded), encoded)
+        features = read_features(_encode(self.function, encoded), encoded)
         known = pool.sizes.rows
         num_rows = np.full(len(pool.home), features.num_rows[0]) if known is None else known
         made = features.rows if len(share) else features.rows[:0]
@@ -228,8 +228,8 @@ def _named(features: Features, rows: Tensor, num_rows: IntArray, atoms: Mapping[
     return Encoded(outputs=outputs, rows=columns)
 
 
-def _encode(seam: Seam, inputs: VisionInputs) -> Any:
-    return seam.call({_BATCH_KEYS.get(part.name, part.name): part.rows for part in inputs.parts} | inputs.fixed)
+def _encode(function: PatchedFunction, inputs: VisionInputs) -> Any:
+    return function.call({_BATCH_KEYS.get(part.name, part.name): part.rows for part in inputs.parts} | inputs.fixed)
 
 
 def dispatch_images(
@@ -252,9 +252,9 @@ def dispatch_images(
     family, cost = find_family(config), cost or tower_flops(config)
     smallest = read_images(filler_sample(config, with_image=True), family, config)["image"]
     order = [layout.stages, layout.schedule, layout.num_chunks]
-    seam = next(x for x in find_seams(module.model, "features") if x.kind == "image")
+    function = next(x for x in find_functions(module.model, "features") if x.kind == "image")
     return ImageDispatch(
-        seam=seam,
+        function=function,
         group=group,
         control=open_control(group, timeout_s),
         family=family,

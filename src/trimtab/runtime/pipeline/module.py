@@ -17,7 +17,7 @@ from trimtab.runtime.pipeline.cuts import Cuts, Way
 from trimtab.runtime.pipeline.flow import ENCODED, Batch, Encoded, Sealed, Wire, arguments_of, feature_name, has_images
 from trimtab.runtime.pipeline.hollow import find_layer, hollow_copy
 from trimtab.runtime.pipeline.trace import Output, as_features, feature_rows, watch_encoders
-from trimtab.runtime.vision.seams import Seam
+from trimtab.runtime.vision.hooks import PatchedFunction
 
 
 class _Done(Exception):  # noqa: N818 - no error
@@ -152,21 +152,21 @@ class StageModule(nn.Module):
             return received.clone() if run.way.trace.writes else received
         return torch.zeros(shapes[leaf.name], dtype=leaf.dtype, device=self.device)
 
-    def _encode(self, seam: Seam, *args: Any, **kwargs: Any) -> Any:
+    def _encode(self, function: PatchedFunction, *args: Any, **kwargs: Any) -> Any:
         """What a function that encodes images returns: of this stage's layers, of what was received, or of neither."""
-        run, name = self._run, feature_name(seam.kind, 0)
+        run, name = self._run, feature_name(function.kind, 0)
         calls = [] if run is None else run.way.calls.get(name, [])
         if run is None or not calls:
-            return seam.original(*args, **kwargs)
+            return function.original(*args, **kwargs)
         names = [x.name for x in calls[0].outputs]
-        if run.encoded is not None and seam.kind in run.encoded.outputs:
+        if run.encoded is not None and function.kind in run.encoded.outputs:
             run.made |= {x: run.encoded.rows[x] for x in names}
-            return run.encoded.outputs[seam.kind]
+            return run.encoded.outputs[function.kind]
         if run.way.place[name] < self.start:
             shapes = self.cuts.shapes(run.batch, [x for x in names if x not in run.received])
             rows = [self._stand_in(x, run, shapes) for x in calls[0].outputs]
             return as_features(run.way.trace.samples[name], rows)
-        result = seam.original(*args, **kwargs)
+        result = function.original(*args, **kwargs)
         if not run.kept.isdisjoint(names):
             run.made |= dict(zip(names, feature_rows(result) or [], strict=True))
         return result

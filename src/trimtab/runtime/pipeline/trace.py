@@ -32,8 +32,8 @@ from trimtab.models.asking.weightless import choose_kernels
 from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
 from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
 from trimtab.runtime.recompute.apply import tensors_in
+from trimtab.runtime.vision.hooks import PatchedFunction, find_functions
 from trimtab.runtime.vision.outputs import columns_of, fill_features, rows_of
-from trimtab.runtime.vision.seams import Seam, find_seams
 
 HOST = torch.device("cpu")
 
@@ -142,13 +142,13 @@ class Tracer:
         self._trace.calls.append(Call(layer=path, reads=reads, returned=tuple(returned), spec=spec))
         return torch.utils._pytree.tree_unflatten(handed, spec)
 
-    def _encode(self, seam: Seam, *args: Any, **kwargs: Any) -> Any:
+    def _encode(self, function: PatchedFunction, *args: Any, **kwargs: Any) -> Any:
         """What a function that encodes images returned, as leaves."""
-        result = seam.original(*args, **kwargs)
+        result = function.original(*args, **kwargs)
         columns = feature_rows(result)
         if columns is None:
             return result
-        names = [feature_name(seam.kind, i) for i in range(len(columns))]
+        names = [feature_name(function.kind, i) for i in range(len(columns))]
         returned = tuple(
             Output(name=name, shape=tuple(x.shape), dtype=x.dtype) for name, x in zip(names, columns, strict=True)
         )
@@ -224,27 +224,27 @@ class Tracer:
 
 
 def watch_encoders(model: nn.Module, encode: Callable[..., Any]) -> None:
-    """Calls of functions that encode images become `encode(seam, ...)`; those from inside of one are its own business.
+    """Make calls of functions that encode images `encode(function, ...)`, but not those from inside of one.
 
     Nothing where the model has no such function, or several.
     """
     try:
-        seams = find_seams(model, "features")
+        functions = find_functions(model, "features")
     except TrimtabError:
         return
-    inside: list[Seam] = []
+    inside: list[PatchedFunction] = []
 
-    def call(seam: Seam, *args: Any, **kwargs: Any) -> Any:
+    def call(function: PatchedFunction, *args: Any, **kwargs: Any) -> Any:
         if inside:  # that of videos may call that of images
-            return seam.original(*args, **kwargs)
-        inside.append(seam)
+            return function.original(*args, **kwargs)
+        inside.append(function)
         try:
-            return encode(seam, *args, **kwargs)
+            return encode(function, *args, **kwargs)
         finally:
             inside.clear()
 
-    for seam in seams:
-        seam.put(functools.partial(call, seam))
+    for function in functions:
+        function.put(functools.partial(call, function))
 
 
 def feature_rows(output: Any) -> list[Tensor] | None:

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trimtab.errors import PartitionError, join_problems, quote
+from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.chain import upwards
-from trimtab.placement.device_bytes import DeviceKey
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,15 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from trimtab.errors import ConfigError
+from trimtab.files import read_small, refuse_special
 from trimtab.models.asking.internvl_chat import read_chat_config
 from trimtab.models.families.internvl import REMOTE
-from trimtab.placement.device_bytes import DeviceKey
+from trimtab.placement.bytes import DeviceKey
 from trimtab.runtime.placing.stored_weights import StoredTensor
+from trimtab.typed_json import parse_json
+
+_DTYPE = re.compile(r"auto|(torch\.)?b?float\d+\w*")
+_LARGEST = 10**7  # ten times the largest vocabulary; positions, which may be more, are no "size"
 
 
 def read_config(folder: Path, attention: str | None = None) -> Any:
@@ -24,6 +31,7 @@ def read_config(folder: Path, attention: str | None = None) -> Any:
 
     `ConfigError` where Transformers has no class for it.
     """
+    check_config(folder)
     try:
         fields, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         if fields.get("model_type") == REMOTE:
@@ -39,6 +47,45 @@ def read_config(folder: Path, attention: str | None = None) -> Any:
     if attention is not None:
         config._attn_implementation = attention
     return config
+
+
+def check_config(folder: Path) -> None:
+    """Refuse a config.json that says what no loader may read: names to fetch or resolve, sizes of no model.
+
+    What else is wrong the loaders say.
+    """
+    if not folder.is_dir():  # which a loader would take for a name on the Hub
+        raise ConfigError(f"{folder} is no folder: give one that holds config.json and safetensors files")
+    for file in folder.iterdir():  # a loader would wait for ever
+        refuse_special(file)
+    try:
+        content = parse_json(read_small(folder / "config.json"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return  # as the loaders say
+    except ValueError as error:  # what a loader reads otherwise than we do is not checked
+        raise ConfigError(f"{folder / 'config.json'} is not strict JSON ({error}): do not use this folder") from None
+    for name, value in _set_fields(content):
+        if name.endswith("_implementation") and isinstance(value, str) and "/" in value:
+            reason = "a kernel to fetch from the Hub"
+        elif name in ("dtype", "torch_dtype") and not (isinstance(value, str) and _DTYPE.fullmatch(value)):
+            reason = "no type of weights"
+        elif name.endswith(("_size", "_layers")) and isinstance(value, int) and abs(value) > _LARGEST:
+            reason = "larger than that of any model"
+        else:
+            continue
+        raise ConfigError(f"{folder / 'config.json'} has {name} {str(value)[:100]!r}, {reason}: do not use this folder")
+
+
+def _set_fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every field that is set, of nested objects too."""
+    if isinstance(value, dict):
+        for name, field in value.items():
+            if field is not None:
+                yield name, field
+            yield from _set_fields(field)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _set_fields(item)
 
 
 def read_generation(folder: Path) -> Any:

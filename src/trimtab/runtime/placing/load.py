@@ -13,7 +13,7 @@ from torch import nn
 
 from trimtab.errors import ConfigError, PartitionError, join_problems, refuse_type
 from trimtab.models.asking.internvl_chat import forget_published_names
-from trimtab.placement.device_bytes import DeviceKey
+from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.placed import Placement
 from trimtab.runtime.placing.device_units import CPU, DeviceUnits, resolve_units
 from trimtab.runtime.placing.folder import StoredNames, model_class, read_config, read_generation

@@ -118,7 +118,7 @@ def _training(settings: ProbeSettings, plan: Plan) -> TrainSettings:
     planned = plan.inputs.training.optimizer
     if planned not in _OPTIMIZERS:
         raise UnsupportedPlanError(
-            f"the plan counts the state of {planned}, which torch.optim has not: plan with --optimizer "
+            f"the plan counts the state of {planned}, which torch.optim has not: plan with --set optimizer "
             f"{', '.join(_OPTIMIZERS)}"
         )
     name, options = _OPTIMIZERS[planned]

@@ -20,14 +20,20 @@ class ProbeSettings:
     ]
     memory_bytes: Annotated[
         int | None,
-        Option("Memory of one device, as in 80GiB; default: the plan's.", flag="--budget", read=parse_bytes),
+        Option(
+            "Memory of one device, as in 80GiB; default: the plan's.", flag="--budget", read=parse_bytes, common=True
+        ),
     ] = None
     risk: Annotated[
         float | None,
-        Option("Accepted chance that the choice needs more than it, as in 5%; default: the plan's.", read=parse_share),
+        Option(
+            "Accepted chance that the choice needs more than it, as in 5%; default: the plan's.",
+            read=parse_share,
+            common=True,
+        ),
     ] = None
     num_steps: Annotated[int, Option("Training steps of each run of the choice.", flag="--steps", least=2)] = 2
-    device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.")] = None
+    device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.", common=True)] = None
     reading: ReadingOptions = field(default_factory=ReadingOptions)
     seed: Annotated[int, Option("Seed of random weights.")] = 0
     timeout_s: Annotated[int, TIMEOUT] = 1800

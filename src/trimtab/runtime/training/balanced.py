@@ -26,8 +26,8 @@ from trimtab.runtime.recompute.apply import applied_to
 from trimtab.runtime.recompute.apply import apply as apply_recompute
 from trimtab.runtime.training.loader import StepLoader, refuse_loss_of_its_own, step_loader
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
+from trimtab.runtime.vision.apply import vision_dp_from_plan
 from trimtab.runtime.vision.callback import VisionDataParallelCallback
-from trimtab.runtime.vision.from_plan import vision_dp_from_plan
 
 LOG = logging.getLogger("trimtab")
 
@@ -228,7 +228,7 @@ def _problems_of_steps(trainer: Any, tables: PlanTables) -> Iterator[str]:
     if ranks * accumulated == packs:
         return
     advice = (
-        f"set gradient_accumulation_steps={packs // ranks}, or plan with --num-microbatches {accumulated}"
+        f"set gradient_accumulation_steps={packs // ranks}, or plan with --set num_microbatches={accumulated}"
         if packs % ranks == 0
         else f"start as many ranks as divide {packs}, or plan for {ranks}"
     )

@@ -40,7 +40,7 @@ from trimtab.runtime.training.checkpoint import (
 )
 from trimtab.runtime.training.lora import add_adapters, merged
 from trimtab.runtime.training.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
-from trimtab.runtime.training.resume import find_checkpoint, words_of
+from trimtab.runtime.training.resume import find_checkpoint, held_folder, words_of
 from trimtab.runtime.training.run_recorder import RunRecorder
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.samples.problems import shorten
@@ -55,7 +55,10 @@ def train(settings: TrainSettings) -> list[StepRecord]:
     Resuming gives the same losses as going on.
     """
     plan = load_plan(settings.plan)
-    with process_group(settings.device, timeout_s=settings.timeout_s, words=words_of(settings, plan)) as ranks:
+    with (
+        process_group(settings.device, timeout_s=settings.timeout_s, words=words_of(settings, plan)) as ranks,
+        held_folder(settings.out, ranks.device),
+    ):
         device = ranks.device
         ranks.arrive()
         checkpoint = find_checkpoint(settings, device)
@@ -227,7 +230,7 @@ def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # as Transformers does
         raise ConfigError(
             f"the model in {settings.model} was to be loaded with attention {attention}, which fails "
-            f"({type(error).__name__}: {shorten(str(error), 300)}): correct its files, or choose another --attention"
+            f"({type(error).__name__}: {shorten(str(error), 300)}): correct its files, or choose another attention"
         ) from error
     frozen = plan.inputs.training.frozen_towers
     if frozen:

@@ -104,7 +104,7 @@ def _open_store(timeout_s: float) -> Any:
     except dist.DistError:
         raise TrimtabError(
             f"rank {rank} has waited {timeout_s} s for rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT), and nobody "
-            "answers there: start rank 0 too, at this address, or wait longer (--timeout)"
+            "answers there: start rank 0 too, at this address, or wait longer (--set timeout)"
         ) from None
     start = f"trimtab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     return PrefixStore(f"{start}/{store.add(f'{start}/{rank}', 1)}", store)
@@ -143,12 +143,18 @@ def _is_lost(error: BaseException) -> bool:
     >>> _is_lost(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     True
     """
-    if isinstance(error, dist.DistError) or "/gloo/" in str(error):
-        return True
-    causes = [error.__cause__, error.__context__]
-    if isinstance(error, CheckpointException):
-        causes += [failure[0] for failure in error.failures.values()]
-    return any(_is_lost(cause) for cause in causes if cause is not None)
+    seen: list[BaseException] = []  # what a disk refused is a failure of the exception that is its context
+    causes = [error]
+    while causes:
+        cause = causes.pop()
+        if isinstance(cause, dist.DistError) or "/gloo/" in str(cause):
+            return True
+        seen.append(cause)
+        further = [cause.__cause__, cause.__context__]
+        if isinstance(cause, CheckpointException):
+            further += [failure[0] for failure in cause.failures.values()]
+        causes += [x for x in further if x is not None and not any(x is other for other in seen)]
+    return False
 
 
 def _others_left(watch: Watch) -> bool:
@@ -161,7 +167,7 @@ def _explain(watch: Watch, lost: Sequence[Late], again: str) -> str:
     if not lost:
         return (
             f"rank {watch.rank} lost its connections, and every rank is there: see whether the network holds, or allow "
-            "longer waits (--timeout)"
+            "longer waits (--set timeout)"
         )
     return (
         f"the run has lost {join_words(lost)}: see its messages and the system's log (did it exceed the memory?), and "
@@ -173,7 +179,7 @@ def _give_up(sentence: str, watch: Watch, store: Any) -> None:
     """Called by a thread: the main one waits inside a collective, and nothing else wakes it."""
     if watch.ending.acquire(blocking=False):
         if _is_first(store):
-            say(f"{sentence}: see what keeps it, or allow longer waits (--timeout)")
+            say(f"{sentence}: see what keeps it, or allow longer waits (--set timeout)")
         os._exit(2)
 
 

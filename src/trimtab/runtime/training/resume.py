@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 
 from trimtab.errors import PlanError
-from trimtab.files import blake2b
+from trimtab.files import blake2b, lock
 from trimtab.options import ReadingOptions
 from trimtab.plan.plan import Plan
 from trimtab.plan.runs import digest_of
@@ -49,6 +53,28 @@ def find_checkpoint(settings: TrainSettings, device: torch.device) -> tuple[Path
     if found:
         raise PlanError(f"{damage}, and no whole checkpoint is left: bring back a copy of one, or start again (--out)")
     return None
+
+
+@contextmanager
+def held_folder(folder: Path, device: torch.device) -> Iterator[None]:
+    """Keep other runs out of `folder`: rank 0 holds a lock, which ends with its process; collective."""
+    path, held = folder / ".lock", list[BinaryIO]()
+
+    def hold() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("wb")
+        if not lock(file) and sys.platform != "win32":
+            file.close()
+            raise PlanError(f"another run is in {folder}: wait for its end, or name another folder (--out)")
+        held.append(file)
+
+    try:
+        on_first_rank(hold, device)
+        yield
+    finally:
+        for file in held:
+            path.unlink(missing_ok=True)
+            file.close()
 
 
 def check_folders(settings: TrainSettings) -> list[Path]:

@@ -60,10 +60,11 @@ class TrainSettings:
             "The data files that were sized, in order; default: those that the plan leads to. Repeatable.",
             read=tuple,
             typed=list[Path],
+            common=True,
         ),
     ] = ()
     steps: Annotated[int | None, Option("Optimizer steps in all; else --epochs.", least=1, common=True)] = None
-    epochs: Annotated[int, Option("Passes over the plan's packs.", least=1)] = 1
+    epochs: Annotated[int, Option("Passes over the plan's packs.", least=1, common=True)] = 1
     optimizer: Annotated[str, Option("A class of torch.optim.")] = "AdamW"
     optimizer_options: Annotated[
         Mapping[str, Any],
@@ -98,10 +99,12 @@ class TrainSettings:
         None  # None: the plan's, or sdpa where flash attention is not at hand
     )
     loss_weighting: Annotated[LossWeighting, Option("What has the same weight in the loss.", flag="--loss")] = "token"
-    random_weights: Annotated[bool, Option("Start from random weights instead of reading them.")] = False
-    device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.")] = None
-    save_every: Annotated[int | None, Option("Steps between checkpoints; else one at the end.", least=1)] = None
-    save: Annotated[bool, Option("Write no checkpoint: a run that only measures.", flag="--no-save")] = True
+    random_weights: Annotated[bool, Option("Start from random weights instead of reading them.", common=True)] = False
+    device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.", common=True)] = None
+    save_every: Annotated[
+        int | None, Option("Steps between checkpoints; else one at the end.", least=1, common=True)
+    ] = None
+    save: Annotated[bool, Option("Write checkpoints; false: a run that only measures.")] = True
     keep: Annotated[int | None, Option("How many of the newest checkpoints to keep.", least=1)] = 2
     resume: Annotated[bool, Option("Go on from the newest checkpoint in --out.", common=True)] = False
     export: Annotated[
@@ -109,14 +112,12 @@ class TrainSettings:
     ] = None
     vision_dp: Annotated[
         Literal["plan", "dispatch", "off"],
-        Option("Whether data-parallel ranks share images: as planned, always, or never."),
+        Option("Whether data-parallel ranks share images: as planned, always, or never.", common=True),
     ] = "plan"
-    verify_packing: Annotated[
-        bool, Option("Skip the check that no sample of a pack sees another.", flag="--no-verify-packing")
-    ] = True
+    verify_packing: Annotated[bool, Option("Check first that no sample of a pack sees another.")] = True
     on_bad_sample: Annotated[
         Literal["error", "filler"],
-        Option("For a sample that cannot be read: stop, or use a filler of weight 0.", flag="--on-bad"),
+        Option("For a sample that cannot be read: stop, or use a filler of weight 0.", flag="--on-bad", common=True),
     ] = "error"
     reading: ReadingOptions = field(default_factory=ReadingOptions)
     workers: Annotated[int, Option("Data-loading processes per rank.", least=0)] = 0
@@ -162,7 +163,7 @@ def _problems_of(settings: TrainSettings) -> list[str]:
         problems.append(f"learning_rate (--lr) {settings.learning_rate} was asked for: give a number above 0")
     if settings.max_grad_norm == 0:
         problems.append(
-            f"max_grad_norm (--clip) {settings.max_grad_norm} was asked for: give a number above 0, or clip nothing"
+            f"max_grad_norm (--set clip) {settings.max_grad_norm} was asked for: give a number above 0, or clip nothing"
         )
     if settings.optimizer in ("LBFGS", "SparseAdam"):
         problems.append(
@@ -171,7 +172,7 @@ def _problems_of(settings: TrainSettings) -> list[str]:
     if settings.save_every is not None and not settings.save:
         problems.append(
             "checkpoints were asked for every few steps and not at all: give one of save_every (--save-every) and "
-            "save=False (--no-save)"
+            "save=False"
         )
     if not 0 <= settings.seed < 2**63:
         problems.append(f"seed {settings.seed} was asked for, but torch takes 0 to 2^63 - 1: give one of these")

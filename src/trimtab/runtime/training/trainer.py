@@ -28,8 +28,9 @@ from trimtab.runtime.data.cursor import Cursor, Deal, cursor_from_state, cursor_
 from trimtab.runtime.data.dataset import PlanBatchSampler
 from trimtab.runtime.data.loss import label_weights, packed_loss, step_denominator
 from trimtab.runtime.data.packing import prepare_packing
-from trimtab.runtime.data.packing_runs import sharded
+from trimtab.runtime.data.packing_runs import sharded, unwrap
 from trimtab.runtime.data.tables import PlanTables
+from trimtab.runtime.training.restore import check_adapters, restore_weights
 from trimtab.runtime.watch import Watch, open_watch
 
 LOG = logging.getLogger("trimtab")
@@ -80,38 +81,61 @@ class PlannedTrainer:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's `train`; refuses a checkpoint of another plan, or of steps of another number of packs.
 
-        True resumes from the newest checkpoint that was written whole: a kill may have torn the newest. Every rank
+        True resumes from the newest checkpoint that was written whole. Weights are restored by the names that this
+        version saves them under, and compared tensor by tensor before the first step. Every rank
         first checks that its own copy of the model keeps the samples of a pack apart; one that is loaded in pieces
         (FSDP, ZeRO-3) is not checked: call `verify_packing` on a copy of it, whole or with fewer layers.
         """
         trainer: Any = super()
-        folder: str | bool | None = resume_from_checkpoint
-        if folder is True:
-            folder = self._last_whole_checkpoint() or True
-        if isinstance(folder, (str, Path)) and (Path(folder) / STATE_FILE).is_file():
-            _check_state(self._make_sampler().deal, Path(folder) / STATE_FILE)
+        folder = self._find_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
         model: Any = self.model  # type: ignore[attr-defined]
         if self._feed.verify and not sharded(model):
             prepare_packing(model, collator=self._feed.pack)
         return trainer.train(folder, *args, **kwargs)
 
-    def _last_whole_checkpoint(self) -> str | None:
-        """Of those in `output_dir`, on every rank the one that the first rank sees."""
-        folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
-        found = {int(x.name.rpartition("-")[2]): x for x in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]")}
-        whole = [step for step, place in found.items() if (place / STATE_FILE).is_file()]
-        for step in sorted(found):
-            if whole and step > max(whole):
-                LOG.warning(
-                    "%s was not written whole (it has no %s): the run resumes from the one before, step %d",
-                    found[step],
-                    STATE_FILE,
-                    max(whole),
-                )
-        chosen = [str(found[max(whole)]) if whole else None]
+    def _find_checkpoint(self, given: str | Path | bool) -> str:
+        """The checkpoint to go on from, as the first rank finds it; raises on every rank where there is none."""
+        found: list[tuple[str, Exception | None]] = [("", None)]
+        if self.args.process_index == 0:  # type: ignore[attr-defined]
+            folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
+            try:
+                chosen = _newest_whole(folder) if given is True else _refuse_torn(Path(str(given)))
+                _check_state(self._make_sampler().deal, chosen / STATE_FILE)
+                found = [(str(chosen), None)]
+            except PlanError as problem:
+                found = [("", problem)]
         if dist.is_available() and dist.is_initialized():
-            dist.broadcast_object_list(chosen)
-        return chosen[0]
+            dist.broadcast_object_list(found)
+        path, raised = found[0]
+        if raised is not None:
+            raise raised
+        return path
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The Trainer's own, but by the names under which this version saves, and compared tensor by tensor.
+
+        Weights in pieces (FSDP) are loaded by the Trainer: they are stored by the names that they have, and must all
+        be there.
+        """
+        trainer: Any = super()
+        target = self.model if model is None else model  # type: ignore[attr-defined]
+        inner, folder = unwrap(target), Path(resume_from_checkpoint)
+        if sharded(target) or getattr(self, "is_fsdp_enabled", False):
+            trainer._load_from_checkpoint(resume_from_checkpoint, model)
+        elif hasattr(target, "peft_config"):
+            trainer._load_from_checkpoint(resume_from_checkpoint, model)
+            check_adapters(target, folder)
+        else:
+            restore_weights(inner, folder)
+
+    def _load_best_model(self) -> None:
+        """`load_best_model_at_end`: the same."""
+        trainer: Any = super()
+        model, folder = self.model, self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        if sharded(model) or hasattr(model, "peft_config") or getattr(self, "is_deepspeed_enabled", False):
+            trainer._load_best_model()
+        else:
+            self._load_from_checkpoint(folder)
 
     def _make_sampler(self) -> TrainerPlanSampler:
         arguments = self.args  # type: ignore[attr-defined]
@@ -170,6 +194,45 @@ class PlannedTrainer:
         return (loss, outputs) if return_outputs else loss
 
 
+def _newest_whole(folder: Path) -> Path:
+    """The newest checkpoint that was written whole: a kill or a disk may have torn the newest."""
+    found = {int(x.name.rpartition("-")[2]): x for x in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*[0-9]")}
+    torn = []
+    for step in sorted(found, reverse=True):
+        if problem := _tear(found[step]):
+            torn.append(f"{found[step].name} is not whole ({problem})")
+            continue
+        if torn:
+            LOG.warning("%s: the run resumes from %s", "; ".join(torn), found[step].name)
+        return found[step]
+    state = "; ".join(torn) or "it has no checkpoint"
+    raise PlanError(f"a run was to be resumed in {folder}, and no checkpoint is whole: {state}; start again")
+
+
+def _refuse_torn(folder: Path) -> Path:
+    if problem := _tear(folder):
+        raise PlanError(
+            f"{folder} was to be resumed, and it is no whole checkpoint of a balanced Trainer ({problem}): give another"
+        )
+    return folder
+
+
+def _tear(folder: Path) -> str:
+    """What is wrong with a checkpoint; empty: it is whole. `STATE_FILE`, written last, has the sizes of all files."""
+    try:
+        files = json.loads((folder / STATE_FILE).read_bytes())["files"]
+        for name, size in files.items():
+            if not (folder / name).is_file():
+                return f"it lacks {name}"
+            if (folder / name).stat().st_size != size:
+                return f"{name} has {(folder / name).stat().st_size} of {size} bytes"
+    except FileNotFoundError:
+        return f"it has no {STATE_FILE}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{STATE_FILE} cannot be read"
+    return ""
+
+
 def _check_state(deal: Deal, path: Path) -> None:
     """`PlanError` where the Trainer, which counts steps, would go on at another place than the checkpoint's."""
     state = json.loads(path.read_text(encoding="utf-8"))
@@ -218,8 +281,10 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
         if dist.is_available() and dist.is_initialized():
             dist.barrier()  # every rank has written its part
         if state.is_world_process_zero:
+            folder = _checkpoint_of(args, state)
             place = cursor_to_state(self._sampler.deal, self._cursor(state.global_step))
-            write_atomically(_checkpoint_of(args, state) / STATE_FILE, json.dumps(place) + "\n")
+            files = {str(x.relative_to(folder)): x.stat().st_size for x in sorted(folder.rglob("*")) if x.is_file()}
+            write_atomically(folder / STATE_FILE, json.dumps({**place, "files": files}) + "\n")
 
     def _cursor(self, global_step: int) -> Cursor:
         deal = self._sampler.deal

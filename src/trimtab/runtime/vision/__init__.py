@@ -1,8 +1,7 @@
 """Vision data parallel: each rank of a group encodes its share of the images, gradients stay exact."""
 
-from trimtab.runtime.vision.apply import rows_of_shards, vision_dp, vision_heartbeat
+from trimtab.runtime.vision.apply import vision_dp, vision_dp_from_plan, vision_heartbeat
 from trimtab.runtime.vision.families import BatchFamily, GridFamily
-from trimtab.runtime.vision.from_plan import vision_dp_from_plan
 from trimtab.runtime.vision.handle import VisionDataParallel
 from trimtab.runtime.vision.pooled import PooledFeatures, encode_pooled
 from trimtab.runtime.vision.selftest import check_family
@@ -15,7 +14,6 @@ __all__ = [
     "VisionDataParallel",
     "check_family",
     "encode_pooled",
-    "rows_of_shards",
     "verify_vision_dp",
     "vision_dp",
     "vision_dp_from_plan",

@@ -1,26 +1,24 @@
-"""`vision_dp` and `vision_heartbeat`: put a handle on a model."""
+"""Put a handle on a model: `vision_dp`, `vision_heartbeat`, and `vision_dp_from_plan` as a plan decides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, get_args
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import RULES
-from trimtab.errors import TrimtabError
+from trimtab.errors import PlanError, TrimtabError
 from trimtab.options import Rule
-from trimtab.runtime.vision.control import Control, open_control
+from trimtab.plan.plan import Plan
+from trimtab.runtime.vision.agreement import Control, open_control
+from trimtab.runtime.vision.encode import Exchange, Settings, Sharing
 from trimtab.runtime.vision.families import Family, find_family, tower_flops
 from trimtab.runtime.vision.gradients import Loss, Reduction, check_convention
-from trimtab.runtime.vision.handle import Exchange, Settings, VisionDataParallel
+from trimtab.runtime.vision.handle import VisionDataParallel
 from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
-from trimtab.runtime.vision.seams import Place, Seam, find_seams, holder_of
-from trimtab.specs import IntArray
+from trimtab.runtime.vision.hooks import PatchedFunction, Place, find_functions, holder_of
 
 
 def vision_dp(
@@ -41,11 +39,10 @@ def vision_dp(
 
     Every rank of the group must call it. examples/vision_data_parallel.py is a whole run.
 
-    `gather`: ranks hold the same images (sequence, context or tensor parallel) and all get all features. `routed`:
-    the same, but each gets only the rows it asks for. `dispatch`: ranks hold different images (data parallel) and get
-    the features of their own. Features and gradients equal those without, wherever the text gradients are right:
-    `loss` and `reduction` name how losses and gradients add up over the group, and are refused where both would be
-    wrong (`gradients.py`). In a group of one nothing is replaced.
+    `gather`: ranks hold the same images (sequence, context or tensor parallel) and all get all features. `dispatch`:
+    ranks hold different images (data parallel) and get the features of their own. Features and gradients equal those
+    without, wherever the text gradients are right: `loss` and `reduction` name how losses and gradients add up over the
+    group, and are refused where both would be wrong (`gradients.py`). In a group of one nothing is replaced.
 
     `cost` is what the shares are balanced by, the same on every rank: `tower_seconds(profile)` for time,
     `tower_bytes(profile)` for memory; None counts multiply-adds by the configuration. `heartbeat` is the group over
@@ -73,11 +70,10 @@ def vision_dp(
     num_ranks = dist.get_world_size(group)
     if loss is not None and reduction is not None:
         check_convention(loss, reduction, num_ranks)
-    seams = find_seams(model, at)
-    cost = cost or tower_flops(seams[0].module.config)
+    functions = find_functions(model, at)
+    cost = cost or tower_flops(functions[0].module.config)
     settings = Settings(exchange=exchange, rule=rule, cost=cost, loss=loss, reduction=reduction)
-    waits = partial(open_control, timeout_s=timeout_s)
-    return _put_on(model, seams, settings, group or dist.group.WORLD, heartbeat, family, waits)
+    return _put_on(model, functions, settings, group or dist.group.WORLD, heartbeat, family, timeout_s)
 
 
 def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 600.0) -> VisionDataParallel:
@@ -85,21 +81,20 @@ def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 
 
     Use it where parameters are sharded over ranks and some see no images; docs/vision-data-parallel.md names it.
     """
-    seams = find_seams(model)
-    cost = tower_flops(seams[0].module.config)
+    functions = find_functions(model)
+    cost = tower_flops(functions[0].module.config)
     settings = Settings(exchange="gather", rule="balanced", cost=cost, loss=None, reduction=None)
-    waits = partial(open_control, timeout_s=timeout_s)
-    return _put_on(model, seams, settings, None, group or dist.group.WORLD, None, waits)
+    return _put_on(model, functions, settings, None, group or dist.group.WORLD, None, timeout_s)
 
 
 def _put_on(
     model: nn.Module,
-    seams: tuple[Seam, ...],
+    functions: tuple[PatchedFunction, ...],
     settings: Settings,
     group: Any,
     heartbeat: Any,
     family: Family | None,
-    connect: Callable[[Any], Control],
+    timeout_s: float,
 ) -> VisionDataParallel:
     """A handle whose images are shared over `group` and whose heartbeat goes over `heartbeat`, either of them or both.
 
@@ -109,21 +104,24 @@ def _put_on(
     found = VisionDataParallel(
         model=model,
         group=group,
-        control=None,
         settings=settings,
-        family=family or find_family(seams[0].module.config, seams[0].original),
-        config=seams[0].module.config,
-        seams=seams,
+        family=family or find_family(functions[0].module.config, functions[0].original),
+        config=functions[0].module.config,
+        functions=functions,
         over=over if over is not None and dist.get_world_size(over) > 1 else None,
     )
     if (existing := _find_existing(model, found)) is not None:
         return existing
+    control = None
     if group is not None and dist.get_world_size(group) > 1:
-        found.control = connect(group)
+        control = open_control(group, timeout_s)
+        found.sharing = Sharing(
+            group=group, control=control, settings=settings, family=found.family, config=found.config
+        )
     if found.over is not None:
-        shared = found.control if settings.exchange == "dispatch" else None
-        found.heartbeat = _make_heartbeat(found, shared or connect(found.over))
-    found._install()
+        shared = control if settings.exchange == "dispatch" else None
+        found.heartbeat = _make_heartbeat(found, shared or open_control(found.over, timeout_s))
+    found.install()
     return found
 
 
@@ -139,31 +137,75 @@ def _find_existing(model: nn.Module, wanted: VisionDataParallel) -> VisionDataPa
 
 
 def _make_heartbeat(handle: VisionDataParallel, control: Control) -> Heartbeat:
-    kinds = tuple(kind for kind in KINDS if any(seam.kind == kind for seam in handle.seams))
-    if not kinds:
+    by_kind = {function.kind: function for function in handle.functions}
+    functions = {kind: by_kind[kind] for kind in KINDS if kind in by_kind}
+    if not functions:
         raise TrimtabError(
             "ranks without images are kept in step at get_image_features, and this handle is at the tower's forward: "
             "pass the whole model with at='features'"
         )
     return Heartbeat(
         control=control,
-        module=handle.seams[0].module,
-        kinds=kinds,
-        prepare=handle.prepare_missing,
-        run=handle.run_missing,
+        functions=functions,
+        family=handle.family,
+        config=handle.config,
+        is_dispatch=handle.settings.exchange == "dispatch",
+        run=handle.run_without,
     )
 
 
-def rows_of_shards(is_image_token: Tensor, shards: Sequence[Tensor | slice]) -> list[IntArray]:
-    """For `VisionDataParallel.wanting`: the rows of image features that each rank's part of the sequence reads.
+_PATCHES = LinearCost(patches=1.0)  # bytes held grow with patches, whatever the widths
 
-    Use it with `exchange="routed"`, where tokens are divided before they are embedded.
 
-    `is_image_token` is the mask of the whole batch, flattened; `shards[r]` are the positions rank r holds, in order.
+def vision_dp_from_plan(
+    model: nn.Module,
+    group: Any,
+    plan: Plan,
+    *,
+    cost: LinearCost | None = None,
+    host_reduces: bool = True,
+    **others: Any,
+) -> VisionDataParallel | None:
+    """`vision_dp` as `plan` decides; None, and nothing replaced, where every rank encodes the images it holds.
 
-    >>> [rows.tolist() for rows in rows_of_shards(torch.tensor([1, 0, 1, 1]) == 1, [slice(0, 2), slice(2, 4)])]
-    [[0], [1, 2]]
+    Use it where your own host (Megatron, a loop of yours) runs a plan; `trimtab train` calls it itself.
+    docs/vision-data-parallel.md shows it.
+
+    `group`: this process's ranks along the plan's axis. Each rank of tp has the whole loss, and gradients are averaged
+    over them (κ = N, see `gradients.py`). `host_reduces` is False for a host that does not reduce gradients of tp
+    replicas: then call the handle's `reduce_gradients()` after the backward. `cost` is None for multiply-adds by the
+    configuration, or patches where the plan balances memory; with `tower_seconds` or `tower_bytes` of the plan's
+    profile the shares are the plan's own. Where the plan pools micro-batches, encode as many at a time with
+    `encode_pooled`. `others` are further arguments of `vision_dp`. Raises `PlanError` where the group has another size
+    than the plan says, or the host cannot run what was decided.
     """
-    mask = is_image_token.reshape(-1).cpu()
-    number = torch.cumsum(mask, 0) - 1
-    return [number[shard][mask[shard]].numpy() for shard in shards]
+    decision = plan.decisions.vision_data_parallel
+    if decision is None:
+        return None
+    if dist.get_world_size(group) != decision.degree:
+        raise PlanError(
+            f"the plan shares images among {decision.degree} ranks of {decision.group}, and the group that was given "
+            f"has {dist.get_world_size(group)}: give the ranks along {decision.group}, or plan for as many"
+        )
+    if not host_reduces and decision.group != "tp":
+        raise PlanError(
+            f"the host was said to reduce no gradients over {decision.group}, where each rank has those of its own "
+            "samples: reduce them there, and leave out host_reduces"
+        )
+    loss: Loss | None = "replicated" if decision.group == "tp" else None
+    reduction: Reduction | None = decision.reduction if host_reduces else "none"
+    if decision.pooling > 1 and decision.exchange == "dispatch":
+        raise PlanError(
+            f"the plan encodes {decision.pooling} micro-batches of {decision.degree} dp ranks in one call, which "
+            "`trimtab train` does and no model's own forward: plan with --set vision_pooling=1 for this host"
+        )
+    return vision_dp(
+        model,
+        group,
+        exchange=decision.exchange,
+        rule=decision.rule,
+        cost=_PATCHES if cost is None and decision.objective == "memory" else cost,
+        loss=loss,
+        reduction=reduction,
+        **others,
+    )

@@ -7,8 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from trimtab.plan.plan import Plan
-from trimtab.runtime.vision.apply import vision_dp
-from trimtab.runtime.vision.from_plan import vision_dp_from_plan
+from trimtab.runtime.vision.apply import vision_dp, vision_dp_from_plan
 from trimtab.runtime.vision.handle import VisionDataParallel
 
 

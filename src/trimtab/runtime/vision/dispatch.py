@@ -18,7 +18,7 @@ from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import ImageShares, keep_at_home, share_images
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
-from trimtab.runtime.vision.control import Control
+from trimtab.runtime.vision.agreement import Control
 from trimtab.runtime.vision.exchange import move_rows
 from trimtab.runtime.vision.inputs import Part, VisionInputs, join_inputs
 from trimtab.specs import IntArray

@@ -1,9 +1,9 @@
 """How a call of the vision tower divides into atoms: asked of the function that is called.
 
-A *seam* is the function that is replaced on the instance: `get_image_features` or `get_video_features` of the model, or
-the tower's own `forward`. Its arguments tell, by the conventions of Transformers: a table `image_grid_thw` counts the
-patches of each image, which stand in one tensor; without it the first dimension is images. `check_family` decides
-whether that holds for a model: encoding atoms apart gives what encoding them together gives, features and gradients.
+That is `get_image_features` or `get_video_features` of the model, or the tower's own `forward`. Its arguments tell, by
+the conventions of Transformers: a table `image_grid_thw` counts the patches of each image, which stand in one tensor;
+without it the first dimension is images. `check_family` decides whether that holds for a model: encoding atoms apart
+gives what encoding them together gives, features and gradients.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ _BESIDE = re.compile(r"(image|video|pixel|high_res|tile|spatial|target|merge)_|n
 
 
 def find_family(config: Any, encode: Callable[..., Any] | None = None) -> Family:
-    """Asked of `encode`, the seam's function; None: of what the configuration's model class has."""
+    """Asked of `encode`, the function's function; None: of what the configuration's model class has."""
     try:
         return ask_family(config, encode or _encoder_of(config))
     except TrimtabError as error:

@@ -8,16 +8,17 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from trimtab.runtime.vision.agree import compare_kinds
-from trimtab.runtime.vision.control import Control
-from trimtab.runtime.vision.families import PIXELS, Kind
-from trimtab.runtime.vision.seams import Hook, given_by_name
+from trimtab.runtime.vision.agreement import Control, compare_kinds
+from trimtab.runtime.vision.families import PIXELS, Family, Kind
+from trimtab.runtime.vision.hooks import Hook, PatchedFunction, given_by_name
+from trimtab.runtime.vision.inputs import VisionInputs
 
 KINDS: tuple[Kind, ...] = ("image", "video")
 """In the order in which models encode them: every rank runs them in this order."""
@@ -28,13 +29,19 @@ class Heartbeat:
     """What the ranks of one forward hold; hooks on the module whose forward takes the pixels."""
 
     control: Control
-    module: nn.Module
-    kinds: tuple[Kind, ...]
-    prepare: Callable[[Kind, dict[str, Any] | None, int], None]  # before the forward, on all ranks, where one lacks it
-    run: Callable[[Kind], Tensor]  # the tower on next to nothing: a zero that depends on it
+    functions: Mapping[Kind, PatchedFunction]
+    family: Family
+    config: Any
+    is_dispatch: bool  # ranks with images too need a template: those of others may be the only ones they encode
+    run: Callable[[PatchedFunction, VisionInputs], Tensor]  # the tower on next to nothing: a zero that depends on it
+    templates: dict[Kind, VisionInputs] = field(default_factory=dict)  # the smallest image of each kind one lacks
     _present: tuple[Kind, ...] = ()
     _missing: list[Kind] = field(default_factory=list)
     _hooks: list[Any] = field(default_factory=list)
+
+    @property
+    def module(self) -> nn.Module:
+        return next(iter(self.functions.values())).module
 
     def install(self) -> None:
         # after the embedding and not before it: sharded parameters are gathered in one order on all ranks
@@ -50,14 +57,25 @@ class Heartbeat:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = given_by_name(module, args, kwargs)
-        self._present = tuple(kind for kind in self.kinds if given.get(PIXELS[kind]) is not None)
+        self._present = tuple(kind for kind in self.functions if given.get(PIXELS[kind]) is not None)
         self._missing = []
-        for kind, holding, _ in list(compare_kinds(self.control, self._present, self.kinds)):
-            self.prepare(kind, given if kind in self._present else None, holding[0])
+        for kind, holding, _ in list(compare_kinds(self.control, self._present, tuple(self.functions))):
+            self._learn_template(kind, given, holding[0])
             if kind not in self._present:
                 self._missing.append(kind)
         embeddings = given.get("inputs_embeds")
         return None if embeddings is None else ((), {**given, "inputs_embeds": self._touched(embeddings)})
+
+    def _learn_template(self, kind: Kind, given: dict[str, Any], source: int) -> None:
+        """Every rank learns what the smallest image of rank `source` is."""
+        function, smallest = self.functions[kind], None
+        if self.control.rank == source:
+            known = {name: value for name, value in given.items() if name in function.signature.parameters}
+            read = self.family.read(kind, known, self.config)
+            smallest = self.family.smallest(read, self.config).to(torch.device("cpu"))
+        template = self.control.send(smallest, source, "the smallest image")
+        if kind not in self._present or self.is_dispatch:
+            self.templates[kind] = template.to(next(function.module.parameters()).device)
 
     def _after_embedding(self, _module: nn.Module, _args: Any, embeddings: Tensor) -> Tensor:
         return self._touched(embeddings)
@@ -69,12 +87,13 @@ class Heartbeat:
     def run_missing(self, after: Kind | None) -> Tensor | None:
         """Kinds this rank lacks, up to the next one it holds; `after` is the kind that was just encoded."""
         zero: Tensor | None = None
-        start = 0 if after is None or after not in self.kinds else self.kinds.index(after) + 1
-        for kind in self.kinds[start:]:
+        kinds = list(self.functions)
+        start = 0 if after is None or after not in kinds else kinds.index(after) + 1
+        for kind in kinds[start:]:
             if kind in self._present:
                 break
             if kind in self._missing:
                 self._missing.remove(kind)
-                own = self.run(kind)
+                own = self.run(self.functions[kind], self.templates.pop(kind))
                 zero = own if zero is None else zero + own
         return zero

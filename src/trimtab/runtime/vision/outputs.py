@@ -8,7 +8,7 @@ image, in a tuple or stacked, or the rows of all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -48,19 +48,14 @@ def read_features(output: Any, inputs: VisionInputs) -> Features:
     )
 
 
-def write_features(features: Features, rows: Tensor, num_rows: IntArray, *, whole: bool = True) -> Any:
-    """An output like `features.sample` that holds `rows`, of which `num_rows[i]` are entry i's.
-
-    Not `whole`: the rows are some of several images', and are one piece.
-    """
-    if not whole:
-        num_rows = np.array([len(rows)])
-    return fill_features(features.sample, torch.split(rows, list(features.widths), dim=-1), num_rows, whole=whole)
+def write_features(features: Features, rows: Tensor, num_rows: IntArray) -> Any:
+    """An output like `features.sample` that holds `rows`, of which `num_rows[i]` are entry i's."""
+    return fill_features(features.sample, torch.split(rows, list(features.widths), dim=-1), num_rows)
 
 
-def fill_features(sample: Any, columns: Sequence[Tensor], num_rows: IntArray, *, whole: bool = True) -> Any:
+def fill_features(sample: Any, columns: Sequence[Tensor], num_rows: IntArray) -> Any:
     """An output like `sample` that holds these columns, the features and those of DeepStack layers, as rows."""
-    filled = [_fill(like, x, num_rows, whole) for like, x in zip(columns_of(sample), columns, strict=True)]
+    filled = [_fill(like, x, num_rows) for like, x in zip(columns_of(sample), columns, strict=True)]
     return _with_columns(sample, filled)
 
 
@@ -70,7 +65,8 @@ def _with_columns(sample: Any, columns: list[Any]) -> Any:
         return columns[0], columns[1:]
     if isinstance(sample, (Tensor, tuple, list)):
         return columns[0]
-    values = {name: value for name, value in sample.items() if name not in _LOCAL}
+    known = {field.name for field in fields(sample)}  # an output may carry more that was captured on the way
+    values = {name: value for name, value in sample.items() if name in known and name not in _LOCAL}
     values["pooler_output"] = columns[0]
     if len(columns) > 1:
         values["deepstack_features"] = type(sample.deepstack_features)(columns[1:])
@@ -139,7 +135,7 @@ def _pieces(column: Any, num_atoms: int, expected: IntArray | None) -> Sequence[
     )
 
 
-def _fill(like: Any, rows: Tensor, num_rows: IntArray, whole: bool) -> Any:
+def _fill(like: Any, rows: Tensor, num_rows: IntArray) -> Any:
     if isinstance(like, (tuple, list)):
         return type(like)(torch.split(rows, num_rows.tolist()))
-    return rows.reshape(-1, *like.shape[1:]) if like.ndim >= 3 and whole else rows
+    return rows.reshape(-1, *like.shape[1:]) if like.ndim >= 3 else rows

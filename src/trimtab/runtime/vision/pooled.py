@@ -16,8 +16,8 @@ from torch import Tensor
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision.families import GRIDS, PIXELS, GridFamily
 from trimtab.runtime.vision.handle import VisionDataParallel
+from trimtab.runtime.vision.hooks import RETURNS_OBJECTS
 from trimtab.runtime.vision.outputs import each_tensor
-from trimtab.runtime.vision.seams import RETURNS_OBJECTS
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,22 +54,22 @@ def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, A
         )
     outputs: list[dict[str, Any]] = [{} for _ in microbatches]
     pooled = PooledFeatures(outputs=outputs)
-    for seam in handle.seams:
-        if seam.kind == "tower" or not RETURNS_OBJECTS:
+    for function in handle.functions:
+        if function.kind == "tower" or not RETURNS_OBJECTS:
             raise TrimtabError(
                 "features are fed back at mm_encoder_outputs, which the tower's own forward does not know: "
                 "make the handle with at='features', under Transformers 5"
             )
-        pixels, grid = PIXELS[seam.kind], GRIDS[seam.kind]
+        pixels, grid = PIXELS[function.kind], GRIDS[function.kind]
         holders = [i for i, inputs in enumerate(microbatches) if inputs.get(pixels) is not None]
         if not holders:
             continue
         grids = [microbatches[i][grid] for i in holders]
         arguments = {pixels: torch.cat([microbatches[i][pixels] for i in holders]), grid: torch.cat(grids)}
-        whole = getattr(seam.module, seam.name)(**arguments, return_dict=True)
+        whole = getattr(function.module, function.name)(**arguments, return_dict=True)
         ends = torch.tensor([len(g) for g in grids]).cumsum(0).tolist()
         for i, start, end in zip(holders, [0, *ends], ends, strict=False):
-            outputs[i][seam.kind] = _cut(whole, start, end, pooled._leaves)
+            outputs[i][function.kind] = _cut(whole, start, end, pooled._leaves)
     return pooled
 
 

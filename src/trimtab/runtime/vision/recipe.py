@@ -22,7 +22,7 @@ from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision.apply import vision_dp
 from trimtab.runtime.vision.exchange import gather_rows, lay_out_rows
-from trimtab.runtime.vision.seams import holder_of
+from trimtab.runtime.vision.hooks import holder_of
 
 TOWERS = (
     "modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel",
@@ -96,8 +96,9 @@ def get_image_embedding_counts(grid_thw: Tensor, spatial_merge_size: int = 1) ->
 def assign_images_to_dp_ranks(patch_counts: Sequence[int], dp_size: int) -> tuple[list[list[int]], list[int]]:
     """Images of each rank, whole runs in order, and each rank's patches; the largest load is the least possible.
 
-    The recipe cuts greedily or by equal counts. Exact, by bisection; a rank may get no image where others hold more
-    than the mean. `share_images(cost, rule="balanced")` needs no runs and is evener; `vision_dp` uses it.
+    The recipe cuts greedily or by equal counts. Exact: of the cuts with the least largest load the evenest; a rank may
+    get no image where others hold more than the mean. `share_images(cost, rule="balanced")` needs no runs and is
+    evener; `vision_dp` uses it.
     """
     shares = share_images(np.asarray(patch_counts, np.float64), dp_size, rule="contiguous")
     assigned = [shares.atoms_of(rank).tolist() for rank in range(dp_size)]
@@ -105,10 +106,22 @@ def assign_images_to_dp_ranks(patch_counts: Sequence[int], dp_size: int) -> tupl
 
 
 def prepare_local_vision_inputs(
-    pixel_values: Tensor, grid_thw: Tensor, image_assignments: Sequence[Sequence[int]], dp_rank: int
+    pixel_values: Tensor,
+    grid_thw: Tensor,
+    image_assignments: Sequence[Sequence[int]],
+    dp_rank: int,
+    patch_counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Pixels (rows of patches), grids and numbers of the images that `dp_rank` encodes; none is 0 rows of each."""
-    counts = np.asarray(get_image_patch_counts(grid_thw), np.int64)
+    """Pixels (rows of patches), grids and numbers of the images that `dp_rank` encodes; none is 0 rows of each.
+
+    `patch_counts` are those of `get_image_patch_counts`, where they are at hand.
+    """
+    if not 0 <= dp_rank < len(image_assignments):
+        raise TrimtabError(
+            f"dp_rank {dp_rank} was asked for, and images are assigned to {len(image_assignments)} ranks: give 0 to "
+            f"{len(image_assignments) - 1}"
+        )
+    counts = np.asarray(get_image_patch_counts(grid_thw) if patch_counts is None else patch_counts, np.int64)
     if int(counts.sum()) != len(pixel_values):
         raise TrimtabError(
             f"grid_thw counts {int(counts.sum())} patches and pixel_values has {len(pixel_values)} rows: give both of "
@@ -120,14 +133,23 @@ def prepare_local_vision_inputs(
     return pixel_values[rows], grid_thw[own], own
 
 
-def gather_vision_embeddings(local_embeddings: Tensor, dp_group: Any, all_counts: Sequence[int]) -> Tensor:
+def gather_vision_embeddings(local_embeddings: Tensor, dp_group: Any = None, all_counts: Sequence[int] = ()) -> Tensor:
     """Embeddings of all ranks in order, `all_counts[r]` rows from rank r; the backward adds up all ranks' gradients.
 
     Where every rank has the whole loss and parameters are averaged, that sum is the recipe's scale by `dp_size`.
+    `dp_group` None, or of one rank: the embeddings as they are.
     """
+    if dp_group is None or dist.get_world_size(dp_group) == 1:
+        return local_embeddings
     counts = np.asarray(all_counts, np.int64)
     layout = lay_out_rows(np.arange(len(counts)), np.arange(len(counts) + 1), counts)
     return gather_rows(local_embeddings, layout, dp_group)
+
+
+class GatherVisionEmbeddings:
+    """`gather_vision_embeddings` by the name and the call of the recipe's autograd function."""
+
+    apply = staticmethod(gather_vision_embeddings)
 
 
 def _tower_classes() -> list[type]:

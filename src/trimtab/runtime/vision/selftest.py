@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.runtime.vision.families import Family, Kind, find_family
+from trimtab.runtime.vision.hooks import Place, find_functions
 from trimtab.runtime.vision.outputs import read_features, rows_of, write_features
-from trimtab.runtime.vision.seams import Place, find_seams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +36,13 @@ def check_family(
     Give several images of different sizes, and for `kind="video"` a clip of several frames. Exact arithmetic would
     give 0; float64 gives about 1e-15.
     """
-    seam = next(s for s in find_seams(model, at) if s.kind == kind)
-    config = seam.module.config
-    family = family or find_family(config, seam.original)
-    inputs = family.read(kind, seam.bind((), dict(arguments)), config)
-    whole = torch.cat(rows_of(seam.call(seam.bind((), dict(arguments)))), dim=-1)
+    function = next(s for s in find_functions(model, at) if s.kind == kind)
+    config = function.module.config
+    family = family or find_family(config, function.original)
+    inputs = family.read(kind, function.bind((), dict(arguments)), config)
+    whole = torch.cat(rows_of(function.call(function.bind((), dict(arguments)))), dim=-1)
     atoms = [inputs.take(np.array([atom])) for atom in range(len(inputs))]
-    pieces = [read_features(seam.call(atom.arguments()), atom) for atom in atoms]
+    pieces = [read_features(function.call(atom.arguments()), atom) for atom in atoms]
     apart = torch.cat([features.rows for features in pieces])
     num_rows = np.array([int(features.num_rows[0]) for features in pieces])
     ends = np.cumsum(inputs.entries)
@@ -53,7 +53,7 @@ def check_family(
     return FamilyCheck(
         num_atoms=len(inputs),
         features=_relative(rebuilt.detach(), whole.detach()),
-        gradients=_relative(*(_gradient(seam.module, (rows * weights).sum()) for rows in (rebuilt, whole))),
+        gradients=_relative(*(_gradient(function.module, (rows * weights).sum()) for rows in (rebuilt, whole))),
     )
 
 

@@ -69,7 +69,7 @@ def verify_vision_dp(
     is not its business.
     """
     settings = handle.settings
-    if handle.control is None:
+    if handle.sharing is None:
         raise TrimtabError("a group of one shares nothing, so there is nothing to verify: run on two ranks or more")
     is_dispatch = settings.exchange == "dispatch"
     if settings.loss is None and not is_dispatch:

@@ -1,4 +1,7 @@
-"""Checked reading of a configuration: every problem of one config.json is noted, and all are reported together."""
+"""Checked reading of what image rules need: every problem is noted, and all are reported together.
+
+A rule's setting stands in preprocessor_config.json (`preprocessor_config.NAME`) or in config.json.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,14 @@ from typing import Any, TypeGuard, TypeVar
 from trimtab.errors import ConfigError, join_problems, quote
 
 MAX_SIZE = 2**30  # no width, count or vocabulary of a real model comes near; sums of squared patches fit 63 bits
-MAX_LAYERS = 4096
 MAX_LIST = 4096
 OF_IMAGES = "preprocessor_config"
 """The section that holds the content of preprocessor_config.json, which is a file of its own."""
+
+MAX_PATCH = 4096  # pixels a side of a patch
+MAX_MERGE = 64  # patches a side that become one token
+MAX_GRID = 4096  # patches a side of a tile
+MAX_PINPOINTS = 1024
 
 T = TypeVar("T")
 _ABSENT = object()
@@ -30,7 +37,6 @@ class Problems:
     missing: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
-    foreign: list[str] = field(default_factory=list)  # parts of a kind that no family describes, by `model_type`
 
     def messages(self) -> list[str]:
         own = [x for x in self.missing if not x.startswith(f"{OF_IMAGES}.")]
@@ -38,14 +44,13 @@ class Problems:
         found = []
         if own:
             found.append(
-                f"the configuration lacks {', '.join(dict.fromkeys(own))}: class defaults are never assumed, only "
-                "Transformers fills them in for its own models (pip install 'trimtab[torch]'); or save it in full with "
+                f"the configuration lacks {', '.join(dict.fromkeys(own))}: no default is assumed, save it in full with "
                 "json.dump(AutoConfig.from_pretrained(MODEL).to_dict(), file) and describe that file"
             )
         # a contradiction between fields that could not be read is noise
-        found += [*self.foreign, *self.wrong] or ([] if found else self.contradictions)
+        found += self.wrong or ([] if found else self.contradictions)
         if of_images:
-            cure = "pass --preprocessor preprocessor_config.json, or put it beside config.json"
+            cure = "pass --set preprocessor=preprocessor_config.json, or put it beside config.json"
             found.append(
                 f"preprocessor_config.json lacks {', '.join(dict.fromkeys(of_images))}, and no default is assumed: "
                 + ("add it to that file" if self.has_file else cure)
@@ -54,7 +59,7 @@ class Problems:
 
 
 class Fields:
-    """One section of a configuration.
+    """A configuration, with the settings of its image processor in the section `OF_IMAGES`.
 
     A reading method takes the names that a field goes by, the usual one first; the first that is present is read, and
     a dotted name reads a field of a subsection. What cannot be read is noted and a harmless stand-in (1, False, ())
@@ -62,10 +67,9 @@ class Fields:
     stand-ins is never seen by anyone.
     """
 
-    def __init__(self, values: Mapping[str, object], path: str = "", problems: Problems | None = None) -> None:
+    def __init__(self, values: Mapping[str, object], problems: Problems) -> None:
         self.values = values
-        self.path = path
-        self.problems = Problems() if problems is None else problems
+        self.problems = problems
 
     @staticmethod
     def of_model(config: Mapping[str, object], preprocessor: Mapping[str, object] | None = None) -> Fields:
@@ -73,21 +77,13 @@ class Fields:
         settings = preprocessor or {}
         nested = settings.get("image_processor")  # Transformers 5 may nest it in processor_config.json
         settings = {**settings, **nested} if isinstance(nested, Mapping) else settings
-        return Fields({**config, OF_IMAGES: settings}, problems=Problems(has_file=preprocessor is not None))
+        return Fields({**config, OF_IMAGES: settings}, Problems(has_file=preprocessor is not None))
 
     # -- finding -----------------------------------------------------------------------------------------------------
-
-    def name(self, key: str) -> str:
-        """The field's name as messages spell it: "text_config.hidden_size"."""
-        return f"{self.path}.{key}" if self.path else key
 
     def given(self, *names: str) -> bool:
         """Whether the field is present and not null."""
         return self._find(names)[1] not in (_ABSENT, None)
-
-    def has_key(self, *names: str) -> bool:
-        """Whether the field is present, null included."""
-        return self._find(names)[1] is not _ABSENT
 
     def raw(self, *names: str) -> object:
         """The field as it stands, None where it is absent."""
@@ -120,33 +116,19 @@ class Fields:
         name, value = self._find(names)
         if value is _ABSENT or value is None:
             if absent is None:
-                self.problems.missing.append(self.name(name))
+                self.problems.missing.append(name)
                 return stand_in
             return absent
         parsed = parse(value)
         if parsed is None:
-            self.problems.wrong.append(f"{self.name(name)} is {quote(value)}: {needed} is needed")
+            self.problems.wrong.append(f"{name} is {quote(value)}: {needed} is needed")
             return stand_in
         return parsed
-
-    def section(self, *names: str) -> Fields:
-        """A subsection; when it is missing only that is reported, not each of its fields."""
-        nothing: Mapping[str, object] = {}
-        values = self._read(names, lambda x: x if isinstance(x, Mapping) else None, "a JSON object", nothing)
-        name = self.name(self._find(names)[0])
-        return Fields(values, name, self.problems if isinstance(self.raw(*names), Mapping) else Problems())
 
     def size(self, *names: str, maximum: int = MAX_SIZE) -> int:
         """A whole number of at least 1."""
         needed = f"a whole number from 1 to {maximum}"
         return self._read(names, lambda x: x if _is_whole(x, 1, maximum) else None, needed, 1)
-
-    def layers(self, *names: str) -> int:
-        return self.size(*names, maximum=MAX_LAYERS)
-
-    def optional_size(self, *names: str) -> int | None:
-        """A size, or None where the field is absent or null."""
-        return self.size(*names) if self.given(*names) else None
 
     def side(self, *names: str, maximum: int = MAX_SIZE) -> int:
         """A size that may stand for both sides: [448, 448], {"height": 448, "width": 448}, {"shortest_edge": 448}."""
@@ -157,7 +139,7 @@ class Fields:
         """The `side` that all names which are given agree on."""
         value = self.side(*names, maximum=maximum)
         given = [name for name in names if self.given(name)]
-        self.expect(value, self.name(given[0]) if given else "", *given[1:])
+        self.expect(value, given[0] if given else "", *given[1:])
         return value
 
     def expect(self, expected: int, whence: str, *names: str) -> None:
@@ -166,7 +148,7 @@ class Fields:
             value = self.raw(name)
             self.check(
                 value is None or _one_side(value, MAX_SIZE) == expected,
-                f"{self.name(name)} is {quote(value)}, but {whence} makes it {expected}: take config.json and "
+                f"{name} is {quote(value)}, but {whence} makes it {expected}: take config.json and "
                 "preprocessor_config.json of one checkpoint, or correct one of the two",
             )
 
@@ -185,39 +167,15 @@ class Fields:
         """true or false; `absent` is the one documented meaning of a missing switch, where it has one."""
         return self._read(names, lambda x: x if isinstance(x, bool) else None, "true or false", False, absent)
 
-    def text(self, *names: str, absent: str | None = None) -> str:
-        """A name of any kind; `absent` is the one documented meaning of silence, where it has one."""
-        return self._read(names, lambda x: x if isinstance(x, str) and x else None, "a text", absent or "", absent)
+    def text(self, *names: str) -> str:
+        """A name of any kind."""
+        return self._read(names, lambda x: x if isinstance(x, str) and x else None, "a text", "")
 
     def word(self, *names: str, choices: Sequence[str]) -> str:
-        """One of `choices`; a `model_type` of another kind is foreign, not wrong."""
-        name, value = self._find(names)
-        if name.rpartition(".")[2] == "model_type" and isinstance(value, str) and value not in choices:
-            self.problems.foreign.append(f"{self.name(name)} is {quote(value)}: {_one_of(choices)} is described")
-            return choices[0]
+        """One of `choices`."""
         return self._read(
             names, lambda x: x if isinstance(x, str) and x in choices else None, _one_of(choices), choices[0]
         )
-
-    def indices(self, *names: str) -> tuple[int, ...]:
-        """A list of different whole numbers of at least 0."""
-
-        def parse(value: object) -> tuple[int, ...] | None:
-            numbers = _all(value, lambda x: _is_whole(x, 0, MAX_LAYERS - 1))
-            return numbers if numbers is None or len(set(numbers)) == len(numbers) else None
-
-        return self._read(names, parse, "a list of different whole numbers from 0", ())
-
-    def pair(self, *names: str) -> tuple[int, int]:
-        """(height, width), written as one number or two."""
-
-        def parse(value: object) -> tuple[int, int] | None:
-            two = _all(
-                value if isinstance(value, (list, tuple)) else [value, value], lambda x: _is_whole(x, 1, MAX_SIZE)
-            )
-            return (two[0], two[1]) if two is not None and len(two) == 2 else None
-
-        return self._read(names, parse, f"a size from 1 to {MAX_SIZE}, or a list of two,", (1, 1))
 
     def pairs(self, *names: str, maximum: int) -> tuple[tuple[int, int], ...]:
         """A list of up to `maximum` [height, width]."""
@@ -241,8 +199,60 @@ class Fields:
         if not messages:
             return
         of_file = all(x.startswith(f"{OF_IMAGES}.") for x in p.missing)
-        is_put_off = of_file and not (p.has_file or p.wrong or p.foreign or p.contradictions)
+        is_put_off = of_file and not (p.has_file or p.wrong or p.contradictions)
         raise (LackingFileError if is_put_off else ConfigError)(join_problems(messages))
+
+
+# -- settings of several families -----------------------------------------------------------------------------------
+
+
+def require_resize(s: Fields) -> None:
+    s.check(
+        s.raw("preprocessor_config.do_resize") is not False,
+        "preprocessor_config.do_resize is false: images would reach the tower in sizes that no rule describes: set it "
+        "to true",
+    )
+
+
+def patch_and_merge(s: Fields) -> tuple[int, int]:
+    patch = s.agreed("vision_config.patch_size", "preprocessor_config.patch_size", maximum=MAX_PATCH)
+    merge = s.agreed("vision_config.spatial_merge_size", "preprocessor_config.merge_size", maximum=MAX_MERGE)
+    return patch, merge
+
+
+def pixel_limits(s: Fields) -> tuple[int, int]:
+    """min_pixels and max_pixels; at the file's top level they override `size`, as in the processor."""
+    name = "preprocessor_config"
+    low = s.size(f"{name}.min_pixels", f"{name}.size.shortest_edge")
+    high = s.size(f"{name}.max_pixels", f"{name}.size.longest_edge")
+    return low, high
+
+
+def read_tile(s: Fields, *sides: str) -> tuple[int, int]:
+    """Side of a square tile in pixels, on which all of `sides` agree, and in patches."""
+    tile, patch = s.agreed(*sides), s.side("vision_config.patch_size", maximum=MAX_PATCH)
+    s.check(
+        1 <= tile // patch <= MAX_GRID,
+        f"vision_config.patch_size {patch} cuts a tile of {tile} pixels into {tile // patch} patches a side, and 1 to "
+        f"{MAX_GRID} can be counted: correct image_size or patch_size",
+    )
+    return tile, max(tile // patch, 1)
+
+
+def read_pinpoints(s: Fields) -> tuple[tuple[int, int], ...]:
+    """image_grid_pinpoints as (height, width), equal wherever they are given."""
+    names = [f"{prefix}image_grid_pinpoints" for prefix in ("preprocessor_config.", "")]
+    given = [name for name in names if s.given(name)] or names[1:]
+    found = [s.pairs(name, maximum=MAX_PINPOINTS) for name in given]
+    s.check(
+        len(set(found)) == 1,
+        f"{' and '.join(given)} differ: take both files of one checkpoint: image features and placeholders would not "
+        "match",
+    )
+    return found[0]
+
+
+# -- kinds of values -------------------------------------------------------------------------------------------------
 
 
 def _is_whole(value: object, minimum: int, maximum: int) -> TypeGuard[int]:

@@ -1,4 +1,4 @@
-"""A config.json from outside: what never reaches a loader. Needs no torch."""
+"""A config.json from outside: what never reaches a loader. Needs torch and Transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trimtab.errors import ConfigError
-from trimtab.serve.config_check import check_config
+from trimtab.runtime.placing.folder import check_config
 
 
 @pytest.mark.parametrize(

@@ -20,21 +20,21 @@ from trimtab.runtime.vision.families import Kind
 class StandIn:
     """Stands for a function of a module, on the instance. A copy of the module has the function itself again."""
 
-    def __init__(self, seam: Seam, handle: Any, encode: Callable[..., Any]) -> None:
-        self.seam, self.handle = seam, handle
+    def __init__(self, function: PatchedFunction, handle: Any, encode: Callable[..., Any]) -> None:
+        self.function, self.handle = function, handle
         # a compiler stops here: what ranks agree on and exchange differs from call to call
         self._encode = torch.compiler.disable(encode)  # type: ignore[no-untyped-call]
-        self.__wrapped__ = seam.original  # for its signature
-        self.__name__, self.__doc__ = seam.name, seam.original.__doc__
+        self.__wrapped__ = function.original  # for its signature
+        self.__name__, self.__doc__ = function.name, function.original.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._encode(self.seam, args, kwargs)
+        return self._encode(self.function, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        seam = self.seam
-        if seam.replaced is not None:
-            return copy.deepcopy(seam.replaced, memo)
-        return types.MethodType(seam.original.__func__, copy.deepcopy(seam.module, memo))  # type: ignore[attr-defined]
+        function = self.function
+        if function.replaced is not None:
+            return copy.deepcopy(function.replaced, memo)
+        return types.MethodType(function.original.__func__, copy.deepcopy(function.module, memo))  # type: ignore[attr-defined]
 
     def __reduce__(self) -> Any:
         raise TrimtabError(
@@ -71,7 +71,7 @@ FUNCTIONS: dict[str, Kind] = {"get_image_features": "image", "get_video_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seam:
+class PatchedFunction:
     """One function of one module."""
 
     module: nn.Module
@@ -91,11 +91,8 @@ class Seam:
 
     def call(self, arguments: dict[str, Any]) -> Any:
         """The module's own function, returning an object where it can."""
-        if self.kind != "tower":
-            return self.original(**arguments, **({"return_dict": True} if RETURNS_OBJECTS else {}))
-        rest = dict(arguments)
-        first = rest.pop(next(iter(rest)))  # the pixels, under another name in every family
-        return self.original(first, **rest)
+        as_object = {"return_dict": True} if RETURNS_OBJECTS and self.kind != "tower" else {}
+        return self.original(**arguments, **as_object)
 
     def put(self, stand_in: Callable[..., Any]) -> None:
         self.module.__dict__[self.name] = stand_in
@@ -118,7 +115,7 @@ def holder_of(module: nn.Module) -> Any:
     return next((stand_in.handle for stand_in in stand_ins if isinstance(stand_in, StandIn)), None)
 
 
-def find_seams(model: nn.Module, at: Place | None = None) -> tuple[Seam, ...]:
+def find_functions(model: nn.Module, at: Place | None = None) -> tuple[PatchedFunction, ...]:
     """`get_image_features` and `get_video_features` of the innermost module that has them, or the tower's `forward`.
 
     None: the former where the model has them, else the latter.
@@ -132,14 +129,14 @@ def find_seams(model: nn.Module, at: Place | None = None) -> tuple[Seam, ...]:
                 f"{type(model).__name__} has {len(owners)} modules with get_image_features, and exactly one can be "
                 f"shared: pass that part of the model"
             )
-        return tuple(_seam(owners[0], name, kind) for name, kind in FUNCTIONS.items() if hasattr(owners[0], name))
+        return tuple(_function(owners[0], name, kind) for name, kind in FUNCTIONS.items() if hasattr(owners[0], name))
     towers = _innermost([m for m in model.modules() if hasattr(m, "config") and _takes_grid(m)])
     if len(towers) != 1:
         raise TrimtabError(
             f"{type(model).__name__} has {len(towers)} vision towers whose forward takes grid_thw, and exactly one can "
             f"be shared: pass the tower itself, or the model with at='features'"
         )
-    return (_seam(towers[0], "forward", "tower"),)
+    return (_function(towers[0], "forward", "tower"),)
 
 
 def _takes_grid(module: nn.Module) -> bool:
@@ -151,9 +148,9 @@ def _innermost(modules: list[nn.Module]) -> list[nn.Module]:
     return [m for m in modules if not any(o is not m and any(o is x for x in m.modules()) for o in modules)]
 
 
-def _seam(module: nn.Module, name: str, kind: Kind) -> Seam:
+def _function(module: nn.Module, name: str, kind: Kind) -> PatchedFunction:
     original = getattr(module, name)
-    return Seam(
+    return PatchedFunction(
         module=module,
         name=name,
         kind=kind,

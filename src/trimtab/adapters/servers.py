@@ -1,0 +1,204 @@
+"""A placement for vLLM, SGLang and TorchServe.
+
+vLLM and SGLang read one environment variable: decoder layers of each pipeline rank, separated by commas, their number
+and sum checked against `--pipeline-parallel-size` and the model (vllm/distributed/utils.py and
+sglang/srt/distributed/utils.py, `get_pp_indices`). Vision tower and embedding run on the first rank, the head on the
+last. What an engine needs beyond that (paged cache, graphs) is its own; the counts balance what a placement knows of.
+
+TorchServe 0.12 gets a handler and its settings, packed by `torch-model-archiver`. It is archived: no release
+since 0.12.0 (2024), and its README says that vulnerabilities may not be fixed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Literal, get_args
+
+from trimtab.errors import ConfigError, UnsupportedPlanError
+from trimtab.files import read_small, write_atomically, written_together
+from trimtab.options import MapRule
+from trimtab.placement.chain import device_changes
+from trimtab.typed_json import parse_json
+from trimtab.units import MIB, parse_bytes
+
+Engine = Literal["vllm", "sglang"]
+
+VARIABLES: Mapping[Engine, str] = {"vllm": "VLLM_PP_LAYER_PARTITION", "sglang": "SGLANG_PP_LAYER_PARTITION"}
+SIZE_FLAGS: Mapping[Engine, str] = {"vllm": "--pipeline-parallel-size", "sglang": "--pp-size"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCounts:
+    """Decoder layers of every pipeline rank, and the GPU of each."""
+
+    layers: tuple[int, ...]
+    gpus: tuple[int, ...]
+
+    def environment(self, engine: Engine) -> dict[str, str]:
+        """Variables to start the engine with; ranks take visible devices in order."""
+        found = {VARIABLES[engine]: ",".join(map(str, self.layers))}
+        if self.gpus != tuple(range(len(self.gpus))):
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
+        return found
+
+    def shell(self, engine: Engine, command: str = " # with") -> str:
+        """The variables, the engine's command, and the flag that goes with them."""
+        words = [f"{name}={value}" for name, value in self.environment(engine).items()]
+        return " ".join([*words, command, SIZE_FLAGS[engine], str(len(self.layers))])
+
+
+def engine_commands(model: str, device_map: Mapping[str, int | str] | None) -> tuple[str, ...]:
+    """Command lines by which vLLM and SGLang serve `model` in the same placement; None is the whole model on one GPU.
+
+    `UnsupportedPlanError` if an engine cannot run it as pipeline stages.
+    """
+    commands: dict[Engine, str] = {
+        "vllm": f"vllm serve {model}",
+        "sglang": f"python -m sglang.launch_server --model-path {model}",
+    }
+    devices = [0] if device_map is None else sorted(set(device_map.values()), key=str)
+    if len(devices) == 1 and isinstance(devices[0], int):
+        return tuple(commands.values())
+    assert device_map is not None, "None is one device"
+    stages = count_placed_layers(device_map)
+    return tuple(stages.shell(engine, command) for engine, command in commands.items())
+
+
+def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:
+    """Stages of a placement; `UnsupportedPlanError` if an engine cannot run it as stages."""
+    modules = list(device_map)
+    off = sorted({str(x) for x in device_map.values() if not isinstance(x, int)})
+    if off:
+        raise UnsupportedPlanError(
+            f"the placement keeps modules on {' and '.join(off)}, and pipeline stages hold their weights on GPUs: "
+            "give more or larger GPUs to `trimtab map --for pipeline`"
+        )
+    blocks = [name for name in modules if _is_block(name)]
+    if not blocks:
+        raise UnsupportedPlanError("the placement names no decoder layers: give one that `trimtab map` wrote")
+    start = modules.index(blocks[0])
+    where = [device_map[name] for name in blocks]
+    changes = [0, *device_changes(where), len(blocks)]
+    gpus = [int(where[i]) for i in changes[:-1]]
+    front = {device_map[name] for name in modules[:start]}
+    behind = {device_map[name] for name in modules[start:] if not _is_block(name)}
+    if len(set(gpus)) != len(gpus) or front - {gpus[0]} or behind - {gpus[-1]}:
+        raise UnsupportedPlanError(
+            "the placement is no chain of pipeline stages, which hold vision tower and embedding on the first rank and "
+            "the head on the last: make it by `trimtab map --for pipeline`"
+        )
+    counts = tuple(stop - first for first, stop in itertools.pairwise(changes))
+    return StageCounts(layers=counts, gpus=tuple(gpus))
+
+
+def _is_block(module: str) -> bool:
+    """Decoder layers of every family's language model; towers are `visual`, `vision_tower`, `vision_model`, `vpm`."""
+    stem, _, number = module.rpartition(".")
+    return number.isdigit() and stem.endswith(
+        ("language_model.layers", "language_model.model.layers", "llm.model.layers")
+    )
+
+
+# -- TorchServe -------------------------------------------------------------------------------------------------------
+
+
+_HANDLER = "torchserve_handler.py"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_AS_EVER = {"low_cpu_mem_usage": True, "offload_state_dict": True, "revision": "main"}  # so it loads anyway
+# A worker holds the whole map and sees every device, so `parallelType`, which shares devices out, is unset.
+_WORKER = "minWorkers: 1\nmaxWorkers: 1\nbatchSize: 1\nresponseTimeout: 300\nstartupTimeout: 1800\n"
+# TorchServe's own default, 6.5 MB, is less than two photographs.
+_SERVER = f"max_request_size={32 * MIB}\nmax_response_size={32 * MIB}\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the handler loads the model, in the words of TorchServe's own recipe for large models."""
+
+    model_name: str
+    model_path: str
+    device_map: Mapping[str, int | str] | MapRule = "auto"
+    runs_on: Mapping[str, int | str] = field(default_factory=dict)  # ours: of modules on "cpu" or "disk"
+    max_memory: Mapping[str, str] | None = None  # {"0": "20GiB", "cpu": "64GiB"}
+    offload_folder: str | None = None  # from the unpacked archive
+    torch_dtype: str | None = None  # the model's own
+    max_length: int | str = 256  # new tokens, as the recipe's handler takes it
+
+    def __post_init__(self) -> None:
+        folder, places = Path(self.model_path), self.device_map
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            raise ConfigError(f"{folder} holds no config.json with safetensors: name the folder of a saved model")
+        if not _NAME.fullmatch(self.model_name):
+            raise ConfigError(f"{self.model_name!r} cannot stand in a URL: use letters, digits, _ . and -")
+        if isinstance(places, str):
+            if places not in get_args(MapRule):
+                raise ConfigError(f"device_map {places!r} is no rule: choose one of {', '.join(get_args(MapRule))}")
+        elif self.max_memory is not None:
+            raise ConfigError("max_memory does nothing next to a device map: leave one of them out")
+        elif "disk" in places.values() and self.offload_folder is None:
+            raise ConfigError("the device map places modules on disk: name an offload_folder in the recipe")
+
+
+def read_recipe(path: Path) -> dict[str, object]:
+    """Return fields of `Recipe` from a setup_config.json of TorchServe's recipe.
+
+    Its `model_path` starts from the file's own folder. `ConfigError` for a key that the handler would not honour.
+    """
+    try:
+        found = dict(parse_json(read_small(path)))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} holds no object of keys ({error}): give the recipe's setup_config.json") from None
+    takes = {
+        "model_name": lambda x: isinstance(x, str),
+        "model_path": lambda x: isinstance(x, str),
+        "device_map": lambda x: isinstance(x, str | dict),
+        "max_memory": lambda x: isinstance(x, dict) and all(parse_bytes(str(size)) for size in x.values()),
+        "offload_folder": lambda x: isinstance(x, str),
+        "torch_dtype": lambda x: x in ("bfloat16", "float16", "float32"),
+        "max_length": lambda x: str(x).isdecimal(),
+    }
+    for key, value in found.items():
+        if not (takes[key](value) if key in takes else _AS_EVER.get(key) == value):
+            raise ConfigError(
+                f"{path} has {key} {json.dumps(value)}, which the handler would not honour: leave it out (it honours "
+                f"{', '.join(takes)}, and {json.dumps(_AS_EVER)})"
+            )
+    if "model_name" in found:
+        found["model_name"] = found["model_name"].rpartition("/")[2]  # without the owner on the Hub
+    if "model_path" in found:
+        found["model_path"] = str((path.parent / found["model_path"]).resolve())
+    return {key: value for key, value in found.items() if key in takes}
+
+
+def export_torchserve(recipe: Recipe, out: Path) -> Path:
+    """Write OUT/NAME.mar by torch-model-archiver, and the handler and settings that it holds next to it."""
+    archiver = shutil.which("torch-model-archiver")
+    if archiver is None:
+        raise ConfigError("torch-model-archiver is not installed: pip install torch-model-archiver==0.12.0")
+    files = {
+        _HANDLER: resources.files("trimtab.serve").joinpath(_HANDLER).read_text(encoding="utf-8"),
+        "setup_config.json": json.dumps(asdict(recipe), indent=2) + "\n",
+        "model-config.yaml": _WORKER,
+        "config.properties": _SERVER,
+    }
+    with written_together():
+        for name, text in files.items():
+            write_atomically(out / name, text)
+    archive = out / f"{recipe.model_name}.mar"
+    words = [archiver, f"--model-name={recipe.model_name}", "--version=1.0", f"--handler={out / _HANDLER}"]
+    words += [f"--extra-files={out / 'setup_config.json'}", f"--config-file={out / 'model-config.yaml'}"]
+    with tempfile.TemporaryDirectory(dir=out) as aside:
+        done = subprocess.run([*words, "--export-path", aside], capture_output=True, text=True)  # noqa: S603
+        if done.returncode != 0:
+            raise ConfigError(f"torch-model-archiver failed: {' '.join(done.stderr.split())[-300:]}")
+        Path(aside, archive.name).replace(archive)
+    return archive

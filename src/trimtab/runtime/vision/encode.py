@@ -1,0 +1,192 @@
+"""One call of a vision tower, shared among the ranks of a group: each encodes its part, and rows are exchanged.
+
+`encode_same` is for ranks that hold the same images: all of them get all rows (gather). `encode_own` is for ranks with
+images of their own: pixels go out, and the rows of one's own images come back (dispatch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from trimtab.balance.cost import LinearCost
+from trimtab.balance.images import ImageShares, share_images
+from trimtab.options import Rule
+from trimtab.runtime.vision.agreement import Control, agree_on_inputs, agree_on_rows
+from trimtab.runtime.vision.dispatch import move_images, pool_images
+from trimtab.runtime.vision.exchange import gather_rows, lay_out_rows, route_rows
+from trimtab.runtime.vision.families import Family
+from trimtab.runtime.vision.gradients import Loss, Reduction
+from trimtab.runtime.vision.hooks import PatchedFunction
+from trimtab.runtime.vision.inputs import VisionInputs
+from trimtab.runtime.vision.outputs import Features, read_features, write_features
+from trimtab.specs import IntArray
+
+Exchange = Literal["gather", "dispatch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    exchange: Exchange
+    rule: Rule
+    cost: LinearCost
+    loss: Loss | None
+    reduction: Reduction | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """What this rank encoded since the handle was made."""
+
+    calls: int = 0
+    patches: int = 0  # here
+    group_patches: int = 0  # by all ranks of the group
+
+    @property
+    def share(self) -> float:
+        """Part of the group's patches that this rank encoded; 1 / N is even."""
+        return self.patches / self.group_patches if self.group_patches else 0.0
+
+    def add(self, patches: IntArray, shares: ImageShares, rank: int) -> None:
+        self.calls += 1
+        self.patches += int(patches[shares.atoms_of(rank)].sum())
+        self.group_patches += int(patches.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sharing:
+    """How one rank takes part in the calls of one tower."""
+
+    group: Any
+    control: Control
+    settings: Settings
+    family: Family
+    config: Any
+    load: Load = field(default_factory=Load)
+
+
+def encode_shared(
+    sharing: Sharing,
+    function: PatchedFunction,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    template: VisionInputs | None,
+) -> Any:
+    """Return what the function would have returned, each rank having encoded its share.
+
+    `template` shows what an image looks like where ranks with images of their own have none; None: all have some.
+    """
+    # 1. Read what was given; a problem is told to the other ranks before it is raised.
+    inputs, problem = None, None
+    try:
+        given = function.bind(args, kwargs)
+        given.pop("return_dict", None)
+        inputs = sharing.family.read(function.kind, given, sharing.config)
+    except Exception as error:
+        problem = error
+    # 2. Ranks agree: on the images themselves where all hold the same, else on their form.
+    is_dispatch = sharing.settings.exchange == "dispatch"
+    words = _words(sharing, inputs if is_dispatch else None)
+    agree_on_inputs(sharing.control, function.name, words, None if is_dispatch else inputs, problem)
+    assert inputs is not None
+    # 3. Encode and exchange.
+    output = encode_own(sharing, function, inputs, template) if is_dispatch else encode_same(sharing, function, inputs)
+    return output.to_tuple() if kwargs.get("return_dict") is False and hasattr(output, "to_tuple") else output
+
+
+def encode_nothing(sharing: Sharing, function: PatchedFunction, template: VisionInputs) -> Tensor:
+    """Take part in a dispatch without an image of one's own: a zero that depends on the tower."""
+    agree_on_inputs(sharing.control, function.name, _words(sharing, template), None, None)
+    zero: Tensor = encode_own(sharing, function, None, template)
+    return zero
+
+
+def encode_same(sharing: Sharing, function: PatchedFunction, inputs: VisionInputs) -> Any:
+    """Encode this rank's share of images that all ranks hold; every rank gets all rows."""
+    rank = sharing.control.rank
+    shares = share_atoms(sharing, inputs)
+    own = inputs.take(shares.atoms_of(rank))
+    features, num_rows = _encode_share(sharing, function, own, inputs, shares)
+    sharing.load.add(inputs.patches, shares, rank)
+    rows = gather_rows(features.rows, lay_out_rows(shares.order, shares.offsets, num_rows), sharing.group)
+    return write_features(features, rows, sum_entries(num_rows, inputs.entries))
+
+
+def encode_own(
+    sharing: Sharing, function: PatchedFunction, inputs: VisionInputs | None, template: VisionInputs | None
+) -> Any:
+    """Encode a share of all ranks' images; this rank gets the rows of its own, without any (None) a zero."""
+    settings, control, family = sharing.settings, sharing.control, sharing.family
+    if template is None:  # every rank has images: its own show what one looks like
+        assert inputs is not None
+        template = family.smallest(inputs, sharing.config)
+    own = inputs if inputs is not None and len(inputs) else None
+    # 1. Sizes of all images, so that every rank computes the same shares; then pixels go to who encodes them.
+    (pool,) = pool_images([own], template, control=control, cost=settings.cost, rule=settings.rule)
+    received = move_images(own, template, pool, rank=control.rank, group=sharing.group)
+    # 2. This rank's share.
+    features, num_rows = _encode_share(sharing, function, received, template, pool.shares)
+    sharing.load.add(pool.sizes.patches, pool.shares, control.rank)
+    # 3. Rows go back to who holds the image.
+    layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
+    rows = route_rows(features.rows, layout, pool.rows_by_home(num_rows), sharing.group)
+    if inputs is None:
+        return rows.sum()
+    return write_features(features, rows, sum_entries(num_rows[pool.home == control.rank], inputs.entries))
+
+
+def share_atoms(sharing: Sharing, inputs: VisionInputs) -> ImageShares:
+    """Which rank encodes which atom; the same on every rank, without communication."""
+    cost = sharing.settings.cost.of(inputs.patches, patches_windowed=inputs.windowed)
+    return share_images(cost, sharing.control.num_ranks, rule=sharing.settings.rule)
+
+
+def run_tower(function: PatchedFunction, inputs: VisionInputs) -> Features:
+    return read_features(function.call(inputs.arguments()), inputs)
+
+
+def run_on_nothing(family: Family, config: Any, function: PatchedFunction, like: VisionInputs) -> Features:
+    """Return no row, of the tower run on the smallest input of the kind of `like`.
+
+    Type, device, width, DeepStack layers and whether a gradient flows are then right by construction, and wrappers
+    that gather parameters or count uses see the same calls on every rank.
+    """
+    features = run_tower(function, family.smallest(like, config))
+    return replace(features, rows=features.rows[:0], num_rows=np.zeros(0, np.int64))
+
+
+def _encode_share(
+    sharing: Sharing, function: PatchedFunction, own: VisionInputs, like: VisionInputs, shares: ImageShares
+) -> tuple[Features, IntArray]:
+    """Features of this rank's share, and the rows of every atom of `shares`.
+
+    A tower that fails here fails on every rank: the others learn of it instead of waiting.
+    """
+    features: Features | None = None
+    problem: Exception | None = None
+    try:
+        if len(own):
+            features = run_tower(function, own)
+        else:
+            features = run_on_nothing(sharing.family, sharing.config, function, like)
+    except Exception as error:  # told to the others, then raised
+        problem = error
+    num_rows = agree_on_rows(sharing.control, function.name, features, shares, problem)
+    assert features is not None
+    return features, num_rows
+
+
+def _words(sharing: Sharing, own: VisionInputs | None) -> list[object]:
+    """What has to be the same on every rank, apart from the images; of the rank's own images, only the form."""
+    parts = () if own is None else own.parts
+    return [sharing.settings, *((part.name, part.rows.dtype, part.rows.shape[1:]) for part in parts)]
+
+
+def sum_entries(num_rows: IntArray, entries: IntArray) -> IntArray:
+    """Rows of each entry, from those of its atoms; an entry may have none."""
+    ends = np.concatenate([[0], np.cumsum(num_rows)])
+    last = np.cumsum(entries)
+    return np.asarray(ends[last] - ends[last - entries], np.int64)
