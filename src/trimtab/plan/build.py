@@ -84,9 +84,17 @@ def make_plan(
     if not options.fills_packs:
         options = replace(options, global_batch=default_global_batch(cluster, options, len(rows)))
 
-    chosen = choose_setting(
-        model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=_step(progress, "settings")
-    )
+    while True:
+        try:
+            chosen = choose_setting(
+                model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=_step(progress, "settings")
+            )
+            break
+        except PartitionError:
+            # GPipe holds all packs of a step: fewer samples a step may fit, where nobody asked for so many
+            if asked.global_batch is not None or options.schedule != "GPipe" or (options.global_batch or 1) == 1:
+                raise
+            options = replace(options, global_batch=(options.global_batch or 1) // 2)
     settled = _settle(model, epoch, cluster, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options = case.setting, case.options
@@ -104,7 +112,7 @@ def make_plan(
         setting_error=tried.error,
         assumptions=(
             *epoch.notes,
-            *batch_assumption(cluster, asked, len(rows)),
+            *batch_assumption(cluster, asked, options, len(rows)),
             *describe_draw(epoch.sources),
             *tried.sentences(),
             *(found.sentences() if within is None else (_NARROWED,)),
@@ -154,14 +162,16 @@ def _settle(
         tried = replace(tried, considered=rest)
 
 
-def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: int) -> tuple[str, ...]:
+def batch_assumption(
+    cluster: ClusterSpec, asked: PlanOptions, options: PlanOptions, num_samples: int
+) -> tuple[str, ...]:
     """A sentence, where the planner chose the global batch."""
-    if options.global_batch is not None or options.num_microbatches is not None:
+    if asked.global_batch is not None or asked.num_microbatches is not None:
         return ()
-    chosen = default_global_batch(cluster, options, num_samples)
+    chosen = options.global_batch or default_global_batch(cluster, asked, num_samples)
     if options.fills_packs:
         return (f"No global batch was given: about {chosen} samples a step were aimed at.",)
-    if chosen < default_global_batch(cluster, options, 2**62):
+    if chosen == num_samples < default_global_batch(cluster, asked, 2**62):
         return (f"No global batch was given, and the data holds {chosen} samples: a step takes all of them.",)
     return (f"No global batch was given: every step takes {chosen} samples.",)
 

@@ -131,8 +131,11 @@ def choose_setting(
     if not priced:
         raise _refused(refusals)
     fitting = {found.setting.dims for found in priced}
+    fastest = dict[object, Priced]()  # of each series
+    for found in priced:
+        fastest.setdefault((found.setting.dims, found.options.sharding, found.options.schedule), found)
     return ChosenSetting(
-        considered=tuple(priced),
+        considered=tuple(fastest.values()),
         num_misfits=len({refusal.dims for refusal in refusals} - fitting),
         prefer=options.prefer,
     )
@@ -240,8 +243,8 @@ def _pack_maker(
     tried = open_steps(samples, options, global_batch=global_batch, cost=cost, token_window=model.token_window)
 
     @cache
-    def shared(dp: int, cp: int, num_microbatches: int) -> TriedPacks:
-        return share_tried(tried, ParallelDims(dp=dp, cp=cp), num_microbatches)
+    def shared(dp: int, cp: int, num_microbatches: int, unit: int) -> TriedPacks:
+        return share_tried(tried, ParallelDims(dp=dp, cp=cp), num_microbatches, unit=unit)
 
     @cache
     def filled(cp: int) -> tuple[tuple[float, object, object], ...]:
@@ -252,9 +255,10 @@ def _pack_maker(
             yield from _filled_packs(own, dims, tried, filled(dims.cp), global_batch)
             return
         counts = _microbatch_counts(own, dims, tried.global_batch)
+        unit = microbatch_unit(own.schedule, dims.pp)
         seen = set[int]()
         for count in counts:
-            packs = shared(dims.dp, dims.cp, count)
+            packs = shared(dims.dp, dims.cp, count, unit)
             if packs.num_microbatches not in seen:  # more than asked for, where limits demand it
                 seen.add(packs.num_microbatches)
                 yield packs

@@ -14,6 +14,8 @@ from trimtab.balance.schedule import fill_table, schedule_packs
 from trimtab.balance.step import pack_steps
 from trimtab.costs.exchange import document_multiple
 from trimtab.errors import PackingError, PartitionError
+from trimtab.options import Oversize
+from trimtab.partition.schedules import microbatch_unit
 from trimtab.plan.decide.work import PATCHES, TOKENS, extreme_rows, packed_work, pad_documents, select_rows
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import FloatArray, IntArray, ParallelDims, SampleTable, Schedule
@@ -119,7 +121,7 @@ def _nothing_fits(options: PlanOptions) -> PackingError:
 # -- steps of exactly N samples -------------------------------------------------------------------------------------
 
 
-def share_tried(tried: Tried, dims: ParallelDims, num_microbatches: int) -> TriedPacks:
+def share_tried(tried: Tried, dims: ParallelDims, num_microbatches: int, *, unit: int = 1) -> TriedPacks:
     """The tried steps, each shared among dp x M packs; limits that were left open hold the largest of the epoch.
 
     A pack's least size follows for every step of the epoch: its mean, or the largest sample. How far packs are above
@@ -133,16 +135,16 @@ def share_tried(tried: Tried, dims: ParallelDims, num_microbatches: int) -> Trie
         )
     part, every = pad_documents(tried.samples, dims), pad_documents(tried.every, dims)
     given = given_limits(options, dims)
-    packed = pack_steps(
+    packed = _share_equally(
         part,
+        options,
+        dims,
         global_batch=N,
         limits=None if None in given else (given[0] or 0, given[1] or 0),
-        dp=dims.dp,
         num_microbatches=num_microbatches,
-        equal_microbatches=True,
         cost=tried.cost,
         oversize="alone" if options.oversize == "alone" else "error",
-        seed=options.seed,
+        unit=unit,
     )
     limits = []
     for limit, own, all_of in zip(
@@ -209,18 +211,49 @@ def share_epoch(
     cost: FloatArray,
 ) -> PackResult:
     """The epoch in steps of exactly `global_batch` samples; every slot of a full step has a pack where N allows."""
-    packed = pack_steps(
+    packed = _share_equally(
         pad_documents(samples, dims),
+        options,
+        dims,
         global_batch=global_batch,
         limits=limits,
-        dp=dims.dp,
         num_microbatches=num_microbatches,
-        equal_microbatches=True,
         cost=cost,
         oversize=options.oversize,
-        seed=options.seed,
+        unit=microbatch_unit(options.schedule, dims.pp),
     )
     return fill_slots(packed, cost)
+
+
+def _share_equally(
+    samples: SampleTable,
+    options: PlanOptions,
+    dims: ParallelDims,
+    *,
+    global_batch: int,
+    limits: tuple[int, int] | None,
+    num_microbatches: int,
+    cost: FloatArray,
+    oversize: Oversize,
+    unit: int,
+) -> PackResult:
+    """`pack_steps` with as many micro-batches in every step: a multiple of `unit`, M or the least that fits."""
+    while True:
+        packed = pack_steps(
+            samples,
+            global_batch=global_batch,
+            limits=limits,
+            dp=dims.dp,
+            num_microbatches=num_microbatches,
+            equal_microbatches=True,
+            cost=cost,
+            oversize=oversize,
+            seed=options.seed,
+        )
+        found = packed.schedule.table.shape[2]
+        if found % unit == 0:
+            return packed
+        num_microbatches = -(-found // unit) * unit
 
 
 def fill_slots(packed: PackResult, cost: FloatArray) -> PackResult:
