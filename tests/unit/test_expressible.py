@@ -34,7 +34,7 @@ KEEP_THE_TOWER_WHOLE = ("megatron", "megatron-bridge", "ms-swift", "pai-megatron
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
     """A plan that cuts inside the vision tower."""
-    options = PlanOptions(pp=4, tp=2, num_microbatches=8)
+    options = PlanOptions(pp=4, tp=2, num_microbatches=8, schedule="1F1B")
     folder = tmp_path_factory.mktemp("made")
     write_plan(make_plan(MODEL, tile_samples(200), parse_cluster("8xA100-80GB"), options), folder)
     plan = reload_plan(folder)

@@ -40,6 +40,7 @@ from trimtab.plan.decide.steps import (
     open_steps,
     refuse_over,
     share_tried,
+    too_few_samples,
 )
 from trimtab.plan.decide.work import pass_s, price_samples, steps_of, times_of
 from trimtab.plan.options import PlanOptions
@@ -111,7 +112,7 @@ def choose_setting(
     `tiers`: the recompute that the framework has of a layer, so that packs are no larger than it can hold. Raises
     `PlanError` when the degrees do not divide the devices, and `PartitionError` when nothing fits, with its reason.
     """
-    longest, crowded = int(samples.num_tokens.max()), False
+    longest, crowded, refusals = int(samples.num_tokens.max()), False, list[Refusal]()
     if options.schedule == "auto":  # whose chunks are those of an interleaved schedule
         divided = replace(options, num_chunks=1)
     else:
@@ -119,10 +120,10 @@ def choose_setting(
     dims = list(parallel_dims(model, cluster, divided, longest=longest))
     while True:
         # 1. the members of the space, with their bounds
-        members, refusals = list_members(model, samples, cluster, options, budget, dims)
+        members, impossible = list_members(model, samples, cluster, options, budget, dims)
         # 2. their prices, the least bound first
         priced, misfits = price_members(members, model, cluster, budget, tiers=tiers, progress=progress)
-        refusals += misfits
+        refusals += impossible + misfits
         if priced or crowded or options.cp is not None:
             break
         # 3. packs that do not fit one device may fit several
@@ -168,7 +169,11 @@ def list_members(
     """Every member of the space, and the divisions that model, data or batch rule out."""
     members, refusals = list[Member](), list[Refusal]()
     packs_of: PacksOf | None = None
+    global_batch = default_global_batch(cluster, options, len(samples))
     for dims in divisions:
+        if dims.dp > global_batch and not options.fills_packs:
+            refusals.append(Refusal(dims=dims, error=too_few_samples(global_batch, dims.dp)))
+            continue
         for stage in _zero_stages(options, dims):
             sharded = replace(options, zero_stage=stage)
             try:

@@ -38,13 +38,15 @@ def complexity(setting: SettingEstimate) -> tuple[int, ...]:
 
     First by kind: plain data parallel is what launchers do by themselves, ZeRO-1 and ZeRO-2 are a flag of theirs;
     ZeRO-3 gathers weights in every layer, tensor parallelism divides the layers, a pipeline divides model and batch,
-    and last come both. Within a kind by expert and context parallelism, which few frameworks have; by the schedule, as
+    and last come both. Within a kind by ZeRO-3, by expert and context parallelism, which few frameworks have; by the schedule, as
     few have more than 1F1B and GPipe; then by the devices of one replica.
     """
+    pp_or_tp = setting.pp * setting.tp > 1
     special = setting.schedule not in _PLAIN_SCHEDULES
     shared = (setting.ep > 1) + 2 * (setting.cp > 1)
     kind, replica = _kind(setting.pp, setting.tp, setting.zero_stage), setting.pp * setting.tp * setting.cp
-    return (kind, shared, int(special), replica, setting.pp, setting.ep)
+    gathers = pp_or_tp and setting.zero_stage == 3
+    return (kind, int(gathers), shared, int(special), replica, setting.pp, setting.ep)
 
 
 def _kind(pp: int, tp: int, zero_stage: int) -> int:

@@ -128,11 +128,6 @@ def share_tried(tried: Tried, dims: ParallelDims, num_microbatches: int, *, unit
     that is seen in the tried steps.
     """
     options, N = tried.options, tried.global_batch
-    if dims.dp > N:
-        raise PartitionError(
-            f"a step of {N} samples leaves {dims.dp - N} of {dims.dp} ranks without one: ask for a global batch of "
-            f"{dims.dp} or more, or for a smaller dp"
-        )
     part, every = pad_documents(tried.samples, dims), pad_documents(tried.every, dims)
     given = given_limits(options, dims)
     packed = _share_equally(
@@ -184,6 +179,14 @@ def _tried_packs(
         samples_per_step=samples_per_step,
         slowest_over_mean=float(by_rank.max(axis=1).mean() / by_rank.mean()),
         mean_work=np.average(packed_work(packed.packing, work)[packs], axis=0, weights=counts),
+    )
+
+
+def too_few_samples(global_batch: int, dp: int) -> PartitionError:
+    """Why steps of so few samples cannot be shared among so many ranks."""
+    return PartitionError(
+        f"a step of {global_batch} samples leaves {dp - global_batch} of {dp} ranks without one: ask for a global "
+        f"batch of {dp} or more, or for a smaller dp"
     )
 
 
