@@ -26,7 +26,7 @@ from trimtab.placement.bytes import ALLOCATOR_DIVISOR, InferenceTable, device_by
 from trimtab.placement.chain import Arrangement, arrangements, parts_of
 from trimtab.placement.machine import CONTEXT_BYTES, Machine, Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.split_model import assess_map, split_model_map
+from trimtab.placement.published import assess_map, split_model_map
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -36,18 +37,27 @@ autodoc_mock_imports = sorted(_packages - {"pillow", "trimtab"} | {"PIL", "huggi
 
 
 class PublicNames(SphinxDirective):
-    """The documented public names, under the headings that the comments of `__init__.pyi` are."""
+    """The documented public names of each module, under the headings that the comments of its stub are."""
 
     def run(self) -> list[nodes.Node]:
-        stub = (ROOT / "src" / "trimtab" / "__init__.pyi").read_text(encoding="utf-8")
+        from trimtab import errors
+        from trimtab.public import MODULES
+
         lines: list[str] = []
-        for heading, name in re.findall(r"^# (.+)$| as (\w+)", stub, re.M):
-            if heading:
-                lines += [heading, "-" * len(heading), ""]
-            else:
-                kind = "data" if name.isupper() else "class" if name[0].isupper() else "function"
-                options = {"class": ["   :members:"], "data": ["   :no-value:"], "function": []}[kind]
-                lines += [f".. auto{kind}:: trimtab.{name}", *options, ""]
+        for module in MODULES:
+            stub = Path(str(importlib.import_module(module).__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
+            for heading, name in re.findall(r"^# (.+)$| as (\w+)", stub, re.M):
+                if heading:
+                    title = heading if module == "trimtab" else f"{module}: {heading}"
+                    lines += [title, "-" * len(title), ""]
+                else:
+                    kind = "data" if name.isupper() else "class" if name[0].isupper() else "function"
+                    options = {"class": ["   :members:"], "data": ["   :no-value:"], "function": []}[kind]
+                    lines += [f".. auto{kind}:: {module}.{name}", *options, ""]
+        lines += ["trimtab.errors", "--------------", ""]
+        for name, found in vars(errors).items():
+            if inspect.isclass(found) and issubclass(found, errors.TrimtabError) and found is not errors.TrimtabError:
+                lines += [f".. autoclass:: trimtab.errors.{name}", ""]
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
@@ -103,9 +113,10 @@ def options_of(found: Any) -> list[tuple[str, Any]]:
 def text_of_data(_: Sphinx, kind: str, name: str, __: Any, ___: Any, lines: list[str]) -> None:
     """What stands below the name where it is defined: a dict itself would say what a dict is."""
     if kind == "data":
-        import trimtab
+        from trimtab.public import homes
 
-        module, there = trimtab._homes()[name.removeprefix("trimtab.")]
+        public, _, short = name.rpartition(".")
+        module, there = homes(str(importlib.import_module(public).__file__))[short]
         lines[:] = ModuleAnalyzer.for_module(module).find_attr_docs()["", there]
 
 

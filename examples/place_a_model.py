@@ -10,7 +10,9 @@ from __future__ import annotations
 import sys
 
 import trimtab
-from trimtab import PartitionError, Placement, Workload, parse_machine, place
+from trimtab import place
+from trimtab.errors import PartitionError
+from trimtab.placement import Placement, Workload, parse_machine
 
 
 def show(placement: Placement) -> None:

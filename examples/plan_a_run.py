@@ -12,10 +12,11 @@ import tempfile
 from pathlib import Path
 
 import trimtab
+import trimtab.testing
 
 
 def main(folder: Path) -> None:
-    data = trimtab.draw_dataset(folder / "data", num_samples=300)
+    data = trimtab.testing.draw_dataset(folder / "data", num_samples=300)
     model = trimtab.describe("Qwen2.5-VL-7B", max_pixels=1_003_520)
     tokenizer = data / "tokenizer.json"
     sized = trimtab.size_samples(

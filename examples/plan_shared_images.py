@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 import trimtab
+import trimtab.vision
 
 
 def draw_sizes(num_samples: int) -> trimtab.SampleTable:
@@ -31,9 +32,9 @@ def draw_sizes(num_samples: int) -> trimtab.SampleTable:
 def main() -> None:
     model, cluster = trimtab.describe("Qwen2.5-VL-7B"), trimtab.parse_cluster("8xH100-80GB")
     for choice in (
-        trimtab.VisionChoice(),
-        trimtab.VisionChoice(group="tp", pooling=1),
-        trimtab.VisionChoice(group="auto"),
+        trimtab.vision.VisionChoice(),
+        trimtab.vision.VisionChoice(group="tp", pooling=1),
+        trimtab.vision.VisionChoice(group="auto"),
     ):
         options = trimtab.PlanOptions(pp=1, tp=4, num_microbatches=4, vision=choice)
         plan = trimtab.make_plan(model, draw_sizes(400), cluster, options).plan

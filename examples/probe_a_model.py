@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from train_on_two_stages import run
-from trimtab import draw_dataset, write_demo_model
+from trimtab.testing import draw_dataset, write_demo_model
 
 
 def main(folder: Path) -> None:

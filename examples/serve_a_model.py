@@ -18,7 +18,7 @@ import openai
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-from trimtab import draw_dataset
+from trimtab.testing import draw_dataset
 
 QUESTION = "what is in the picture?"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import trimtab
+import trimtab.testing
 
 NUM_SHARDS = 4  # a few for each CPU of the cluster, so that a slow machine does not hold up the rest
 
@@ -42,7 +43,7 @@ def main() -> None:
     words = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         if not words:
-            words = [str(trimtab.draw_dataset(Path(folder), num_samples=200) / "data.jsonl"), f"{folder}/kept"]
+            words = [str(trimtab.testing.draw_dataset(Path(folder), num_samples=200) / "data.jsonl"), f"{folder}/kept"]
         data, kept = words
         rows = [{"data": data, "kept": kept, "shard": number} for number in range(1, NUM_SHARDS + 1)]
         for done in run_here(rows):

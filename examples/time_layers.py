@@ -12,17 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from trimtab import (
-    Profile,
-    SplitProblem,
-    TimingOptions,
-    describe,
-    open_device,
-    profile_model,
-    profile_timed,
-    read_config,
-    split_stages,
-)
+from trimtab import Profile, SplitProblem, describe, profile_model, split_stages
+from trimtab.models import read_config
+from trimtab.torch import TimingOptions, open_device, profile_timed
 
 SMALL: dict[str, Any] = {
     "model_type": "internvl",

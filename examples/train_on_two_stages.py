@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trimtab import draw_dataset, write_demo_model
+from trimtab.testing import draw_dataset, write_demo_model
 
 
 def run(words: str, folder: Path) -> None:

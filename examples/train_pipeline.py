@@ -16,7 +16,7 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 
-from trimtab import PackedCollator, PipelineLayout, build_pipeline
+from trimtab.torch import PackedCollator, PipelineLayout, build_pipeline
 
 PP, NUM_STEPS = 2, 15
 LAYOUT = PipelineLayout(

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 import trimtab
+import trimtab.models
 
 WIDTH, HEIGHT = 320, 240
 
@@ -25,7 +26,7 @@ def write_model(folder: Path) -> None:
     sides = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
     images = {"processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"}
     files = {
-        "config.json": trimtab.read_config("Qwen3-VL-2B"),
+        "config.json": trimtab.models.read_config("Qwen3-VL-2B"),
         "preprocessor_config.json": {**images, **sides, "size": {"shortest_edge": 65536, "longest_edge": 16777216}},
         "video_preprocessor_config.json": {
             "video_processor_type": "Qwen3VLVideoProcessor",
@@ -86,7 +87,7 @@ def main() -> None:
         model = trimtab.describe(folder)
         rule = model.clip_rule
         assert rule is not None, "the folder holds the processor's files"
-        hour = trimtab.Clip(width=1280, height=720, num_frames=108_000, fps=30.0)
+        hour = trimtab.models.Clip(width=1280, height=720, num_frames=108_000, fps=30.0)
         counts = rule.count_clip(hour).image
         print(f"an hour of 1280 x 720: {counts.tiles} inputs, {counts.patches:,} patches, {counts.tokens:,} tokens")
         sized = trimtab.size_samples(data, image_rule=model.image_rule, clip_rule=rule, tokenizer=None)
@@ -94,7 +95,7 @@ def main() -> None:
         packed = trimtab.pack_samples(sized.table, limits=(12_000, 3_000), dp=2)
         figures = trimtab.report_packing(sized.table, packed)
         print(f"{figures.num_packs} packs, dist ratio of the cost {figures.dist_ratio_cost:.3f}")
-        smaller = trimtab.clip_rule_of(model, trimtab.VideoOptions(video_max_pixels=4_194_304))
+        smaller = trimtab.models.clip_rule_of(model, trimtab.models.VideoOptions(video_max_pixels=4_194_304))
         assert smaller is not None
         counts = smaller.count_clip(hour).image
         print(f"with --video-max-pixels 4194304 the hour is {counts.patches:,} patches, {counts.tokens:,} tokens")

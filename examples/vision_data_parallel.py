@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from trimtab import verify_vision_dp, vision_dp
+from trimtab.testing import verify_vision_dp
+from trimtab.vision import vision_dp
 
 VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64}
 TEXT = {

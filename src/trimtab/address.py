@@ -1,11 +1,17 @@
-"""Addresses that fsspec opens, such as s3://bucket/a.jsonl, as paths: what reads a local file reads them too."""
+"""The border: which places a file from outside may name; and addresses that fsspec opens, as paths.
+
+What the user types is opened, addresses such as s3://bucket/a.jsonl too. What data, lists of data sets and plans name
+goes through `place_inside`: a file below a folder that the user named, and no address, unless the user allows it.
+"""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
+import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
@@ -16,6 +22,7 @@ from trimtab.errors import SampleError
 from trimtab.files import blake2b
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+_BUFFER_BYTES = 1 << 16  # small: fsspec keeps blocks as well
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created")
 """What drivers call the time, or another mark, of a file's last change."""
 
@@ -28,6 +35,8 @@ def place_of(name: Path | str) -> Path:
     """
     text = str(name)
     scheme = _SCHEME.match(text)
+    if "\0" in text:
+        raise SampleError(f"{text[:60]!r} holds a null character, which no file's name has: name a file")
     if isinstance(name, Address):
         return name
     if scheme is None:
@@ -37,6 +46,47 @@ def place_of(name: Path | str) -> Path:
     if scheme[1].lower() == "file":
         return Path("/" + unquote(text[scheme.end() :]).removeprefix("localhost/"))
     return Address(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """What the user allows files from outside to name, beyond what lies below the folders that the user named."""
+
+    outside: bool = False
+    remote: bool = False
+
+
+def place_inside(text: str, folders: Sequence[Path], said_by: str, allowed: Allowed) -> Path:
+    """The place that `said_by`, a file from outside, calls `text`: below one of the folders, links followed.
+
+    A relative name is looked for in the working folder, then in the folders; where it is nowhere it is one of the first
+    folder. `SampleError` where the place lies outside, or is an address, and the user has not allowed it.
+    """
+    place = place_of(text)
+    if isinstance(place, Address):
+        if not allowed.remote and not any(_is_below(place, folder) for folder in folders):
+            raise SampleError(
+                f"{said_by} names the address {text[:80]}, and no file may make us connect: name it yourself, or give "
+                "--allow-remote if you trust that file"
+            )
+        return place
+    places = [place] if place.is_absolute() else [place, *(folder / text for folder in folders)]
+    inside = [one for one in places if allowed.outside or any(_is_below(one, folder) for folder in folders)]
+    if not inside:
+        raise SampleError(
+            f"{said_by} names {text[:80]}, which lies outside {', '.join(map(str, folders))}: name a folder above it "
+            "(--media-root), or give --allow-outside if you trust that file"
+        )
+    return next((one for one in inside if one.exists()), folders[0] / text)
+
+
+def _is_below(place: Path, folder: Path) -> bool:
+    if isinstance(place, Address) or isinstance(folder, Address):
+        if not (isinstance(place, Address) and isinstance(folder, Address)):
+            return False
+        lies, root = (posixpath.normpath(unquote(str(x)).replace("://", "/", 1)) for x in (place, folder))
+        return lies == root or lies.startswith(f"{root}/")
+    return Path(os.path.realpath(place)).is_relative_to(os.path.realpath(folder))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +114,12 @@ class Address(PosixPath):
         return Path(self.name.partition("?")[0]).suffix
 
     def open(self, mode: str = "rb", *_: Any, block_bytes: int | None = None, **__: Any) -> Any:
-        """The file as fsspec opens it: seekable, fetched in blocks."""
+        """The file, seekable, fetched in blocks: fsspec's own files lack half of what a file does, such as a limit of
+        `readline`.
+        """
         with self._driver() as (driver, path):
-            return driver.open(path, mode, block_size=block_bytes)
+            file = driver.open(path, mode, block_size=block_bytes)
+        return io.BufferedReader(_Remote(file, self), _BUFFER_BYTES) if mode == "rb" else file
 
     def stat(self, **_: Any) -> AddressStat:  # type: ignore[override]
         with self._driver() as (driver, path):
@@ -131,6 +184,49 @@ class Address(PosixPath):
             raise
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from None
-        except Exception as error:  # drivers raise what their client libraries have, and nothing common
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise SampleError(f"{self} cannot be read ({said}): check the address and your access to it") from None
+        except Exception as error:
+            raise _unread(self, error) from None
+
+
+def _unread(address: Address, error: Exception) -> SampleError:
+    """Drivers raise what their client libraries have, and nothing common."""
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return SampleError(f"{address} cannot be read ({said}): check the address and your access to it")
+
+
+class _Remote(io.RawIOBase):
+    """A file of fsspec as Python's buffers take it."""
+
+    def __init__(self, file: Any, address: Address) -> None:
+        self._file, self._address = file, address
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with self._raised():
+            content = self._file.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        with self._raised():
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+    @contextmanager
+    def _raised(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise _unread(self._address, error) from None

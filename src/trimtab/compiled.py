@@ -8,7 +8,12 @@ only compiled code calls as `inner`, or `inlined` where there is one such call.
 
 from __future__ import annotations
 
-from numba import njit
+from trimtab.errors import TrimtabError
+
+try:
+    from numba import njit
+except ValueError as error:  # of its environment variables, such as NUMBA_NUM_THREADS=0
+    raise TrimtabError(f"numba does not start ({error}): correct its environment variables, NUMBA_...") from None
 
 compiled = njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
 """For functions that Python calls."""

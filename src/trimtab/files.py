@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import secrets
 import stat
 import sys
@@ -19,6 +20,7 @@ from typing import BinaryIO
 from trimtab.errors import TrimtabError
 
 _MIB = 2**20
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(?=/)")  # of an address; of two letters or more, for C:/ is a drive
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,10 @@ def lock(file: BinaryIO) -> bool:
 
 
 def refuse_folder(path: Path) -> None:
-    """Raises `IsADirectoryError` where a file is to be written and `path` names a folder."""
+    """Raise `IsADirectoryError` where a file is to be written and `path` names a folder; refuse an address too."""
+    scheme = _SCHEME.match(str(path))
+    if scheme is not None and not Path(scheme[0]).exists():
+        raise TrimtabError(f"{path} is an address, and results are written to files: name a file or folder here")
     if not path.name or path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 

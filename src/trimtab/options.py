@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from trimtab.address import Allowed
+
 Tower = Literal["vision", "projector", "language", "audio"]
 RecomputedTier = Literal["selective", "attention", "full"]
 """What a layer holds beside its input: results of matrix products and attention; only of attention; nothing."""
@@ -197,6 +199,12 @@ class ReadingOptions:
             common=True,
         ),
     ] = None
-    allow_outside: Annotated[bool, Option("Read images outside the media root too.", common=True)] = False
+    allow_outside: Annotated[bool, Option("Read files outside the folders that you named.", common=True)] = False
+    allow_remote: Annotated[bool, Option("Open addresses that a plan or meta file names.", common=True)] = False
     exif: Annotated[Exif, Option("Turn images as their EXIF flag says; most trainers ignore it.")] = "ignore"
     video: VideoOptions = field(default_factory=VideoOptions)
+
+    @property
+    def allowed(self) -> Allowed:
+        """What files from outside may name."""
+        return Allowed(outside=self.allow_outside, remote=self.allow_remote)

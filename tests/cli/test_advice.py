@@ -17,6 +17,7 @@ SRC = Path(__file__).parents[2] / "src" / "trimtab"
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 FOREIGN = {  # of torchrun, the hub's downloader, Megatron-LM and ms-swift, which the same texts name
     "--bad",  # a colour of the style sheet
+    *("--start", "--ncs", "--foreground", "--model-store", "--models", "--ts-config"),  # of torchserve
     "--overlap-moe-expert-parallel-comm",
     *("--nproc-per-node", "--no-python", "--revision", "--repo-type", "--tp-comm-overlap", "--packing"),
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--pipeline-model-parallel-layout"),

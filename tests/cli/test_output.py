@@ -67,7 +67,7 @@ def test_the_demo_is_drawn_sized_planned_and_told(run: Run, tmp_path: Path) -> N
     told = run(*words, tmp_path / "text")
     assert told.code == 0, told.err
     assert f"report: {tmp_path / 'text' / 'plan' / 'report.html'}" in told.out
-    assert "--max-tiles 4 --seed 0" in (tmp_path / "text" / "plan" / "plan.yaml").read_text(encoding="utf-8")
+    assert "--num-samples 60 --seed 0" in (tmp_path / "text" / "plan" / "plan.yaml").read_text(encoding="utf-8")
     found = run(*words, tmp_path / "json", "--model", "Qwen2.5-VL-7B", "--json").json
     assert (found["num_samples"], found["data"]) == (60, str(tmp_path / "json" / "data" / "data.jsonl"))
     assert run("check", tmp_path / "json" / "plan").code == 0

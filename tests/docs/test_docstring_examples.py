@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import trimtab
+from trimtab import errors, public
 
 SOURCE = Path(trimtab.__file__).parent
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,15 +41,21 @@ SHOWN_BY = {  # what a function takes or returns is shown where that function is
     "Timeline": "simulate",
     "Placement": "place",
 }
-PUBLIC = [name for name in trimtab.__all__ if callable(getattr(trimtab, name))]
+HOMES = {name: home for home in map(importlib.import_module, public.MODULES) for name in home.__all__}
+HOMES |= {
+    name: errors
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and issubclass(value, errors.TrimtabError)
+}
+PUBLIC = [name for name, home in HOMES.items() if callable(getattr(home, name))]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_says_when_to_use_it_and_shows_it(name: str) -> None:
     """With an example of its own or of the function that uses it, or a page or file that CI runs."""
-    value = getattr(trimtab, name)
+    value = getattr(HOMES[name], name)
     told = inspect.getdoc(value) or ""
-    shown = inspect.getdoc(getattr(trimtab, SHOWN_BY.get(name, name))) or ""
+    shown = inspect.getdoc(getattr(HOMES[SHOWN_BY.get(name, name)], SHOWN_BY.get(name, name))) or ""
     is_error = inspect.isclass(value) and issubclass(value, Exception)
     assert re.search(r"\b(Use|Call|Give) (it|this|the same|its|`)|^Raised by", told, re.M), (
         "it does not say when to use it"

@@ -28,6 +28,7 @@ from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.placement import load_placement
 from trimtab.plan.options import PlanOptions
 from trimtab.samples.read import read_lengths
+from trimtab.samples.records import read_records
 from trimtab.samples.size import size_samples
 from trimtab.specs import SampleTable
 from trimtab.typed_json import parse_yaml
@@ -173,7 +174,33 @@ def packings(_folder: Path) -> Try:
     return try_seed
 
 
+def columns(folder: Path) -> Try:
+    """Arrow streams and files, and Parquet: records, or a `TrimtabError`; never the end of the process."""
+    import pyarrow
+    import pyarrow.parquet
+
+    talk = [{"from": "human", "value": "What is this? <image>"}, {"from": "gpt", "value": "A cat, é 漢."}]
+    rows = [{"id": f"n{n}", "image": {"bytes": b"ab" * n, "path": None}, "conversations": talk} for n in range(40)]
+    table = pyarrow.Table.from_pylist(rows)
+    for name, make in (("s.arrow", pyarrow.ipc.new_stream), ("f.arrow", pyarrow.ipc.new_file)):
+        with pyarrow.OSFile(str(folder / name), "wb") as sink, make(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=15)
+    pyarrow.parquet.write_table(table, folder / "p.parquet", row_group_size=15)
+    contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+    def try_seed(seed: int) -> None:
+        draw = random.Random(seed)
+        name = draw.choice(sorted(contents))
+        path = folder / f"x-{name}"
+        path.write_bytes(damaged(contents[name], draw, head=len(contents[name])))
+        with suppress(TrimtabError):
+            assert len(list(read_records(path))) <= len(rows) + 3  # one more where each group ends
+
+    return try_seed
+
+
 TARGETS: dict[str, Callable[[Path], Try]] = {
+    "columns": columns,
     "records": records,
     "plans": plans,
     "small_files": small_files,

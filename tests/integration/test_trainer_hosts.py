@@ -21,10 +21,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 PIL = pytest.importorskip("PIL.Image")
 
-from trimtab import PackedCollator, PlanDataset, SampleTable, balanced  # noqa: E402
+from trimtab import SampleTable, balanced  # noqa: E402
 from trimtab.demo.draw import draw_dataset  # noqa: E402
 from trimtab.errors import PlanError  # noqa: E402
 from trimtab.runtime.data.dataset import collate_packs  # noqa: E402
+from trimtab.torch import PackedCollator, PlanDataset  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "torch"), str(Path(__file__).parents[2] / "examples")]
 import balanced_cases  # noqa: E402

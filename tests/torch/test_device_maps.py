@@ -15,7 +15,7 @@ from trimtab.adapters.accelerate import auto_map, build_on_meta, max_memory
 from trimtab.models.describe import describe
 from trimtab.placement.machine import Gpu, Machine, Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.split_model import assess_map
+from trimtab.placement.published import assess_map
 from trimtab.units import GIB
 
 

@@ -12,6 +12,7 @@ from simulated_devices import simulated
 from tiny_models import INTERNVIT, TEXT
 
 import trimtab
+import trimtab.placement
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.runtime.placing.load import load_placed
 
@@ -70,7 +71,7 @@ def test_a_published_folder_answers_as_transformers_model(case, kind, tmp_path):
     model, folder = case
     placed = {
         "whole": {"": "cpu"},
-        "split_model": trimtab.split_model(3, world_size=2),
+        "split_model": trimtab.placement.split_model(3, world_size=2),
         "written": written_map(folder),
     }[kind]
     given = inputs()

@@ -242,3 +242,10 @@ def test_a_file_of_the_plan_that_is_not_here_is_said_to_come_from_the_plan(
     write_plan(dataclasses.replace(made, plan=dataclasses.replace(made.plan, inputs=inputs)), tmp_path)
     with pytest.raises(PlanError, match=f"names its {what} somewhere/model, which is neither here nor beside the plan"):
         load_details(tmp_path)
+
+
+def test_oversize_samples_are_counted_among_all() -> None:
+    table = tile_samples(60)
+    limits = PlanOptions(pp=1, max_patches=int(np.median(table.num_patches)), max_tokens=10**6)
+    with pytest.raises(PackingError, match=r"^\d+ of 60 samples"):
+        make_plan(MODEL, table, CLUSTER, limits)

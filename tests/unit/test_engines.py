@@ -87,9 +87,22 @@ def test_a_map_without_decoder_layers_is_refused():
 
 def test_commands_serve_the_same_placement():
     stages = {f"model.language_model.layers.{i}": int(i > 2) for i in range(4)} | {"lm_head": 1}
-    vllm, sglang = engine_commands("tiny", stages)
+    vllm, sglang = engine_commands("tiny", "qwen2_5_vl", stages)
     assert vllm == "VLLM_PP_LAYER_PARTITION=3,1 vllm serve tiny --pipeline-parallel-size 2"
     assert sglang == "SGLANG_PP_LAYER_PARTITION=3,1 python -m sglang.launch_server --model-path tiny --pp-size 2"
-    assert engine_commands("tiny", {"": 0})[0] == engine_commands("tiny", None)[0] == "vllm serve tiny"
-    with pytest.raises(UnsupportedPlanError, match="keeps modules on cpu"):
-        engine_commands("tiny", {"model": 0, "lm_head": "cpu"})
+    assert engine_commands("tiny", "internvl", {"": 0})[0] == engine_commands("tiny", "x", None)[0] == "vllm serve tiny"
+    with pytest.raises(UnsupportedPlanError, match="cpu"):
+        engine_commands("tiny", "qwen2_5_vl", {"model": 0, "lm_head": "cpu"})
+
+
+@pytest.mark.parametrize("family", ["internvl", "internvl_chat", "qwen2_vl", "gemma3", "mllama"])
+def test_sglang_gets_tensor_parallelism_where_it_runs_no_stages(family):
+    stages = {f"model.language_model.layers.{i}": int(i > 2) for i in range(4)} | {"lm_head": 1}
+    vllm, sglang = engine_commands("tiny", family, stages)
+    assert "--pipeline-parallel-size 2" in vllm
+    assert sglang.endswith("--model-path tiny --tp-size 2 --mm-enable-dp-encoder")
+    counts = StageCounts(layers=(3, 1), gpus=(0, 1))
+    counts.refuse_stages("vllm", family)
+    with pytest.raises(UnsupportedPlanError, match=rf"{family} .*--tp-size 2 --mm-enable-dp-encoder"):
+        counts.refuse_stages("sglang", family)
+    assert counts.by_tensors("vllm") == "--tensor-parallel-size 2 --mm-encoder-tp-mode data"

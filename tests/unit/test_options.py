@@ -1,5 +1,6 @@
 """One field is one option: the command line, the default, the help and the checks come from it."""
 
+import inspect
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,8 +10,9 @@ import typer
 from plans import small_plan
 from typer.testing import CliRunner
 
-from trimtab.cli.app import Verb
+from trimtab.cli.app import Verb, Verbs, app
 from trimtab.cli.settings import verb
+from trimtab.cli.verbs import VERBS, load_verb
 from trimtab.errors import TrimtabError
 from trimtab.options import Option, option_problems, same_fields
 from trimtab.plan.file.reload import options_of
@@ -45,9 +47,9 @@ def call(*words: str) -> tuple[Knobs, str] | str:
     def run(knobs: Knobs, own: Annotated[str, typer.Option(help="Not of the dataclass.")] = "x") -> None:
         seen.append((knobs, own))
 
-    app = typer.Typer(rich_markup_mode=None)
-    app.command(cls=Verb)(run)
-    result = CliRunner().invoke(app, list(words))
+    alone = typer.Typer(rich_markup_mode=None)
+    alone.command(cls=Verb)(run)
+    result = CliRunner().invoke(alone, list(words))
     return seen[0] if seen else result.output + str(result.exception or "")
 
 
@@ -179,3 +181,15 @@ def test_what_a_plan_keeps_of_its_options_comes_back() -> None:
 def test_a_probe_asked_in_python_is_checked_as_on_the_command_line(change, words):
     with pytest.raises(TrimtabError, match=words):
         ProbeSettings(plan=Path("plan"), model=Path("model"), **change)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_the_table_of_verbs_says_what_each_verb_says(name: str) -> None:
+    first = " ".join((inspect.getdoc(load_verb(name)) or "").partition("\n\n")[0].split())
+    assert VERBS[name][1] == first
+
+
+def test_all_verbs_have_few_options() -> None:
+    context = typer.Context(typer.main.get_command(app))
+    verbs = [Verbs.get_command(context.command, context, name) for name in VERBS]  # type: ignore[arg-type]
+    assert sum(p.param_type_name == "option" for verb in verbs for p in verb.params) <= 200

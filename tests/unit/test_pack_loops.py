@@ -7,6 +7,12 @@ import numpy as np
 from trimtab.balance import pair, rng, stream, window
 
 
+def put(sizes, packs, i, p):
+    packs.after[i], packs.head[p] = packs.head[p], i
+    packs.num_held[p] += 1
+    packs.sums[p] += sizes[i]
+
+
 def test_sharing_a_pair_matches_brute_force():
     r = np.random.default_rng(0)
     scratch = pair.make_scratch(2, 64, 3)
@@ -80,8 +86,8 @@ def test_sharing_sizes_that_float32_cannot_tell_apart_never_makes_it_worse():
         goal = pair.make_goal(limits, np.full(2, 1e-4), penalties, *np.zeros((2, 2)))
         packs = pair.make_packs(2, 8, 2)
         for p in (0, 1):
-            window._hold(packs, p, list(range(4 * p, 4 * p + 4)))
-            packs.sums[p] = sizes[4 * p : 4 * p + 4].sum(axis=0)
+            for i in range(4 * p, 4 * p + 4):
+                put(sizes, packs, i, p)
 
         def score(packs=packs, limit=limits[0]):
             larger = packs.sums.max(axis=0)
@@ -96,28 +102,34 @@ def test_sharing_sizes_that_float32_cannot_tell_apart_never_makes_it_worse():
     assert 20 < wins < 100
 
 
-def test_polishing_ends_once_few_packs_get_better(monkeypatch):
-    effort = window.Effort(4, 4, 0.004, 3, 8, num_polished=5, tail=0.25, polish_free=8, stuck=0.5)
-    packs, goal = pair.make_packs(16, 16, 2), pair.make_goal(*np.ones((5, 2)))
-    packs.sums[:] = np.arange(16.0)[:, None]
-    asked, numbers_better = [], []
-
-    def share(sizes, packs, num_pairs, *more):
-        asked.append(sorted(more[-1].pairs[:num_pairs, 0].tolist()))
-        return numbers_better[len(asked) - 1]
-
-    monkeypatch.setattr(window, "share_pairs", share)
-    for numbers, rounds in (([4] * 5, 5), ([2] * 5, 5), ([4, 3, 1, 4, 4], 3), ([0] * 5, 1)):
-        asked.clear()
-        numbers_better[:] = numbers
-        window.polish(np.zeros((16, 2)), packs, goal, effort, rng.make_stream(0), pair.make_scratch(16, 16, 2))
-        assert asked == [[12, 13, 14, 15]] * rounds
-    few = pair.make_packs(4, 4, 2)
-    few.sums[:] = np.arange(4.0)[:, None]
-    asked.clear()
-    numbers_better[:] = [1] * 5
-    window.polish(np.zeros((4, 2)), few, goal, effort, rng.make_stream(0), pair.make_scratch(4, 4, 2))
-    assert asked == [[3]] * 5  # one pack that sticks out is enough
+def test_polishing_ends_once_few_packs_get_better():
+    """Of packs that each hold one sample none gets better: one round, whatever is asked for; else as many as asked."""
+    r = np.random.default_rng(0)
+    n, P = 160, 16
+    columns = np.column_stack([r.integers(1, 9, n), r.random(n)]).astype(float)
+    found = []
+    for num_polished, stuck, one_each in (
+        (0, 0.0, False),
+        (1, 0.0, False),
+        (40, 0.0, False),
+        (40, 1.1, False),
+        (40, 0.5, True),
+    ):
+        packs, scratch, state = pair.make_packs(P, n, 2), pair.make_scratch(P, n, 2), rng.make_stream(0)
+        for i in range(P if one_each else n):
+            put(columns, packs, i, min(i, r.integers(0, P)) if not one_each else i)
+        mean = packs.sums.mean(axis=0)
+        goal = pair.make_goal(np.array([np.inf, np.inf]), 1 / mean**2, np.zeros(2), mean, np.zeros(2))
+        effort = window.Effort(4, 4, 0.004, 3, 8, num_polished=num_polished, tail=0.25, polish_free=8, stuck=stuck)
+        before = packs.sums.copy()
+        window.polish(columns, packs, goal, effort, state, scratch)
+        draws = (int(state[0]) - int(rng.make_stream(0)[0])) * pow(0x9E3779B97F4A7C15, -1, 2**64) % 2**64
+        found.append((draws, bool((packs.sums != before).any())))
+    assert found[0] == (0, False)
+    assert found[1][1]
+    assert found[2][0] > 4 * 4  # four packs a round, of which some meet others with more than eight samples
+    assert found[3][0] < found[2][0] / 4
+    assert found[4] == (4, False)
 
 
 def test_repair_keeps_every_sample_and_evict_keeps_every_limit():
@@ -141,29 +153,56 @@ def test_repair_keeps_every_sample_and_evict_keeps_every_limit():
     assert (sums <= bounds).all()
 
 
+def test_best_fit_takes_the_pack_with_the_least_rest():
+    """Against the rule written plainly, for sizes, limits and rules of any kind; some packs are open already."""
+    r = np.random.default_rng(4)
+    for _ in range(60):
+        n, limits = int(r.integers(1, 90)), r.integers(9, 60, 2).astype(float)
+        sizes = np.column_stack([r.integers(0, limits[d] * r.uniform(0.2, 1) + 1, n) for d in (0, 1)]).astype(float)
+        order, squared, most = r.permutation(n), bool(r.integers(0, 2)), int(r.integers(1, n + 1))
+        packs = pair.make_packs(n, n, 2)
+        put(sizes, packs, order[0], 0)
+        num_packs, left = window.fit(sizes, order[1:], limits, squared, packs, 1, most)
+        sums, lost = [sizes[order[0]].copy()], []
+        for i in order[1:]:
+            rests = [((limits - total - sizes[i]) / limits) for total in sums]
+            scores = [(rest**2 if squared else rest).sum() if (rest >= 0).all() else np.inf for rest in rests]
+            if min(scores) < np.inf:
+                sums[int(np.argmin(scores))] += sizes[i]
+            elif len(sums) < most:
+                sums.append(sizes[i].copy())
+            else:
+                lost.append(i)
+        assert num_packs == len(sums)
+        assert left.tolist() == lost
+        np.testing.assert_allclose(np.sort(packs.sums[:num_packs], axis=0), np.sort(sums, axis=0))
+
+
+def test_the_sample_that_leaves_a_pack_is_the_youngest_then_the_smallest():
+    sizes = np.column_stack([[4.0, 3, 3, 2, 5], np.zeros(5), np.ones(5)])
+
+    def leave(age, limit, num_packs=1):
+        packs = pair.make_packs(num_packs, 5, 3)
+        for i in range(5):
+            put(sizes, packs, i, 0)
+        goal = pair.make_goal(np.array([limit, 9.0, np.inf]), *np.ones((4, 3)))
+        left = window.evict(sizes, packs, goal, np.array(age))
+        assert (packs.sums[:, 0] <= limit).all()
+        return left.tolist()
+
+    assert leave([0, 0, 0, 0, 0], 15.0) == [3]  # any leaves the pack within its limit: the smallest
+    assert leave([1, 0, 0, 1, 1], 15.0) == [2]  # of two that are as young and as large, the one that it lists first
+    assert leave([1, 1, 1, 1, 0], 15.0) == [4]
+    assert leave([0, 0, 0, 0, 0], 12.0) == [4]  # only the largest is enough alone
+    assert leave([0, 0, 0, 0, 0], 10.0, num_packs=2) == []  # there is room in the other pack
+
+
 def test_shuffle_is_even():
     counts = np.zeros((6, 6))
     for seed in range(3000):
         for place, item in enumerate(rng.permutation(6, seed)):
             counts[place, item] += 1
     assert abs(counts / 3000 - 1 / 6).max() < 0.03
-
-
-def test_random_numbers_are_the_same_in_and_outside_compiled_loops():
-    inside, outside = rng.make_stream(7), rng.make_stream(7)
-    items = np.arange(100)
-    rng.shuffle(items, inside)
-    swaps = np.arange(100)
-    for i in range(99, 0, -1):
-        j = rng.draw_below(outside, i + 1, 1)[0] if i % 2 else ((rng.draw(outside) >> 32) * (i + 1)) >> 32
-        swaps[[i, j]] = swaps[[j, i]]
-    assert swaps.tolist() == items.tolist()
-    assert rng.draw_below(inside, 10, 3).tolist() == [int(rng.draw_below(outside, 10, 1)[0]) for _ in range(3)]
-    # where n is large, all bits count
-    n = 2**32 - 1
-    one_by_one = [int(rng.below(outside, np.int64(n))) for _ in range(8)]
-    assert rng.draw_below(inside.copy(), n, 8).tolist() == one_by_one
-    assert [((rng.draw(inside) >> 32) * n) >> 32 for _ in range(8)] == one_by_one
 
 
 def test_extremes_are_paired_while_they_differ_and_rest_after_failures():

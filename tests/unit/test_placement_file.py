@@ -12,7 +12,7 @@ from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.placement.machine import Workload, parse_machine
 from trimtab.placement.place import place
-from trimtab.placement.split_model import assess_map, split_model_map
+from trimtab.placement.published import assess_map, split_model_map
 from trimtab.plan.file.placement import load_placement, placement_file, write_placement
 from trimtab.plan.file.yaml import record_to_yaml
 

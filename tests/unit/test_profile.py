@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from cost_models import small_model
 
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.profile import load_profile, profile_model, save_profile
+from trimtab.costs.profile import load_profile, profile_bytes, profile_from_bytes, profile_model, save_profile
 from trimtab.errors import PartitionError, TrimtabError
 from trimtab.specs import ParallelDims
 
@@ -152,6 +153,21 @@ def test_a_spoilt_profile_is_refused_with_the_place(tmp_path, change, message):
     spoil(path, change)
     with pytest.raises(TrimtabError, match=message):
         load_profile(path)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-12, 1e12, 1e300])
+def test_times_that_no_device_takes_are_refused(factor):
+    profile = profile_model(small_model(), A100)
+    layers = tuple(
+        replace(
+            layer,
+            forward_s=tuple(factor * x for x in layer.forward_s),
+            backward_s=tuple(factor * x for x in layer.backward_s),
+        )
+        for layer in profile.layers
+    )
+    with pytest.raises(TrimtabError, match="layers"):
+        profile_from_bytes(profile_bytes(replace(profile, layers=layers)), origin="p.json")
 
 
 @pytest.mark.parametrize("name", ["time_error", "device.link_bytes_per_s"])

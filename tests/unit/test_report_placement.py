@@ -7,7 +7,7 @@ from rich.console import Console
 from trimtab.models.describe import describe
 from trimtab.placement.machine import Workload, parse_machine
 from trimtab.placement.place import place
-from trimtab.placement.split_model import Assessed, assess_map, split_model_map
+from trimtab.placement.published import Assessed, assess_map, split_model_map
 from trimtab.report.placement_tables import print_placement
 
 MODEL = describe("Qwen2.5-VL-7B")

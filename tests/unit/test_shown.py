@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import trimtab
+import trimtab.placement
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.samples.table import SizingResult
 from trimtab.shown import html_table
@@ -23,7 +24,7 @@ def details() -> PlanDetails:
 
 def test_specs_and_results_are_three_lines(details: PlanDetails) -> None:
     packed = trimtab.pack_samples(details.samples, limits=details.packing.limits, oversize="skip")
-    placed = trimtab.place(details.model, trimtab.parse_machine("2x80GiB"), trimtab.Workload())
+    placed = trimtab.place(details.model, trimtab.placement.parse_machine("2x80GiB"), trimtab.placement.Workload())
     shown = (details.model, details.samples, details.profile, details.packing, details.schedule, details, packed)
     shown += (details.plan, placed)
     for value in (*shown, SizingResult(table=details.samples)):
@@ -41,7 +42,7 @@ def test_a_notebook_shows_tables_of_escaped_text(details: PlanDetails) -> None:
     assert all(f"<td>{name}</td>" in shown for name in rows)
     packed = trimtab.pack_samples(details.samples, limits=details.packing.limits, oversize="skip")
     assert "<table>" in packed._repr_html_()
-    placed = trimtab.place(details.model, trimtab.parse_machine("2x80GiB"), trimtab.Workload())
+    placed = trimtab.place(details.model, trimtab.placement.parse_machine("2x80GiB"), trimtab.placement.Workload())
     assert placed._repr_html_().count("<tr>") == 1 + 2
     assert html_table("<b>", ("<i>",), [("a & b",)]) == (
         "<p>&lt;b&gt;</p><table><tr><th>&lt;i&gt;</th></tr><tr><td>a &amp; b</td></tr></table>"
@@ -65,7 +66,7 @@ def test_a_notebook_shows_tables_of_escaped_text(details: PlanDetails) -> None:
         (lambda x: trimtab.split_stages(x.model), "problem was given as ModelSpec, and a SplitProblem is wanted"),
         (lambda x: trimtab.save_profile(x.model, "p"), "profile was given as ModelSpec, and a Profile is wanted"),
         (lambda x: trimtab.report_packing(x.samples, 2), "result was given as int, and a PackResult is wanted"),
-        (lambda _: trimtab.parse_machine(2), "machine was given as int, and a str is wanted"),
+        (lambda _: trimtab.placement.parse_machine(2), "machine was given as int, and a str is wanted"),
         (lambda _: trimtab.find_device(8), "name was given as int, and a str is wanted"),
         (lambda _: trimtab.load_plan(3), "plan was given as int, and a Path or str is wanted: give the path of a"),
         (

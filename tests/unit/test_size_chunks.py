@@ -7,10 +7,8 @@ import pytest
 from sample_sets import PixelRule, talk, write_jsonl, write_tokenizer
 from size_cases import GOOD, CoarseWhenMany, fill_folder, parquet, pyarrow, rows_of, size
 
-from trimtab.errors import SampleError
 from trimtab.samples import records
 from trimtab.samples.table import load_sizing, save_sizing
-from trimtab.samples.workers import map_in_order
 
 
 @pytest.fixture
@@ -40,10 +38,12 @@ def test_a_line_too_long_is_listed_and_stepped_over(folder, monkeypatch):
     monkeypatch.setattr(records, "MAX_LINE_BYTES", 500)
     monkeypatch.setattr(records, "CHUNK_BYTES", 600)
     write_jsonl(folder / "data.jsonl", [GOOD, b'"' + b"x" * 5000 + b'"', GOOD])
-    result = size(folder, "data.jsonl", on_bad="skip")
-    assert [(bad.line, bad.kind) for bad in result.bad] == [(2, "json")]
-    assert "longer than" in result.bad[0].reason
-    assert len(result.table) == 2
+    found = list(records.read_records(folder / "data.jsonl"))
+    assert [(record.line, record.problem and record.problem.kind) for record in found] == [
+        (1, None),
+        (2, "json"),
+        (3, None),
+    ]
 
 
 @pytest.fixture
@@ -143,23 +143,26 @@ def test_other_settings_or_other_data_take_nothing_over(large, monkeypatch):
     assert (large / "d.npz").read_bytes() == changed
 
 
-def test_a_worker_that_dies_is_told(folder):
-    write_jsonl(folder / "data.jsonl", [{"conversations": talk("<image>"), "image": "a.png"}])
-    with pytest.raises(SampleError, match="a worker process ended before its work was done"):
-        size(folder, "data.jsonl", image_rule=Dying(), workers=2)
+def test_a_record_that_ends_its_process_is_bad(folder):
+    rows = [{"conversations": talk("<image>"), "image": name} for name in ("a.png", "b.png", "a.png")]
+    write_jsonl(folder / "data.jsonl", rows)
+    for workers in (1, 2):
+        result = size(folder, "data.jsonl", image_rule=Dying(), workers=workers, on_bad="skip")
+        assert [(bad.line, bad.kind) for bad in result.bad] == [(2, "reader")]
+        assert result.table.line.tolist() == [1, 3]
 
 
 class Dying(PixelRule):
     def count(self, width, height):
-        os._exit(9)
+        if width == height:
+            os._exit(9)
+        return super().count(width, height)
 
 
-def make_counter():
-    return len
-
-
-def test_a_task_nested_too_deeply_for_pickle_is_done_here():
-    deep = []
-    for _ in range(50_000):
-        deep = [deep]
-    assert list(map_in_order(make_counter, [[1, 2], deep, [1, 2, 3]], 2, lambda _task, _result: None)) == [2, 1, 3]
+def test_a_row_nested_deeper_than_processes_hand_on_is_bad(folder):
+    deep = "[" * 900 + "]" * 900
+    rows = ", ".join([json.dumps(GOOD), f'{{"conversations": {deep}}}', json.dumps(GOOD)])
+    (folder / "list.json").write_text(f"[{rows}]")
+    result = size(folder, "list.json", on_bad="skip")
+    assert [bad.line for bad in result.bad] == [2]
+    assert len(result.table) == 2

@@ -284,50 +284,7 @@ def test_lance_is_read_where_its_package_is_and_else_named(tmp_path: Path) -> No
     check(size(tmp_path / "x.lance"), "x")
 
 
-# -- folders and the hub's cache --------------------------------------------------------------------------------------
-
-
-def cache(home: Path) -> Path:
-    """The hub's cache with org/many (subsets of Parquet): blobs, and links to them."""
-    folder = home / "hub" / "datasets--org--many"
-    (folder / "blobs").mkdir(parents=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([cauldron()]), folder / "blobs" / "abc")
-    for subset in ("ai2d", "chart"):
-        inner = folder / "snapshots" / "0123" / subset
-        inner.mkdir(parents=True)
-        for split in ("train", "validation"):
-            (inner / f"{split}-00000-of-00001.parquet").symlink_to(folder / "blobs" / "abc")
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("0123")
-    return home
-
-
-def test_names_of_the_hub_are_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(cache(tmp_path / "home")))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    result = size("org/many")
-    assert result.table.source_names == ("ai2d", "chart")
-    told = [sentence for sentence in result.assumptions if "is read from the hub's cache" in sentence]
-    assert len(told) == 2
-    assert all("the other splits are not read (validation-00000" in sentence for sentence in told)
-    for name in (
-        "org/many/ai2d",
-        "org/many@main/ai2d",
-        "hf://datasets/org/many/ai2d",
-        Path("hf:/datasets/org/many/ai2d"),
-    ):
-        assert size(name).table.source_names == ("ai2d",)
-    assert len(size("hf://datasets/org/many/ai2d/validation-00000-of-00001.parquet").table) == 1
-    for name, sentence in {
-        "org/absent": "is neither a file or folder here nor a data set in the cache .*hf download org/absent",
-        "org/many/absent": r"org/many/absent is not in the cache .*hf download org/many",
-        "hf://datasets/org/absent": "HF_HUB_OFFLINE is set, and the data set is not in the cache",
-        "hf://org/model": "is no data set of the hub: write hf://datasets/ORG/NAME",
-        "org/many/../../../x": "leads out of the cached data set",
-    }.items():
-        with pytest.raises(SampleError, match=sentence):
-            size(name)
+# -- folders ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(

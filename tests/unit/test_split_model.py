@@ -6,11 +6,12 @@ import pytest
 from placement_cases import small_model
 
 import trimtab
+import trimtab.placement
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.split_model import assess_map, split_model, split_model_map
+from trimtab.placement.published import assess_map, split_model, split_model_map
 from trimtab.units import GIB
 
 WORK = Workload(seq_len=100, images=((448, 448),))
@@ -86,10 +87,10 @@ def test_model_cards_leave_the_rotary_table_out():
 def test_the_visible_gpus_are_the_world(monkeypatch):
     cuda = pytest.importorskip("torch.cuda", reason="torch counts the GPUs")  # `torch` alone may be tests/torch
     monkeypatch.setattr(cuda, "device_count", lambda: 3)
-    assert trimtab.split_model(48) == split_model(48, world_size=3)
+    assert trimtab.placement.split_model(48) == split_model(48, world_size=3)
     monkeypatch.setattr(cuda, "device_count", lambda: 0)
     with pytest.raises(PartitionError, match=r"on 0 GPUs .* 1 GPU \(world_size\)"):
-        trimtab.split_model(48)
+        trimtab.placement.split_model(48)
 
 
 def test_other_families_get_the_rule_under_their_own_names():

@@ -7,9 +7,10 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from trimtab import PackingError, SampleTable
+from trimtab import SampleTable
 from trimtab.balance.cost import TILE_COST
 from trimtab.balance.step import pack_steps, share_step
+from trimtab.errors import PackingError
 
 
 def draw_step(r, n):

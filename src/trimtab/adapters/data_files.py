@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trimtab.address import Allowed
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file, open_atomically, open_passing, write_atomically, written_together
 from trimtab.plan.file.reload import find_data_files, load_packs, read_samples, refuse_no_records
@@ -225,11 +226,13 @@ def order_packs(schedule: Schedule, num_packs: int) -> IntArray:
     return result
 
 
-def sources_of(planned: PlannedPacks, data: Sequence[Path] | None, media_root: MediaRoot = None) -> list[SourceFile]:
+def sources_of(
+    planned: PlannedPacks, data: Sequence[Path] | None, media_root: MediaRoot = None, allowed: Allowed | None = None
+) -> list[SourceFile]:
     """The files with the plan's records: those that the plan leads to, or `data`; `PlanError` if they have changed."""
     if data is None:
-        return find_data_files(planned.plan, planned.folder, media_root=media_root)
-    given = find_sources(data, media_root)
+        return find_data_files(planned.plan, planned.folder, media_root=media_root, allowed=allowed)
+    given = find_sources(data, media_root, allowed)
     refuse_no_records([source.file for source in given])
     # a file of another name, such as a copy with other answers, is known only by its lines and ids
     changed = [

@@ -52,7 +52,7 @@ def write_energon_packs(
             f"{num_packs} packs were to be shared by {dp} ranks, and Energon gives every rank equally many: name a "
             "number of ranks that divides them, or plan again with --dp for yours"
         )
-    sources = sources_of(planned, data, reading.media_root)
+    sources = sources_of(planned, data, reading.media_root, reading.allowed)
     files = [source.file for source in sources]
     whole = whole_root(sources, reading.media_root)
     media = MediaFolders(whole, allow_outside=reading.allow_outside, exif=reading.exif)

@@ -1,8 +1,8 @@
 """A plan for trainers that run a whole model on every rank: Transformers, TRL, Accelerate, FSDP2.
 
-Packs come by the runtime's own data set and collator, state is sharded by the host, and recompute is told layer by
-layer (`trimtab.apply_recompute`). Transformers' own switch stays off: it knows every n-th layer, counted through both
-towers alike.
+Packs come by the runtime's own data set and collator, state is sharded by the host, and recompute is set layer by
+layer (`trimtab.torch.apply_recompute`). Transformers' own switch stays off: it knows every n-th layer, counted through
+both towers alike.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     if case.vision is not None:
         said.append(
             f"the plan's {case.vision.decision.group} ranks share images, which {target.title} is not told here: share "
-            "them with trimtab.vision_dp_from_plan, or plan with --vision-dp none, or its times and "
+            "them with trimtab.vision.vision_dp_from_plan, or plan with --vision-dp none, or its times and "
             "memory do not hold"
         )
     text = exported.text

@@ -34,6 +34,17 @@ Engine = Literal["vllm", "sglang"]
 
 VARIABLES: Mapping[Engine, str] = {"vllm": "VLLM_PP_LAYER_PARTITION", "sglang": "SGLANG_PP_LAYER_PARTITION"}
 SIZE_FLAGS: Mapping[Engine, str] = {"vllm": "--pipeline-parallel-size", "sglang": "--pp-size"}
+_TENSOR_FLAGS: Mapping[Engine, str] = {
+    "vllm": "--tensor-parallel-size {} --mm-encoder-tp-mode data",
+    "sglang": "--tp-size {} --mm-enable-dp-encoder",
+}
+# Families whose forward takes `pp_proxy_tensors` in sglang 0.5.23 (srt/models); it refuses stages of all others.
+_SGLANG_STAGES = frozenset(
+    (
+        *("gemma4", "glm4v", "glm4v_moe", "llava", "mistral3", "qwen2_5_vl"),
+        *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +66,26 @@ class StageCounts:
         words = [f"{name}={value}" for name, value in self.environment(engine).items()]
         return " ".join([*words, command, SIZE_FLAGS[engine], str(len(self.layers))])
 
+    def by_tensors(self, engine: Engine) -> str:
+        """Return flags for the same GPUs without stages: layers divided among all, images shared out whole.
 
-def engine_commands(model: str, device_map: Mapping[str, int | str] | None) -> tuple[str, ...]:
+        Each GPU needs the same free memory then.
+        """
+        return _TENSOR_FLAGS[engine].format(len(self.layers))
+
+    def refuse_stages(self, engine: Engine, family: str) -> None:
+        """Raise `UnsupportedPlanError` where the engine runs no stages of this family, with what it does run."""
+        if engine == "sglang" and family not in _SGLANG_STAGES:
+            raise UnsupportedPlanError(
+                f"SGLang runs no pipeline stages of {family} (its forward takes no pp_proxy_tensors in 0.5.23): "
+                f"start it with {self.by_tensors(engine)}, or use vLLM"
+            )
+
+
+def engine_commands(model: str, family: str, device_map: Mapping[str, int | str] | None) -> tuple[str, ...]:
     """Command lines by which vLLM and SGLang serve `model` in the same placement; None is the whole model on one GPU.
 
-    `UnsupportedPlanError` if an engine cannot run it as pipeline stages.
+    An engine without stages of this family gets tensor parallelism. `UnsupportedPlanError` if neither can run it.
     """
     commands: dict[Engine, str] = {
         "vllm": f"vllm serve {model}",
@@ -70,6 +96,8 @@ def engine_commands(model: str, device_map: Mapping[str, int | str] | None) -> t
         return tuple(commands.values())
     assert device_map is not None, "None is one device"
     stages = count_placed_layers(device_map)
+    if family not in _SGLANG_STAGES:
+        return stages.shell("vllm", commands["vllm"]), f"{commands['sglang']} {stages.by_tensors('sglang')}"
     return tuple(stages.shell(engine, command) for engine, command in commands.items())
 
 

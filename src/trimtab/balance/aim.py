@@ -13,6 +13,7 @@ import numpy as np
 from trimtab.specs import FloatArray
 
 if TYPE_CHECKING:
+    from trimtab.balance.stream import FitRule
     from trimtab.balance.window import Effort, Pull
 
 
@@ -23,10 +24,17 @@ class AimNumbers:
     Weights count squared differences from the mean pack, slopes what is above it, of columns relative to their means.
     """
 
-    tight_fill: float = 0.9955  # share of the packs' room that is used: as full as most data allow
+    tight_fill: float = 0.9957  # share of the packs' room that is used: as full as most data allow
     loose_fill: float = 0.985  # the same, with room to even out the cost
-    worth: float = 0.012  # a looser fill is taken where it shortens the modelled time of a trial by more than this
-    worth_of_many: float = 0.004  # the same in rows of more than `even_ranks` packs, where the largest decides
+    worth: float = 0.012  # a looser fill or longer polishing is taken where it shortens the modelled time by more
+    worth_of_many: float = 0.004  # (in rows of more than `even_ranks` packs, where the largest decides, than this),
+    pack_price: float = 0.5  # and by more than this times the share of packs that it adds
+    most_fill: float = 0.998  # as full as packs may be asked to be where that saves a row
+    above_known: float = 0.003  # packs are to be fuller than those of best fit by this
+    row_saved: float = 0.005  # packs are fuller than `tight_fill` where that saves more than this share of the rows
+    fit_fill: float = 0.96  # where best fit leaves packs less full, windows would not be fuller
+    fit_gain: float = 0.005  # best fit is taken where it saves more than this share of the packs,
+    known_gain: float = 0.002  # or by its first rule, in windows, more than this
     even_price: float = 0.006  # all columns are evened out where that lengthens the time by no more than this
     even_ranks: int = 32  # rows of more packs even out only the cost, or are level: their largest takes all the room
     trial_packs: int = 2048  # of the trial that times are modelled on
@@ -53,7 +61,7 @@ NUMBERS = AimNumbers()
 NUM_ROUNDS = 24
 """Rounds of pairwise sharing per window; docs/packing.md has what fewer and more give."""
 
-Style = Literal["tight", "cost", "both", "even", "level", "flat"]
+Style = Literal["fit", "tight", "cost", "both", "even", "level", "flat"]
 LOOSE_STYLES: tuple[Style, ...] = ("cost", "both", "even")  # from the shortest time to the most alike
 
 
@@ -63,6 +71,7 @@ class Aim:
 
     fill: float
     style: Style
+    rule: FitRule | None = None  # of "fit"
 
     def pull(self, columns: FloatArray, bounds: FloatArray) -> Pull:
         """Tight packs need little weight on the fullest column, which its limit holds, and follow all others alike.
@@ -81,7 +90,7 @@ class Aim:
             if self.style != "tight":
                 slopes[:] = n.level_slope
                 slopes[fullest], slopes[-1] = n.fullest_slope, n.level_cost_slope
-        elif self.style == "cost":
+        elif self.style in ("cost", "fit"):
             weights[:] = n.cost_others
             weights[fullest], weights[-1], slopes[-1] = n.cost_fullest, n.cost_weight, n.cost_slope
         else:
@@ -94,9 +103,9 @@ class Aim:
         """Tight packs have little room for polishing; loose ones are worth much of it, flat ones most."""
         from trimtab.balance.window import Effort
 
-        tight = self.style == "tight"
+        tight = self.style in ("tight", "fit")
         return Effort(
-            num_rounds=NUM_ROUNDS,
+            num_rounds=NUM_ROUNDS // 3 if self.style == "fit" else NUM_ROUNDS,
             num_coarse_rounds=4,
             alike=0.005,
             patience=5,
@@ -108,60 +117,109 @@ class Aim:
         )
 
 
-def choose_aim(columns: FloatArray, counted: FloatArray, bounds: FloatArray, dp: int, fill: float | None = None) -> Aim:
-    """The aim with which the first samples of the shuffle finish soonest, or nearly so and more alike; heuristic.
+def choose_aim(
+    columns: FloatArray,
+    counted: FloatArray,
+    bounds: FloatArray,
+    dp: int,
+    fill: float | None = None,
+    num_others: int = 0,
+    rows_alike: bool = False,
+) -> Aim:
+    """The aim with which the first samples of the shuffle make few packs that finish soon; heuristic.
 
-    Where a column is nearly full in every pack and the cost is not a function of the columns (long samples, attention
-    squared), packs can only be evened out if they have room. Time is modelled as the number of rows times the
-    largest cost expected of dp packs. With `fill` given, only the style is chosen.
+    First the number of packs: where best fit makes fewer than windows as full as most data allow, its packs are the
+    start; and no window is less full than best fit would leave it. Then time: where a column is nearly full in every
+    pack and the cost is not a function of the columns (long samples, attention squared), packs can only be evened out
+    if they have room. Time is modelled as the largest cost expected of dp packs; with `rows_alike` (packs are sorted
+    into rows later) it needs no room. With `fill` given, only the style is
+    chosen. Fills are those of whole rows: where rows are few, the packs that fill up the last one are room for all.
     """
     from trimtab.balance.bound import sum_columns
 
     n = NUMBERS
     if fill is not None and fill > 0.5 * (n.tight_fill + n.loose_fill):
         return Aim(fill, "tight")
-    fullest = float(sum_columns(counted).max())
-    num_trial = int(np.ceil(len(columns) * min(1.0, n.trial_packs / max(fullest, 1.0))))
-    trial, needed = columns[:num_trial], counted[:num_trial]
+    # 1. the trial, and best fit on it: `least` is how full its packs are
+    needed = float(sum_columns(counted).max())
+    num_trial = int(np.ceil(len(columns) * min(1.0, n.trial_packs / max(needed, 1.0))))
+    trial, own = columns[:num_trial], counted[:num_trial]
+    own_needed = float(sum_columns(own).max())
+    rule, num_fitted, num_known = _best_rule(trial, bounds)
+    least = own_needed / max(num_known, 1) * (1.0 + n.above_known)
 
-    def time_of(aim: Aim) -> float:
-        return _model_time(trial, needed, bounds, aim, dp, n.trial_packs)
+    def whole_rows(share: float) -> float:
+        """The fill of as many whole rows as packs filled to this share make."""
+        rows = float(np.ceil((needed / share + num_others) / dp - 1e-9))
+        return min(n.most_fill, needed / max(rows * dp - num_others, 1.0))
 
-    best = Aim(n.loose_fill if fill is None else fill, "cost")
-    shortest, tight = time_of(best), Aim(n.tight_fill, "tight")
-    worth = n.worth if dp <= n.even_ranks else n.worth_of_many
-    if fill is None and shortest >= (1.0 - worth) * time_of(tight):
+    def time_of(aim: Aim) -> tuple[int, float]:
+        return _model(trial, own, bounds, aim, dp)
+
+    fitted = Aim(least, "fit", rule)
+    if fill is None and own_needed < n.fit_fill * num_fitted:
+        return fitted
+    # 2. windows as full as most data allow, or fuller where that saves a row
+    fewest = np.ceil((needed + num_others) / dp - 1e-9)
+    fullest, tight_fill = needed / max(fewest * dp - num_others, 1.0), whole_rows(n.tight_fill)
+    saved = fullest / tight_fill - 1.0
+    tight = Aim(fullest if saved > n.row_saved and fullest <= n.most_fill else tight_fill, "tight")
+    num_tight, tight_time = time_of(tight)
+    if fill is None and num_tight > min((1.0 + n.known_gain) * num_known, (1.0 + n.fit_gain) * num_fitted):
+        return fitted
+    if rows_alike and fill is None:
+        return tight
+    # 3. with more room, where that is worth it, and then as alike as it costs nothing
+    loose = min(tight.fill, whole_rows(max(n.loose_fill, least))) if fill is None else fill
+    best = Aim(loose, "cost")
+    shortest = time_of(best)[1]
+    price = n.worth if dp <= n.even_ranks else n.worth_of_many
+    price += n.pack_price * (tight.fill / best.fill - 1.0)
+    if fill is None and shortest >= (1.0 - price) * tight_time:
         return tight
     chosen = best
     for style in LOOSE_STYLES[1:] if dp <= n.even_ranks else ():
         aim = Aim(best.fill, style)
-        if time_of(aim) > (1.0 + n.even_price) * shortest:
+        if time_of(aim)[1] > (1.0 + n.even_price) * shortest:
             break
         chosen = aim
-    level = Aim(n.level_fill, "level" if dp <= n.level_ranks else "flat")
-    if dp > n.even_ranks and fill is None and time_of(level) <= (1.0 + n.level_price) * shortest:
+    level = Aim(min(tight.fill, whole_rows(max(n.level_fill, least))), "level" if dp <= n.level_ranks else "flat")
+    if dp > n.even_ranks and fill is None and time_of(level)[1] <= (1.0 + n.level_price) * shortest:
         chosen = level
     return chosen
 
 
-def _model_time(trial: FloatArray, counted: FloatArray, bounds: FloatArray, aim: Aim, dp: int, num_packs: int) -> float:
-    from trimtab.balance.rng import make_stream
-    from trimtab.balance.stream import pack_stream
+def _best_rule(trial: FloatArray, bounds: FloatArray) -> tuple[FitRule, int, int]:
+    """The rule by which best fit makes fewest packs, these, and those of the first rule in windows as others use it."""
+    from trimtab.balance.stream import FIT_RULES, KNOWN_WINDOW, fit_samples
 
-    streamed = pack_stream(
+    num_packs = [len(fit_samples(trial, bounds[:2], rule).head) for rule in FIT_RULES]
+    best = int(np.argmin(num_packs))
+    parts = np.array_split(trial, -(-len(trial) // KNOWN_WINDOW))
+    num_known = sum(len(fit_samples(part, bounds[:2], FIT_RULES[0]).head) for part in parts)
+    return FIT_RULES[best], num_packs[best], num_known
+
+
+def _model(trial: FloatArray, counted: FloatArray, bounds: FloatArray, aim: Aim, dp: int) -> tuple[int, float]:
+    """Packs of the trial, and the largest cost of dp of them over their mean, which the time of rows goes with."""
+    from trimtab.balance.bound import sum_columns
+    from trimtab.balance.rng import make_stream
+    from trimtab.balance.stream import pack_window, packs_for, round_up
+
+    packed = pack_window(
         trial,
-        counted,
+        min(len(trial), round_up(packs_for(sum_columns(counted)) / aim.fill, 1)),
         bounds,
         aim.pull(trial, bounds),
-        dp=1,  # whole rows would round the fill
-        num_others=0,
-        window_packs=num_packs + 1,
+        np.zeros(len(trial), np.int64),
+        dp=1,
+        hold_all=True,
         effort=aim.effort(),
-        fill=aim.fill,
         state=make_stream(0, 0, 2),
     )
-    cost = np.add.reduceat(trial[streamed.members, -1], streamed.offsets[:-1])
-    return len(cost) * _expected_largest(cost, dp)
+    cost = np.add.reduceat(trial[packed.members, -1], np.cumsum(packed.counts) - packed.counts)
+    mean = float(cost.mean())
+    return len(cost), _expected_largest(cost, dp) / mean if mean > 0 else 1.0
 
 
 def _expected_largest(values: FloatArray, num_drawn: int) -> float:

@@ -28,6 +28,7 @@ def pack_balanced(
     shard: int = 0,
     aim: Aim | float | None = None,
     num_others: int = 0,
+    rows_alike: bool = False,
 ) -> Groups:
     """Packs of samples with columns `sizes` (n, k) that each fit a pack alone; every sample in exactly one.
 
@@ -35,30 +36,37 @@ def pack_balanced(
     of the shuffle, `WINDOW_PACKS` at a time, and in random order among these. Exact: the limits, the cover, the best
     sharing of each pair tried. Heuristic, no bound: which pairs, hence the number of packs and their balance.
 
-    `aim` None, or a fill, leaves what is open to `choose_aim`. `shard` is one more key of the randomness, for parts of
-    one data set.
+    `aim` None, or a fill, leaves what is open to `choose_aim`, which knows from `rows_alike` whether packs are sorted
+    into rows later. `shard` is one more key of the randomness, for parts of one data set.
     """
     from trimtab.balance.rng import make_stream
-    from trimtab.balance.stream import pack_stream
+    from trimtab.balance.stream import fit_stream, pack_stream
 
     if len(sizes) == 0:
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     stream = _shuffle(sizes, cost, limits, seed, epoch, shard)
     bounds = np.array([*limits, np.inf])
     if not isinstance(aim, Aim):
-        aim = choose_aim(stream.columns, stream.counted, bounds, dp, aim)
-    streamed = pack_stream(
-        stream.columns,
-        stream.counted,
-        bounds,
-        aim.pull(stream.columns, bounds),
-        dp=dp,
-        num_others=num_others,
-        window_packs=max(1, WINDOW_PACKS // dp) * dp,
-        effort=aim.effort(),
-        fill=aim.fill,
-        state=make_stream(seed, epoch, 1, *_shard_key(shard)),
-    )
+        aim = choose_aim(stream.columns, stream.counted, bounds, dp, aim, num_others, rows_alike)
+    pull, effort = aim.pull(stream.columns, bounds), aim.effort()
+    state = make_stream(seed, epoch, 1, *_shard_key(shard))
+    if aim.rule is not None:
+        streamed = fit_stream(
+            stream.columns, bounds, pull, aim.rule, dp=dp, num_others=num_others, effort=effort, state=state
+        )
+    else:
+        streamed = pack_stream(
+            stream.columns,
+            stream.counted,
+            bounds,
+            pull,
+            dp=dp,
+            num_others=num_others,
+            window_packs=max(1, WINDOW_PACKS // dp) * dp,
+            effort=effort,
+            fill=aim.fill,
+            state=state,
+        )
     state = make_stream(seed, epoch, 5, *_shard_key(shard))
     return shuffle_rows(Groups(stream.order[streamed.members], streamed.offsets), dp, state)
 
@@ -72,10 +80,11 @@ def aim_for(
     seed: int,
     epoch: int,
     fill: float | None,
+    rows_alike: bool,
 ) -> Aim:
     """The aim that `pack_balanced` would choose for these samples, as its first shard."""
     stream = _shuffle(sizes, cost, limits, seed, epoch, 0)
-    return choose_aim(stream.columns, stream.counted, np.array([*limits, np.inf]), dp, fill)
+    return choose_aim(stream.columns, stream.counted, np.array([*limits, np.inf]), dp, fill, 0, rows_alike)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -117,7 +117,7 @@ def pack_samples(
     rows, starts = scatter(len(samples), num_parts, seed, epoch)
     aim: Aim | float | None = fill
     counts, pack_sums = [np.empty(0, np.int64)], [np.empty((0, 3 if order != "random" or num_microbatches > 1 else 0))]
-    num_packed = 0
+    num_packed, rows_alike = 0, order != "random"
     for part in range(num_parts):
         # 2. its samples; those above a limit are packs of their own, or nobody's
         own = rows[starts[part] : starts[part + 1]].copy() if num_parts > 1 else rows
@@ -130,9 +130,18 @@ def pack_samples(
             groups = Groups(small, np.zeros(1, np.int64))
         elif method == "balanced":
             if num_parts > 1 and not isinstance(aim, Aim):  # the same for all parts
-                aim = aim_for(columns, own_cost, limits=limits, dp=dp, fill=aim, **keys)
-            how = {"num_others": len(alone), "shard": part, **keys}
-            groups = pack_balanced(columns, own_cost, limits=limits, dp=dp, aim=aim, **how)
+                aim = aim_for(columns, own_cost, limits=limits, dp=dp, fill=aim, rows_alike=rows_alike, **keys)
+            groups = pack_balanced(
+                columns,
+                own_cost,
+                limits=limits,
+                dp=dp,
+                aim=aim,
+                num_others=len(alone),
+                rows_alike=rows_alike,
+                shard=part,
+                **keys,
+            )
         elif method == "isf":
             from trimtab.balance.isf import pack_isf
 
@@ -208,9 +217,12 @@ def refuse_empty(packing: Packing) -> None:
 
 def warm_up(*methods: PackMethod) -> None:
     """Compile or load the compiled loops of these methods, or of all: a measured run then contains none of it."""
-    small = SampleTable.of(np.arange(40) % 5, np.arange(40) + 1, patch_unit="tiles")
+    many = SampleTable.of(np.arange(40) % 5, np.arange(40) + 1, patch_unit="tiles")
+    few = SampleTable.of(np.arange(40) % 7 + 3, np.arange(40) * 7 % 40 + 30, patch_unit="tiles")
     for method in methods or METHODS:
-        pack_samples(small, limits=(9, 90), dp=2, method=method, order="sorted")
+        for table in (many, few):
+            pack_samples(table, limits=(9, 90), dp=2, method=method)
+        pack_samples(many, limits=(9, 90), dp=2, method=method, order="sorted")
 
 
 def read_sizes(samples: SampleTable, rows: IntArray | None = None) -> IntArray:
@@ -303,7 +315,8 @@ def _find_oversize(samples: SampleTable, limits: tuple[int, int]) -> IntArray:
 def describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, int]) -> str:
     """All samples above a limit, a line each."""
     lines = [
-        f"{len(rows)} of {len(samples)} samples do not fit a pack of {limits[0]} {samples.patch_unit} and {limits[1]} "
+        f"{len(rows):,} of {len(samples):,} samples do not fit a pack of {limits[0]} {samples.patch_unit} and "
+        f"{limits[1]} "
         'tokens: raise the limits, or choose oversize "alone" (a pack of its own each) or "skip" (left out and '
         "listed): --set oversize=skip"
     ]

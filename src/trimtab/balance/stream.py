@@ -6,13 +6,23 @@ Symbols: k limited columns, D = k + 1 columns per sample, the last of them the c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from trimtab.balance.bound import sum_columns
-from trimtab.balance.pair import make_goal, make_packs, make_scratch
-from trimtab.balance.rng import UIntArray
-from trimtab.balance.window import Effort, Pull, arrange, deal, evict, unload
+from trimtab.balance.pair import Packs, make_goal, make_packs, make_scratch
+from trimtab.balance.rng import UIntArray, permute
+from trimtab.balance.window import (
+    Effort,
+    Pull,
+    arrange,
+    deal,
+    even_packs,
+    evict,
+    fit,
+    unload,
+)
 from trimtab.specs import FloatArray, IntArray
 
 PENALTY = 1e3
@@ -92,7 +102,7 @@ def pack_stream(
 
         window = counted[chosen]
         packed = pack_window(
-            columns[chosen], window, min(P, taken), bounds, pull, age, dp=dp, hold_all=last, effort=effort, state=state
+            columns[chosen], min(P, taken), bounds, pull, age, dp=dp, hold_all=last, effort=effort, state=state
         )
         out = packed.left
         members.append(chosen[packed.members])
@@ -109,6 +119,108 @@ def pack_stream(
         oldest=oldest,
         num_grown=num_grown,
     )
+
+
+FIT_SAMPLES = 6144
+"""Samples that `fit_stream` packs together, up to half as many more in the last window."""
+
+KNOWN_WINDOW = 4096
+"""Samples that best fit decreasing is known to look at together; what it makes of them is the mark to beat."""
+
+STRICT_PENALTY = 1e9
+"""As `PENALTY`, where all packs are within the limits already: nothing else is worth breaking one."""
+
+
+class FitRule(NamedTuple):
+    """How `fit` goes about it."""
+
+    by_sum: bool  # samples by the sum of their shares of the limits, the largest first; else by the larger share
+    squared: bool  # packs by the squares of their rests
+
+
+FIT_RULES = (FitRule(False, False), FitRule(True, True), FitRule(True, False))
+"""The first is two-column best fit decreasing as it is known; others win where columns do not move together."""
+
+
+def fit_samples(sizes: FloatArray, limits: FloatArray, rule: FitRule) -> Packs:
+    """Packs of samples (n, 2 or more columns) by best fit decreasing in the first two."""
+    shares = sizes[:, :2] / limits
+    key = shares[:, 0] + shares[:, 1] if rule.by_sum else np.maximum(shares[:, 0], shares[:, 1])
+    packs, order = make_packs(len(sizes), *sizes.shape), np.argsort(-key, kind="stable")
+    num_packs, _ = fit(sizes, order, limits, rule.squared, packs, 0, len(sizes))
+    return first_packs(packs, num_packs)
+
+
+def first_packs(packs: Packs, num_packs: int) -> Packs:
+    """The first of the packs; the others are empty."""
+    return Packs(packs.head[:num_packs], packs.after, packs.num_held[:num_packs], packs.sums[:num_packs])
+
+
+def fit_stream(
+    columns: FloatArray,
+    bounds: FloatArray,
+    pull: Pull,
+    rule: FitRule,
+    *,
+    dp: int,
+    num_others: int,
+    effort: Effort,
+    state: UIntArray,
+) -> Streamed:
+    """Pack a shuffled stream by best fit, window after window, and even out the packs of each: few samples a pack.
+
+    Packs of a window are a multiple of dp: the others are taken apart, and their samples carried on. The last
+    window gets empty packs instead, which are then filled from others.
+    """
+    n = len(columns)
+    members, counts = [], []
+    num_packs, num_carried = 0, 0
+    carried = np.empty(0, np.int64)
+    position = 0
+    while position < n or len(carried):
+        # 1. samples of this window, and their packs
+        last = n - position < 1.5 * FIT_SAMPLES
+        fresh = n - position if last else FIT_SAMPLES
+        chosen = np.concatenate([carried, np.arange(position, position + fresh)])
+        position += fresh
+        window = columns[chosen]
+        packs = fit_samples(window, bounds[:2], rule)
+        found = len(packs.head)
+        # 2. whole rows
+        if last:
+            wanted = min(len(chosen), round_up(num_packs + found + num_others, dp) - num_others - num_packs)
+            order, out = np.arange(found), np.empty(0, np.int64)
+        else:
+            wanted = max(1, found // dp) * dp if found >= dp else found
+            order = permute(np.arange(found), state)  # any are carried on: the emptiest hold samples of some kind
+            out = np.concatenate([_samples_of(packs, p) for p in order[wanted:].tolist()] or [carried[:0]])
+            order = order[:wanted]
+        kept = make_packs(wanted, len(chosen), columns.shape[1])
+        for name in ("head", "num_held", "sums"):
+            getattr(kept, name)[: len(order)] = getattr(packs, name)[order]
+        kept.after[:] = packs.after
+        # 3. alike
+        total = sum_columns(kept.sums)
+        mean = np.where(total > 0, total, 1.0) / wanted
+        weights, slopes = np.where(total > 0, pull.weights, 0.0), np.where(total > 0, pull.slopes, 0.0)
+        goal = make_goal(bounds, weights / mean**2, STRICT_PENALTY / bounds, mean, slopes / mean)
+        even_packs(window, kept, goal, effort, state, make_scratch(wanted, len(chosen), columns.shape[1]))
+        held, held_counts = unload(kept, state)
+        members.append(chosen[held])
+        counts.append(held_counts)
+        num_packs += len(held_counts)
+        carried = chosen[out]
+        num_carried = max(num_carried, len(out))
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
+    return Streamed(members=np.concatenate(members), offsets=offsets, oldest=int(num_carried > 0), num_grown=0)
+
+
+def _samples_of(packs: Packs, p: int) -> IntArray:
+    held, item = [], int(packs.head[p])
+    while item >= 0:
+        held.append(item)
+        item = int(packs.after[item])
+    return np.array(held, np.int64)
 
 
 def next_fill(fill: float, highest: float, packs_carried: float, packed: PackedWindow) -> float:
@@ -138,7 +250,6 @@ class PackedWindow:
 
 def pack_window(
     window: FloatArray,
-    counted: FloatArray,
     num_packs: int,
     bounds: FloatArray,
     pull: Pull,
@@ -149,38 +260,39 @@ def pack_window(
     effort: Effort,
     state: UIntArray,
 ) -> PackedWindow:
-    """Pack one window of samples, which need `counted` packs, into `num_packs` packs.
+    """Pack one window of samples into `num_packs` packs.
 
-    Samples that do not fit are left, unless `hold_all` or one of them is `MAX_AGE` windows old: then there are more
-    packs, by dp at a time, in the end one for each sample.
+    Samples that do not fit are left, unless `hold_all` or one of them is `MAX_AGE` windows old: then they get packs of
+    their own, in whole rows of dp.
     """
     n, D = window.shape
-    k = D - 1
-    P = num_packs
+    k, P = D - 1, num_packs
     total = sum_columns(window)
-    tried, growth, num_grown = False, dp, 0
-    while True:
-        mean = np.where(total > 0, total, 1.0) / P
-        weights = np.where(total > 0, pull.weights / mean**2, 0.0)
-        slopes = np.where(total > 0, pull.slopes / mean, 0.0)
-        goal = make_goal(bounds, weights, PENALTY / bounds, mean, np.zeros(D))
-        last_goal = make_goal(bounds, weights, PENALTY / bounds, mean, slopes)
-        # in dealing, the cost counts as if the mean pack were as full of it as of the fullest column
-        share = np.append(1.0 / bounds[:k], min(1.0, float((total[:k] / bounds[:k]).max()) / P) / mean[k])
-        packs, scratch = make_packs(P, n, D), make_scratch(P, n, D)
-        deal(window, share, packs)
-        arrange(window, packs, goal, last_goal, effort, state, scratch)
-        out = evict(window, packs, goal, age)
-        if n <= P or not (len(out) and (hold_all or age[out].max() >= MAX_AGE)):
-            break
-        tried = not tried  # another deal of the same packs may hold them all
-        if tried:
-            continue
-        P = min(n, P + max(growth, round_up(packs_for(sum_columns(counted[out])), dp)))
-        growth *= 2  # few trials, however far from possible the fill is
-        num_grown += 1
-    members, counts = unload(packs, state)
-    return PackedWindow(members=members, counts=counts, left=out, num_wanted=P, num_grown=num_grown)
+    # 1. the samples to P packs, improved in pairs; what does not fit is left
+    mean = np.where(total > 0, total, 1.0) / P
+    weights, slopes = np.where(total > 0, pull.weights, 0.0), np.where(total > 0, pull.slopes, 0.0)
+    goal = make_goal(bounds, weights / mean**2, PENALTY / bounds, mean, np.zeros(D))
+    last_goal = make_goal(bounds, weights / mean**2, PENALTY / bounds, mean, slopes / mean)
+    # in dealing, the cost counts as if the mean pack were as full of it as of the fullest column
+    share = np.append(1.0 / bounds[:k], min(1.0, float((total[:k] / bounds[:k]).max()) / P) / mean[k])
+    packs, scratch = make_packs(P, n, D), make_scratch(P, n, D)
+    deal(window, share, packs)
+    arrange(window, packs, goal, last_goal, effort, state, scratch)
+    out = evict(window, packs, goal, age)
+    if len(out) == 0 or n <= P or not (hold_all or age[out].max() >= MAX_AGE):
+        members, counts = unload(packs, state)
+        return PackedWindow(members=members, counts=counts, left=out, num_wanted=P, num_grown=0)
+    # 2. more packs for what is left, by best fit, in whole rows; all are evened out
+    grown = make_packs(n, n, D)
+    for name in ("head", "num_held", "sums"):
+        getattr(grown, name)[:P] = getattr(packs, name)
+    grown.after[:] = packs.after
+    num_packs, _ = fit(window, out, bounds[:k], True, grown, P, n)
+    grown = first_packs(grown, min(n, P + round_up(num_packs - P, dp)))
+    strict = make_goal(bounds, weights / mean**2, STRICT_PENALTY / bounds, mean * P / len(grown.head), slopes / mean)
+    even_packs(window, grown, strict, effort, state, make_scratch(len(grown.head), n, D))
+    members, counts = unload(grown, state)
+    return PackedWindow(members=members, counts=counts, left=out[:0], num_wanted=len(grown.head), num_grown=1)
 
 
 def packs_for(needed: FloatArray) -> float:

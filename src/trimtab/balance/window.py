@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trimtab.balance.bound import above_limits
 from trimtab.balance.pair import MAX_FREE, Goal, Packs, Scratch, share_pairs
-from trimtab.balance.rng import UIntArray, draw, draw_below, permute
+from trimtab.balance.rng import UIntArray, below, next_u64, permute
 from trimtab.compiled import compiled, inner
 from trimtab.specs import FloatArray, IntArray
 
 NUM_BUCKETS = 4096
+BLOCK = 32  # packs that `fit` looks at, or leaves out, together
 ALL_AGAIN = 8  # every eighth round packs that nothing could improve are tried again
 REPAIR_PASSES = 4
 REPAIR_PARTNERS = 8  # of each pack above its limit, in each pass
@@ -51,6 +51,12 @@ class Effort(NamedTuple):
 
 
 @inner
+def _bucket_of(place: float) -> int:
+    """A whole number from 0 to NUM_BUCKETS - 1, whatever the figure is: it says where memory is written."""
+    return np.int64(place) if 0.0 <= place < NUM_BUCKETS else np.int64(0 if place < 0.0 else NUM_BUCKETS - 1)
+
+
+@inner
 def _sort_by_buckets(key: FloatArray, chosen: IntArray, n: int, out: IntArray, start: IntArray) -> None:
     """The first n of `chosen` in about ascending order of key (exact between buckets), in linear time."""
     smallest, largest = key[chosen[0]], key[chosen[0]]
@@ -65,11 +71,11 @@ def _sort_by_buckets(key: FloatArray, chosen: IntArray, n: int, out: IntArray, s
     for k in range(NUM_BUCKETS + 1):
         start[k] = 0
     for i in range(n):
-        start[np.int64((key[chosen[i]] - smallest) * scale) + 1] += 1
+        start[_bucket_of((key[chosen[i]] - smallest) * scale) + 1] += 1
     for k in range(NUM_BUCKETS):
         start[k + 1] += start[k]
     for i in range(n):
-        bucket = np.int64((key[chosen[i]] - smallest) * scale)
+        bucket = _bucket_of((key[chosen[i]] - smallest) * scale)
         out[start[bucket]] = chosen[i]
         start[bucket] += 1
 
@@ -107,12 +113,9 @@ def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
             emptiest += 1
         p = first[emptiest]
         first[emptiest] = behind[p]
-        packs.after[i] = packs.head[p]
-        packs.head[p] = i
-        packs.num_held[p] += 1
+        _put(sizes, packs, i, p)
         full = 0.0
         for d in range(D):
-            packs.sums[p, d] += sizes[i, d]
             full = max(full, packs.sums[p, d] * fill[d])
         # never below: a negative size would leave a pack where nobody looks for it
         bucket = np.int64(max(emptiest, min(NUM_BUCKETS - 1.0, full * (NUM_BUCKETS - 2))))
@@ -122,6 +125,81 @@ def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
         else:
             behind[last[bucket]] = p
         last[bucket] = p
+
+
+@compiled
+def fit(
+    sizes: FloatArray, order: IntArray, limits: FloatArray, squared: bool, packs: Packs, num_open: int, most: int
+) -> tuple[int, IntArray]:
+    """Best fit in two columns: each sample in this order into the open pack that it fills best.
+
+    That is the pack with the least rest, added up as shares of the limits (or the squares of the shares), among those
+    that hold the sample. Where none does, a new one is opened, up to `most`. Packs 0 .. num_open - 1 are open from the
+    start. Returns the number of open packs, and the samples that found no place.
+
+    Packs are looked through in blocks. A block is left out if its largest rest in some column is too small, or if even
+    its fullest pack would keep more than the best so far.
+
+    Example: limits (10, 10); of (6, 1), (5, 5), (4, 4) the first two open a pack each, and the third joins the second,
+    which keeps (1, 1): a rest of 0.2, where the first would keep (0, 5), 0.5.
+    """
+    P = min(most, num_open + len(order))
+    w_0, w_1 = 1.0 / limits[0], 1.0 / limits[1]
+    rest_0, rest_1 = np.empty(P), np.empty(P)
+    for p in range(num_open):
+        rest_0[p], rest_1[p] = limits[0] - packs.sums[p, 0], limits[1] - packs.sums[p, 1]
+    num_blocks = P // BLOCK + 1
+    most_0, most_1, fullest = np.zeros(num_blocks), np.zeros(num_blocks), np.zeros(num_blocks)
+    for block in range(num_open // BLOCK + 1):
+        most_0[block], most_1[block], fullest[block] = _look_at(rest_0, rest_1, w_0, w_1, block, num_open)
+    left, num_left = np.empty(len(order), np.int64), np.int64(0)
+    for position in range(len(order)):
+        i = order[position]
+        size_0, size_1 = sizes[i, 0], sizes[i, 1]
+        size = w_0 * size_0 + w_1 * size_1
+        # 1. the pack with the least rest
+        best, least = np.int64(-1), np.inf
+        for block in range(num_open // BLOCK + 1):
+            if size_0 > most_0[block] or size_1 > most_1[block]:
+                continue
+            kept = fullest[block] - size
+            if kept > 0.0 and (0.5 * kept * kept if squared else kept) >= least:
+                continue
+            for p in range(block * BLOCK, min(num_open, block * BLOCK + BLOCK)):
+                room_0, room_1 = rest_0[p] - size_0, rest_1[p] - size_1
+                if room_0 >= 0.0 and room_1 >= 0.0:
+                    left_0, left_1 = w_0 * room_0, w_1 * room_1
+                    rest = left_0 * left_0 + left_1 * left_1 if squared else left_0 + left_1
+                    if rest < least:
+                        best, least = np.int64(p), rest
+        # 2. or a new one, or none
+        if best < 0 and num_open == P:
+            left[num_left] = i
+            num_left += 1
+            continue
+        if best < 0:
+            best = np.int64(num_open)
+            num_open += 1
+            rest_0[best], rest_1[best] = limits[0], limits[1]
+        _put(sizes, packs, i, best)
+        # 3. what it and its block have left
+        rest_0[best] -= size_0
+        rest_1[best] -= size_1
+        block = best // BLOCK
+        most_0[block], most_1[block], fullest[block] = _look_at(rest_0, rest_1, w_0, w_1, block, num_open)
+    return num_open, left[:num_left]
+
+
+@inner
+def _look_at(
+    rest_0: FloatArray, rest_1: FloatArray, w_0: float, w_1: float, block: int, num_open: int
+) -> tuple[float, float, float]:
+    """The largest rest of a block in each column, and the least of both together."""
+    most_0, most_1, fullest = 0.0, 0.0, np.inf
+    for p in range(block * BLOCK, min(num_open, block * BLOCK + BLOCK)):
+        most_0, most_1 = max(most_0, rest_0[p]), max(most_1, rest_1[p])
+        fullest = min(fullest, w_0 * rest_0[p] + w_1 * rest_1[p])
+    return most_0, most_1, fullest
 
 
 @compiled
@@ -155,6 +233,7 @@ def pair_extremes(
     return n // 2
 
 
+@compiled
 def improve(
     sizes: FloatArray,
     packs: Packs,
@@ -172,86 +251,115 @@ def improve(
     every success, so extremes meet in the middle; those that are alike, or that failed `patience` times, are skipped.
     """
     D = len(goal)
-    fullest = int(np.argmax(goal["mean"] / goal["limit"]))
-    turns = [d for d in range(D - 1, -1, -1) if d != fullest] + [D]
-    scratch.failures[:] = 0
+    fullest = np.int64(0)
+    for d in range(D):
+        if goal[d].mean / goal[d].limit > goal[fullest].mean / goal[fullest].limit:
+            fullest = np.int64(d)
+    for p in range(len(packs.head)):
+        scratch.failures[p] = 0
+    direction = np.empty(D)
     for r in range(num_rounds):
-        turn = turns[r % len(turns)]
-        shares = [draw(state) / 2.0**63 - 1.0 for _ in range(D)] if turn == D else np.arange(D) == turn
-        patience = effort.patience if r % ALL_AGAIN != ALL_AGAIN - 1 else r + 1
+        # 1. the direction of this round
+        turn = D - 1 - r % D  # 0: the mix; else the column with that many others below it
+        for d in range(D):
+            mix = np.float64(next_u64(state)) / 2.0**63 - 1.0
+            alone = np.float64(turn == (d if d > fullest else d + 1) and d != fullest)
+            direction[d] = (mix if turn == 0 else alone) / goal[d].mean
+        # 2. extremes, but for packs at rest and for those that are alike
+        patience = np.int64(effort.patience if r % ALL_AGAIN != ALL_AGAIN - 1 else r + 1)
         least = 2.0 * effort.alike if r < num_coarse_rounds else effort.alike
-        num_pairs = pair_extremes(packs.sums, shares / goal["mean"], scratch.failures, patience, least, scratch.pairs)
+        num_pairs = pair_extremes(packs.sums, direction, scratch.failures, patience, least, scratch.pairs)
         share_pairs(sizes, packs, num_pairs, goal, 1.0, effort.max_free, state, scratch)
 
 
+@compiled
 def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch) -> None:
     """Share the packs that stick out most with random others, looking at more ways than `improve` does.
 
     Rows wait for their largest pack, so the tail decides. Extremes of one direction often cannot help each other (both
     are full of the same column); most packs are near the mean and can take a little each.
     """
-    P = len(packs.sums)
-    num_worst = min(P - 1, int(np.ceil(effort.tail * P)))
+    P, D = packs.sums.shape
+    num_worst = min(P - 1, np.int64(np.ceil(effort.tail * P)))
     if num_worst < 1:
         return
-    for _ in range(effort.num_polished):
-        score = np.zeros(P)
-        for d, column in enumerate(goal):
-            above = packs.sums[:, d] - column["mean"]
-            score += column["weight"] * above * above + column["slope"] * np.maximum(0.0, above)
-        least = np.partition(score, P - num_worst)[P - num_worst]
-        worst = np.flatnonzero(score >= least)
-        scratch.pairs[: len(worst), 0], scratch.pairs[: len(worst), 1] = worst, draw_below(state, P, len(worst))
-        num_better = share_pairs(sizes, packs, len(worst), goal, 1.0, effort.polish_free, state, scratch)
-        if num_better < effort.stuck * len(worst):
+    score = np.empty(P)
+    everyone, order = np.arange(P), np.empty(P, np.int64)
+    start = np.empty(NUM_BUCKETS + 1, np.int64)
+    for _round in range(effort.num_polished):
+        for p in range(P):
+            score[p] = 0.0
+            for d in range(D):
+                above = packs.sums[p, d] - goal[d].mean
+                score[p] += goal[d].weight * above * above + goal[d].slope * max(0.0, above)
+        _sort_by_buckets(score, everyone, P, order, start)
+        for i in range(num_worst):
+            scratch.pairs[i, 0], scratch.pairs[i, 1] = order[P - 1 - i], below(state, P)
+        num_better = share_pairs(sizes, packs, num_worst, goal, 1.0, effort.polish_free, state, scratch)
+        if num_better < effort.stuck * num_worst:
             break
 
 
+@inner
+def _is_above(sums: FloatArray, p: int, goal: Goal) -> bool:
+    """Whether a pack is above a limit."""
+    above = False
+    for d in range(len(goal)):
+        above = above or sums[p, d] > goal[d].limit
+    return above
+
+
+@inner
+def _next_with_room(sums: FloatArray, p: int, goal: Goal, first: int) -> int:
+    """The first pack from `first` on, round the end, whose room and that of pack p together are not negative; or -1."""
+    P = len(sums)
+    for step in range(P):
+        q = (first + step) % P
+        fits = q != p
+        for d in range(len(goal)):
+            fits = fits and sums[p, d] + sums[q, d] <= 2.0 * goal[d].limit
+        if fits:
+            return q
+    return -1
+
+
+@compiled
 def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratch: Scratch) -> None:
     """Share each pack above a limit, exactly, with packs that leave room for both.
 
     Where that fails, *shake* and try again: the pack and some pairs that have room are shared under the opposite
     weights, which gathers scattered room in one pack and mixes large samples with small ones.
     """
-    P = len(packs.sums)
-    limits = np.array(goal["limit"])
+    P = len(packs.head)
+    one, pair = np.int64(1), scratch.pairs[0]
     for attempt in range(REPAIR_PASSES):
-        above = np.flatnonzero(above_limits(packs.sums, goal["limit"]))[: max(1, int(MOST_REPAIRED * P))]
-        if len(above) == 0:
-            break
-        by_column = np.ascontiguousarray(packs.sums.T)
-        wanted = REPAIR_PARTNERS + 2 * SHAKEN_PAIRS + 1
-        draws = draw_below(state, 1 << 31, len(above) * wanted).reshape(len(above), wanted)
-        shared, shaken = [], []
-        for p, draw_of in zip(above.tolist(), draws, strict=True):
-            has_room = np.ones(P, np.bool_)
-            for sums, limit in zip(by_column[:-1], limits, strict=False):
-                has_room &= sums <= 2.0 * limit - sums[p]
-            room = np.flatnonzero(has_room)
-            others = room[(draw_of[1:] * len(room)) >> 31].tolist() if len(room) else []
-            shared += [(p, q) for q in others[:REPAIR_PARTNERS]]
-            shaken.append((p, int(draw_of[0] * P) >> 31))
-            shaken += zip(others[REPAIR_PARTNERS::2], others[REPAIR_PARTNERS + 1 :: 2], strict=True)
-        share_listed(shared, sizes, packs, goal, 1.0, MAX_FREE, state, scratch)
-        if attempt + 1 < REPAIR_PASSES and above_limits(packs.sums, goal["limit"]).any():
-            share_listed(shaken, sizes, packs, goal, -1.0, SHAKE_FREE, state, scratch)
-
-
-def share_listed(
-    pairs: list[tuple[int, int]],
-    sizes: FloatArray,
-    packs: Packs,
-    goal: Goal,
-    sign: float,
-    max_free: int,
-    state: UIntArray,
-    scratch: Scratch,
-) -> None:
-    """`share_pairs` of any number of pairs."""
-    for first in range(0, len(pairs), len(scratch.pairs)):
-        part = pairs[first : first + len(scratch.pairs)]
-        scratch.pairs[: len(part)] = part
-        share_pairs(sizes, packs, len(part), goal, sign, max_free, state, scratch)
+        num_left = np.int64(max(1.0, MOST_REPAIRED * P))
+        for p in range(P):
+            if num_left == 0:
+                break
+            if not _is_above(packs.sums, p, goal):
+                continue
+            num_left -= 1
+            # 1. with packs that have room for the excess
+            for _partner in range(REPAIR_PARTNERS):
+                q = _next_with_room(packs.sums, p, goal, below(state, P))
+                if q < 0:
+                    break
+                pair[0], pair[1] = p, q
+                share_pairs(sizes, packs, one, goal, 1.0, np.int64(MAX_FREE), state, scratch)
+                if not _is_above(packs.sums, p, goal):
+                    break
+            if attempt + 1 == REPAIR_PASSES or not _is_above(packs.sums, p, goal):
+                continue
+            # 2. mixed with one, and pairs of others mixed
+            pair[0], pair[1] = p, below(state, P)
+            share_pairs(sizes, packs, one, goal, -1.0, np.int64(SHAKE_FREE), state, scratch)
+            for _mixed in range(SHAKEN_PAIRS):
+                a = _next_with_room(packs.sums, p, goal, below(state, P))
+                b = _next_with_room(packs.sums, p, goal, below(state, P))
+                if a >= 0 and b >= 0 and a != b:
+                    pair[0], pair[1] = a, b
+                    share_pairs(sizes, packs, one, goal, -1.0, np.int64(SHAKE_FREE), state, scratch)
 
 
 def arrange(
@@ -264,51 +372,59 @@ def arrange(
     polish(sizes, packs, last_goal, effort, state, scratch)
 
 
+def even_packs(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: UIntArray, scratch: Scratch) -> None:
+    """Even out packs that are within the limits, and stay so."""
+    improve(sizes, packs, goal, effort, effort.num_rounds, effort.num_coarse_rounds, state, scratch)
+    polish(sizes, packs, goal, effort, state, scratch)
+
+
+@compiled
 def evict(sizes: FloatArray, packs: Packs, goal: Goal, age: IntArray) -> IntArray:
     """Take samples out of packs above a limit until none is; those that fit nowhere else.
 
     From each such pack goes the youngest sample, of equal age the one that leaves the least above the limits, then the
     smallest; each is put into the fullest pack that still has room, if one has.
     """
-    limits = np.array(goal["limit"])
-    evicted: list[int] = []
+    P, D = packs.sums.shape
+    evicted, num_evicted = np.empty(len(sizes), np.int64), np.int64(0)
     # 1. out of each pack above a limit, until it is not
-    for p in np.flatnonzero(above_limits(packs.sums, limits)).tolist():
-        held = _samples_of(packs, p)
-        while (packs.sums[p] > limits).any():
-            excess = (np.maximum(0.0, packs.sums[p] - sizes[held] - limits) / limits).sum(axis=1)
-            size = (sizes[held] / limits).sum(axis=1)
-            item = held.pop(int(np.lexsort((1e3 * excess + size, age[held]))[0]))
-            packs.sums[p] -= sizes[item]
-            evicted.append(item)
-        _hold(packs, p, held)
+    for p in range(P):
+        while _is_above(packs.sums, p, goal):
+            chosen, before_chosen, least, youngest = np.int64(-1), np.int64(-1), np.inf, np.int64(0)
+            item, before = packs.head[p], np.int64(-1)
+            while item >= 0:
+                score = 0.0
+                for d in range(D - 1):
+                    limit = goal[d].limit
+                    excess = max(0.0, packs.sums[p, d] - sizes[item, d] - limit)
+                    score += (1e3 * excess + sizes[item, d]) / limit
+                if chosen < 0 or age[item] < youngest or (age[item] == youngest and score < least):
+                    chosen, before_chosen, least, youngest = item, before, score, age[item]
+                before, item = item, packs.after[item]
+            if before_chosen < 0:
+                packs.head[p] = packs.after[chosen]
+            else:
+                packs.after[before_chosen] = packs.after[chosen]
+            packs.num_held[p] -= 1
+            for d in range(D):
+                packs.sums[p, d] -= sizes[chosen, d]
+            evicted[num_evicted] = chosen
+            num_evicted += 1
     # 2. into the fullest other that has room
-    left = []
-    for item in evicted:
-        sums = packs.sums + sizes[item]
-        fits = np.flatnonzero((sums <= limits).all(axis=1))
-        if len(fits) == 0:
-            left.append(item)
-            continue
-        p = int(fits[np.argmax((sums[fits] / limits).sum(axis=1))])
-        packs.sums[p] += sizes[item]
-        _hold(packs, p, [item, *_samples_of(packs, p)])
-    return np.array(left, np.int64)
+    limits = np.empty(D - 1)
+    for d in range(D - 1):
+        limits[d] = goal[d].limit
+    return fit(sizes, evicted[:num_evicted], limits, False, packs, np.int64(P), np.int64(P))[1]
 
 
-def _samples_of(packs: Packs, p: int) -> list[int]:
-    held, item = [], int(packs.head[p])
-    while item >= 0:
-        held.append(item)
-        item = int(packs.after[item])
-    return held
-
-
-def _hold(packs: Packs, p: int, held: list[int]) -> None:
-    """Pack p of these samples; its sums are the caller's."""
-    packs.head[p] = held[0] if held else -1
-    packs.after[held] = [*held[1:], -1][: len(held)]
-    packs.num_held[p] = len(held)
+@inner
+def _put(sizes: FloatArray, packs: Packs, item: int, p: int) -> None:
+    """Sample `item` into pack p."""
+    packs.after[item] = packs.head[p]
+    packs.head[p] = item
+    packs.num_held[p] += 1
+    for d in range(sizes.shape[1]):
+        packs.sums[p, d] += sizes[item, d]
 
 
 def unload(packs: Packs, state: UIntArray) -> tuple[IntArray, IntArray]:

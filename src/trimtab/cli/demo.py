@@ -34,9 +34,8 @@ def demo(
     from trimtab.samples.table import save_sizing
 
     spec, devices = describe(model), parse_cluster(cluster)
-    tiles = ""
     if isinstance(spec.image_rule, DynamicTiling):
-        spec, tiles = describe(model, max_tiles=_MAX_TILES), f" --max-tiles {_MAX_TILES}"
+        spec = describe(model, max_tiles=_MAX_TILES)
     data = draw_dataset(out / "data", num_samples=num_samples, seed=seed) / "data.jsonl"
     log(f"drew {num_samples:,} samples with their images and a tokenizer")
     reading = ReadingOptions(tokenizer=data.with_name("tokenizer.json"))
@@ -45,7 +44,7 @@ def demo(
     num_patches, num_tokens = int(sized.table.num_patches.sum()), int(sized.table.num_tokens.sum())
     log(f"sized them for {spec.name}: {num_patches:,} ViT patches, {num_tokens:,} tokens")
     origin = PlanOrigin(
-        command=f"trimtab demo --model {model} --cluster {cluster} --num-samples {num_samples}{tiles} --seed {seed}",
+        command=f"trimtab demo --model {model} --cluster {cluster} --num-samples {num_samples} --seed {seed}",
         data_files=data_files(find_sources(data)),
         assumptions=sized.assumptions,
     )

@@ -196,11 +196,14 @@ def _engine(target: str, placed: Path | None, _options: ExportOptions, as_json: 
     engine = cast('Literal["vllm", "sglang"]', target)
     if placed is None:
         raise PlanError(f"{target} was asked for without a placement: name the folder of `trimtab map --out`")
-    stages = count_placed_layers(load_placement(placed).device_map)
+    found = load_placement(placed)
+    stages = count_placed_layers(found.device_map)
+    stages.refuse_stages(engine, found.inputs.model.family)
     if as_json:
         print_json({"environment": stages.environment(engine), "layers": stages.layers, "gpus": stages.gpus})
         return
     print(stages.shell(engine))
+    log(f"or, on GPUs with as much free memory each: {stages.by_tensors(engine)}")
 
 
 # -- packs as files ---------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ def plan(
     narrowed = _Narrowed(options=options) if target is None else _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
     devices = cluster.parsed(beside=None if saved is None else saved.device)
-    sized, sources = size_data(model, data, sizing), find_sources(data, sizing.reading.media_root)
+    sized = size_data(model, data, sizing)
+    sources = find_sources(data, sizing.reading.media_root, sizing.reading.allowed)
     if target == OWN_LOOP:
         from trimtab.runtime.training.target import refuse_data
 

@@ -43,16 +43,16 @@ def serve(
         processor = load_processor(model_dir)  # first, because it is refused sooner
         model = load_placed(model_dir, written.device_map, runs_on=written.runs_on, offload_folder=offload_folder)
         app = build_application(name, model, processor, max_new_tokens=max_new_tokens, allow_remote=allow_remote)
-        log(_engines(model_dir, written.device_map))
+        log(_engines(model_dir, model.config.model_type, written.device_map))
         run_application(app, opened, lambda url: log(f"serving {name} on {url}/v1"))
 
 
-def _engines(model_dir: Path, device_map: Mapping[str, int | str] | None) -> str:
+def _engines(model_dir: Path, family: str, device_map: Mapping[str, int | str] | None) -> str:
     """Return what starts vLLM and SGLang with the same placement."""
     from trimtab.adapters.servers import engine_commands
 
     try:
-        commands = engine_commands(str(model_dir), device_map)
+        commands = engine_commands(str(model_dir), family, device_map)
     except UnsupportedPlanError as error:
         return f"vLLM and SGLang do not run this placement: {error}"
     return "\n".join(["for throughput the same placement by vLLM or SGLang:", *(f"  {x}" for x in commands)])

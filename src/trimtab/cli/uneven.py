@@ -120,11 +120,13 @@ def _print_splits(splits: dict[str, UnevenSplit], memory: dict[str, tuple[StageM
 
 
 def _advice(chosen: UnevenSplit, best: UnevenSplit) -> str:
-    flags, why = megatron_flags(chosen.counts)
     lost = (1 + chosen.imbalance) / (1 + best.imbalance) - 1
-    optimal = (
-        "It is the optimum of its own FLOPs."
-        if lost < 1e-9
-        else f"Not the optimum of its own FLOPs: {_tell(best.counts)} ends {lost:.1%} earlier."
-    )
-    return f"{optimal}\nFlags: {flags or 'none, the stages are even.'}" + (f" ({why})" if why else "")
+    if lost < 1e-9:
+        return f"It is the optimum of its own FLOPs.\n{_flags(chosen)}"
+    better = f"Not the optimum of its own FLOPs: {_tell(best.counts)} ends {lost:.1%} earlier."
+    return f"{better}\n{_flags(best)}\n{_tell(chosen.counts)}: {_flags(chosen)}"
+
+
+def _flags(split: UnevenSplit) -> str:
+    flags, why = megatron_flags(split.counts)
+    return f"Flags: {flags or 'none, the stages are even.'}" + (f" ({why})" if why else "")

@@ -11,7 +11,7 @@ VERBS = MappingProxyType(
     {
         "demo": (
             "demo:demo",
-            "Run the whole flow on a small data set of real images that is drawn here: no download, no GPU, no torch.",
+            "Run the whole flow on a small data set of images that is drawn here: no download, no GPU, no torch.",
         ),
         "plan": (
             "plan:plan",

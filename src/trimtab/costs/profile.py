@@ -38,6 +38,8 @@ from trimtab.typed_json import parse_json, read_typed
 
 FORMAT = "trimtab-profile 1.2"
 
+_MOST_S, _LEAST_S = 1e3, 1e-15  # of a layer for one token, patch or pair of them; real ones: 1e-4 to 1e-11
+
 TIME_ERROR = 0.30
 """Stated, not measured on a device: formulas with one efficiency for each kind of kernel. Calibrate to narrow it."""
 
@@ -199,11 +201,24 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
                 *(terms for tier in layer.tiers for terms in (tier.extra_backward_s, tier.saved_bytes)),
             )
             if len(values) != NUM_WORK_TERMS
-        ]
+        ] or _absurd_times(profile)
     if problems:
         raise TrimtabError(f"{origin} is no profile, write it again with save_profile:\n" + join_problems(problems))
     assert isinstance(profile, Profile)
     return profile
+
+
+def _absurd_times(profile: Profile) -> list[str]:
+    """A problem for times that no device takes: what is planned with them would be believed."""
+    largest = [max(map(abs, (*layer.forward_s, *layer.backward_s))) for layer in profile.layers]
+    problems = [
+        f"layers.{i} ({layer.name}): {value:.3g} s for one token or patch, where no device takes {_MOST_S:g} s"
+        for i, (layer, value) in enumerate(zip(profile.layers, largest, strict=True))
+        if value > _MOST_S
+    ]
+    if max(largest, default=0.0) < _LEAST_S:
+        problems.append(f"layers: no layer takes {_LEAST_S:g} s for a token or patch, where every device takes more")
+    return problems
 
 
 def _precision_problems(device: DeviceSpec, settings: CostSettings) -> list[str]:

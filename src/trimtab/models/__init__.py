@@ -1,1 +1,8 @@
+"""Models as data: ask Transformers, describe a family, count images and clips.
 
+The names stand in the stub next to this file; each is loaded when it is first used.
+"""
+
+from trimtab.public import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -155,6 +155,10 @@ def _infeasible(problem: SplitProblem, table: LayerTable) -> PartitionError:
     if problem.num_chunks > 1:
         how += " and a device's room shared evenly by its chunks"
     tries = ["more stages", "a larger tp", "fewer patches and tokens in a micro-batch"]
+    kept = {layer.name.rstrip("0123456789") for layer in problem.profile.layers if len(layer.tiers) == 1}
+    if problem.recompute == "auto" and (never := sorted(name for name in kept if name.endswith("."))):
+        how += f" but in {' and '.join(name.rstrip('.') for name in never)}, which the host cannot recompute,"
+        tries.append("smaller images (--max-pixels)")
     if problem.schedule != "1F1B" and problem.num_chunks == 1:
         tries.append("schedule='1F1B'")
     if problem.num_chunks > 1:

@@ -51,7 +51,8 @@ def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: 
     Then layers come back, the most expensive first, as long as all still fits. Host memory is filled first, then disk.
     `PartitionError` says how much is missing and what would do where even that does not fit.
 
-    >>> from trimtab import Workload, describe, parse_machine
+    >>> from trimtab import describe
+    >>> from trimtab.placement import Workload, parse_machine
     >>> placement = place(describe("Qwen2.5-VL-7B"), parse_machine("2x24GiB"), Workload(batch=1, seq_len=4096))
     >>> sorted(set(placement.device_map.values()))
     [0, 1]

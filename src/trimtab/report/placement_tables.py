@@ -10,7 +10,7 @@ from rich.text import Text
 
 from trimtab.placement.bytes import DeviceUse
 from trimtab.placement.placed import Placement
-from trimtab.placement.split_model import Assessed
+from trimtab.placement.published import Assessed
 from trimtab.plan.file.placement import summary
 from trimtab.plan.file.yaml import fold_modules
 from trimtab.report.table import Cell, Column, Table, numeric, print_table

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,19 @@ class Record:
     images: tuple[bytes, ...] | None = None  # members of a tar sample
     problem: BadRecordError | None = None
     blank: bool = False  # a line that holds no record, told because it counts as a line
+
+
+TOO_DEEP = "nested too deeply"
+"""Stands for a row of a JSON list that no process can hand to another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """Records of a chunk that ended a process which read them."""
+
+    records: Mapping[int, str] = field(default_factory=dict)  # by line: why
+    ends_at: int | None = None  # the line that cannot be read at all, nor those behind it
+    one_by_one: bool = False  # one text ended it, so each is encoded by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""Files of columns by pyarrow: Parquet, Arrow's two IPC forms, and Lance by its own package."""
+"""Files of columns by pyarrow: Parquet, Arrow's two IPC forms, and Lance by its own package.
+
+Every batch is validated in full before a value of it is read: offsets and lengths in a file are a stranger's numbers,
+and pyarrow follows them anywhere in memory.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,11 @@ def open_parquet(path: Path) -> Any:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path.open("rb") if isinstance(path, Address) else path)
-    except (OSError, pyarrow.ArrowException) as error:
+        file = pyarrow.parquet.ParquetFile(path.open("rb") if isinstance(path, Address) else path)
+        _ = file.schema_arrow.names  # not every one is text
+    except (OSError, ValueError, SystemError, pyarrow.ArrowException) as error:
         raise unreadable(path, "Parquet", error) from None
+    return file
 
 
 def parquet_groups(path: Path) -> Groups:
@@ -44,7 +50,7 @@ def parquet_groups(path: Path) -> Groups:
     def open_group(group: int) -> Callable[[int], Any]:
         try:
             return _rows_of(file.read_row_group(group, use_threads=False))
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, SystemError, pyarrow.ArrowException) as error:
             raise unreadable(path, "Parquet", error) from None
 
     return Groups(
@@ -65,7 +71,8 @@ def arrow_groups(path: Path) -> Groups:
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
         batches = [reader.get_batch(i) for i in range(reader.num_record_batches)] if is_file else list(reader)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        names = reader.schema.names
+    except (OSError, ValueError, SystemError, pyarrow.ArrowException) as error:
         raise unreadable(path, "an Arrow stream or file", error) from None
 
     def records(groups: range, columns: Sequence[str]) -> Iterator[Any]:
@@ -73,11 +80,17 @@ def arrow_groups(path: Path) -> Groups:
             batch = batches[group].select(columns)
             yield from _records_of(batch.slice(at, _BATCH_ROWS) for at in range(0, batch.num_rows, _BATCH_ROWS))
 
+    def open_group(group: int) -> Callable[[int], Any]:
+        try:
+            return _rows_of(batches[group])
+        except (ValueError, SystemError, pyarrow.ArrowException) as error:
+            raise unreadable(path, "an Arrow stream or file", error) from None
+
     return Groups(
-        names=reader.schema.names,
+        names=names,
         counts=[batch.num_rows for batch in batches],
         records=records,
-        open_group=lambda group: _rows_of(batches[group]),
+        open_group=open_group,
     )
 
 
@@ -115,12 +128,14 @@ def _records_of(batches: Iterable[Any]) -> Iterator[Any]:
 
     try:
         for batch in batches:
+            batch.validate(full=True)
             yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
+    except (SystemError, pyarrow.ArrowException) as error:
         raise ValueError(str(error)) from None
 
 
 def _rows_of(table: Any) -> Callable[[int], Any]:
+    table.validate(full=True)
     return lambda row: table.slice(row, 1).to_pylist()[0]
 
 

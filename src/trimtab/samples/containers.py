@@ -17,6 +17,18 @@ MAX_FRAME_PIXELS = 2**26
 """Twice those of 8K: a decoder holds several frames, and larger ones would take gigabytes before any is looked at."""
 
 _DAMAGED = "replace or drop it"
+_HEAD_BYTES = 400
+_DEMUXERS = (  # first bytes, where they stand, FFmpeg's demuxer: none of these opens a second file or a connection
+    *((kind, 4, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")),
+    (b"\x1aE\xdf\xa3", 0, "matroska"),
+    (b"AVI ", 8, "avi"),
+    (b"OggS", 0, "ogg"),
+    (b"FLV\x01", 0, "flv"),
+    (b"\x30\x26\xb2\x75\x8e\x66\xcf\x11", 0, "asf"),
+    (b"\x00\x00\x01\xba", 0, "mpeg"),
+    (b"GIF8", 0, "gif"),
+)
+_TRANSPORT = "mpegts"  # a packet of 188 bytes begins with G
 
 
 def read_clip(file: BinaryIO, name: str) -> Clip:
@@ -74,7 +86,8 @@ def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
             "and num_frames in every record"
         ) from None
     try:
-        with av.open(file, mode="r") as container:
+        demuxer = _demuxer(file, name)
+        with av.open(file, mode="r", format=demuxer, options={"protocol_whitelist": ""}, io_open=_refuse) as container:
             if not container.streams.video or container.streams.video[0].codec_context is None:
                 raise BadRecordError("video", f"{name} holds no video stream that can be decoded: {_DAMAGED}")
             yield container, container.streams.video[0]
@@ -82,3 +95,22 @@ def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
         raise
     except (av.FFmpegError, OSError, ValueError, MemoryError) as error:  # as FFmpeg's readers fail
         raise BadRecordError("video", f"{name} cannot be read as a video ({shorten(str(error))}): {_DAMAGED}") from None
+
+
+def _demuxer(file: BinaryIO, name: str) -> str:
+    """The demuxer that the first bytes ask for; FFmpeg, left to guess, takes playlists and session descriptions too."""
+    head = file.read(_HEAD_BYTES)
+    file.seek(0)
+    found = next((kind for mark, at, kind in _DEMUXERS if head[at : at + len(mark)] == mark), None)
+    if found is None and all(head[at : at + 1] == b"G" for at in (0, 188, 376)):
+        found = _TRANSPORT
+    if found is None:
+        raise BadRecordError(
+            "video",
+            f"{name} begins with {head[:8]!r}, no MP4, MOV, WebM, MKV, AVI, MPEG, FLV, WMV, OGV or GIF: convert it",
+        )
+    return found
+
+
+def _refuse(url: str, *_: Any) -> Any:
+    raise BadRecordError("video", f"it names another file, {shorten(url)}: {_DAMAGED}")

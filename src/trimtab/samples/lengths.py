@@ -11,12 +11,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trimtab.address import Address
 from trimtab.errors import ImageError, SampleError
+from trimtab.limited import MEMORY_BYTES, ChildEndedError, at, limited_child
 from trimtab.models.images.apply import rule_in_sample
 from trimtab.models.images.asked import AskedImages
+from trimtab.samples.chunks import Format
 from trimtab.samples.columns import open_parquet, unreadable
 from trimtab.samples.problems import BadSample, shorten
-from trimtab.samples.records import GROUPED, detect_format, read_records
+from trimtab.samples.records import GROUPED, detect_format, layout_of, read_records
+from trimtab.samples.resume import part_bytes, part_from
 from trimtab.samples.rows import CONVERSATION_KEYS
 from trimtab.samples.table import COLUMNS, Part, is_saved_table, load_table, numbers_of
 from trimtab.specs import ImageCounts, ImageRule, IntArray, SampleTable
@@ -28,6 +32,8 @@ CountImage = Callable[[int, int, int], ImageCounts]  # images of the sample, wid
 _KEYS = (*TOKEN_KEYS, TILE_KEY, FLAG_KEY, SIZES_KEY, "source", "id")
 _MAX_NUMBER = 2**40  # squares of real lengths stay far inside 64 bits
 _NO_SOURCE = "no source"  # of rows without one, where others have one
+_BYTES_A_BYTE = 200  # of memory for one of a compressed column: it becomes a list of Python's numbers
+_COLUMNS_CPU_S = 600  # hundreds of millions of rows
 _PEEK_BYTES = 1 << 16  # the first record of a file of lengths is far shorter
 
 _Columns = Mapping[str, Sequence[Any]]
@@ -42,7 +48,7 @@ def holds_lengths(path: Path) -> bool:
     if kind == "tar":
         return False
     if kind in GROUPED:
-        return _gives_lengths(GROUPED[kind](path).names)
+        return _gives_lengths(layout_of(path, kind).names)
     with path.open("rb") as file:
         head = (
             file.read(_PEEK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().removeprefix(b"[" if kind == "json" else b"")
@@ -61,19 +67,35 @@ def _gives_lengths(names: Collection[str]) -> bool:
 def read_length_parts(files: Sequence[Path], image_rule: ImageRule | None) -> list[Part]:
     """Files of lengths; a rule that asks another program is asked about all their images at once."""
     if isinstance(image_rule, AskedImages):
-        alone = image_counter(SizesAlone())
-        image_rule.prepare(sizes_in([read_length_part(file, count_image=alone) for file in files]))
-    count_image = None if image_rule is None else image_counter(image_rule)
-    return [read_length_part(file, count_image=count_image) for file in files]
+        image_rule.prepare(sizes_in([read_length_part(file, SizesAlone()) for file in files]))
+    return [read_length_part(file, image_rule) for file in files]
 
 
-def read_length_part(path: Path, *, count_image: CountImage | None) -> Part:
-    """One file of lengths, bad rows aside."""
+def read_length_part(path: Path, image_rule: ImageRule | None) -> Part:
+    """One file of lengths, bad rows aside; columns are read in a limited child."""
     if is_saved_table(path):
         return saved_part(load_table(path))
     kind = detect_format(path)
     if kind == "tar":
         raise SampleError(f"{path} is a tar shard, which holds samples and no lengths: size it with trimtab size")
+    if kind not in GROUPED:
+        return _read_part(path, kind, image_rule)
+    memory_bytes = max(MEMORY_BYTES, _BYTES_A_BYTE * path.stat().st_size)
+    with limited_child(network=isinstance(path, Address), memory_bytes=memory_bytes) as child:
+        try:
+            return part_from(child.ask(f"{__name__}:length_part", path, kind, image_rule))
+        except ChildEndedError as error:
+            raise unreadable(path, kind, error) from None
+
+
+def length_part(path: Path, kind: Format, image_rule: ImageRule | None) -> bytes:
+    """The answer to `read_length_part`."""
+    at("the columns", cpu_s=_COLUMNS_CPU_S)
+    return part_bytes(_read_part(path, kind, image_rule))
+
+
+def _read_part(path: Path, kind: Format, image_rule: ImageRule | None) -> Part:
+    count_image = None if image_rule is None else image_counter(image_rule)
     bad: list[BadSample] = []
     if kind == "parquet":
         columns = _parquet_columns(path)
@@ -116,7 +138,8 @@ def _parquet_columns(path: Path) -> _Columns:
     file = open_parquet(path)
     try:
         table = file.read(columns=[name for name in file.schema_arrow.names if name in _KEYS])
-    except (OSError, pyarrow.ArrowException) as error:
+        table.validate(full=True)
+    except (OSError, ValueError, SystemError, pyarrow.ArrowException) as error:
         raise unreadable(path, "Parquet", error) from None
     if not any(key in table.column_names for key in TOKEN_KEYS):
         raise SampleError(f"{path} has no column of lengths: give one of {', '.join(TOKEN_KEYS)}")

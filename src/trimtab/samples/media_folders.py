@@ -41,11 +41,12 @@ class AddressFolder(MediaFolder):
         scheme, _, root = self._root.partition("://")
         own, mark, inner = name.partition("://")
         path = f"/{inner}" if mark else posixpath.join(f"/{root}", name)
-        for spelling in (path, unquote(path)):
-            lies_in = f"{posixpath.normpath(spelling)}/".startswith(f"/{root.rstrip('/')}/".replace("//", "/"))
-            if not self._allow_outside and (not lies_in or (mark and own != scheme)):
-                raise outside_media(f"{kind} {shorten(name)}", self._root)
-        return Address(f"{own if mark else scheme}:/{posixpath.normpath(path)}")
+        spellings = (path, unquote(path))
+        below = f"/{root.rstrip('/')}/".replace("//", "/")
+        lies_in = all(f"{posixpath.normpath(spelling)}/".startswith(below) for spelling in spellings)
+        if (mark and own != scheme) or not (lies_in or self._allow_outside):
+            raise outside_media(f"{kind} {shorten(name)}", self._root)
+        return Address(f"{scheme}:/{posixpath.normpath(path)}")
 
 
 class MediaFolders:

@@ -7,12 +7,13 @@ above 1 is a whole number of times.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimtab.address import Address, place_of
+from trimtab.address import Allowed, place_inside
 from trimtab.errors import SampleError, join_problems
 from trimtab.samples.problems import shorten
 from trimtab.samples.rows import CONVERSATION_KEYS
@@ -33,8 +34,11 @@ class MetaSource:
     max_tiles: int | None
 
 
-def read_meta(path: Path) -> list[MetaSource] | None:
-    """The data sets that are in an epoch; None for a file of another shape. `SampleError` names every wrong field."""
+def read_meta(path: Path, folders: Sequence[Path] = (), allowed: Allowed | None = None) -> list[MetaSource] | None:
+    """The data sets that are in an epoch; None for a file of another shape. `SampleError` names every wrong field.
+
+    Files and roots lie below the file's own folder, or below one of `folders`, unless `allowed`.
+    """
     if not path.is_file() or path.stat().st_size > _MAX_BYTES:
         return None
     content = path.read_bytes()
@@ -52,7 +56,8 @@ def read_meta(path: Path) -> list[MetaSource] | None:
     if not _is_meta(sets):
         return None
     problems: list[str] = []
-    found = [_read_set(str(name), entry, path, problems) for name, entry in sets.items()]
+    places = partial(place_inside, folders=[path.parent, *folders], said_by=str(path), allowed=allowed or Allowed())
+    found = [_read_set(str(name), entry, places, problems) for name, entry in sets.items()]
     if problems:
         raise SampleError(join_problems([f"{path}: {problem}" for problem in problems]))
     used = [one for one in found if one is not None and one.repeat > 0]
@@ -79,7 +84,7 @@ def _is_line(content: bytes) -> bool:
     return True
 
 
-def _read_set(name: str, entry: Any, meta: Path, problems: list[str]) -> MetaSource | None:
+def _read_set(name: str, entry: Any, place: Callable[[str], Path], problems: list[str]) -> MetaSource | None:
     """One data set; None where something is wrong, which goes to `problems`."""
     before = len(problems)
 
@@ -107,18 +112,9 @@ def _read_set(name: str, entry: Any, meta: Path, problems: list[str]) -> MetaSou
         wrong("length", length, "a whole number of samples")
     if len(problems) > before:
         return None
-    return MetaSource(
-        name=name,
-        annotation=_place(str(annotation), meta),
-        root=_place(root, meta) if root else None,
-        repeat=float(repeat),
-        max_tiles=max_tiles,
-    )
-
-
-def _place(text: str, meta: Path) -> Path:
-    """As it is written, from the working folder; where nothing is there, from the meta file's folder."""
-    place = place_of(text)
-    if isinstance(place, Address) or place.is_absolute() or place.exists():
-        return place
-    return meta.parent / text
+    try:
+        places = place(str(annotation)), place(root) if root else None
+    except SampleError as error:
+        problems.append(f"data set {shorten(name)!r}: {error}")
+        return None
+    return MetaSource(name=name, annotation=places[0], root=places[1], repeat=float(repeat), max_tiles=max_tiles)

@@ -21,6 +21,7 @@ BadKind = Literal[
     "placeholder",  # as many placeholders as images and videos are needed
     "template",  # the chat template or the tokenizer refuses the conversation
     "length",  # more tokens than the limit
+    "reader",  # reading it takes too much time or memory, or ends the process that does
 ]
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

@@ -6,8 +6,9 @@ lead to, are in `sources.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,7 @@ import numpy as np
 from trimtab.address import Address
 from trimtab.errors import SampleError
 from trimtab.files import refuse_special
+from trimtab.limited import ChildEndedError, at, is_limited, limited_child
 from trimtab.samples.chunks import Chunk, Format, Groups, Record, parse_record
 from trimtab.samples.columns import arrow_groups, lance_groups, parquet_groups, unreadable
 from trimtab.samples.json_lists import read_json_list
@@ -91,6 +93,33 @@ def detect_format(path: Path) -> Format:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The columns of a file of records in groups, and how many records each group holds."""
+
+    names: tuple[str, ...]
+    counts: tuple[int, ...]
+
+
+def layout_of(path: Path, kind: Format) -> Layout:
+    """What a file of columns says of itself, read in a limited child."""
+    if is_limited():
+        groups = GROUPED[kind](path)
+        return Layout(names=tuple(groups.names), counts=tuple(groups.counts))
+    with limited_child(network=isinstance(path, Address)) as child:
+        try:
+            told = json.loads(child.ask(f"{__name__}:layout", path, kind))
+        except ChildEndedError as error:
+            raise unreadable(path, kind, error) from None
+    return Layout(names=tuple(told["names"]), counts=tuple(told["counts"]))
+
+
+def layout(path: Path, kind: Format) -> bytes:
+    """The answer to `layout_of`."""
+    at("the file's layout")
+    return json.dumps(asdict(layout_of(path, kind))).encode()
+
+
 def list_chunks(path: Path) -> Iterator[Chunk]:
     """The file in chunks, in order; the same for any number of workers. A JSON list is parsed here, as it is asked."""
     kind = detect_format(path)
@@ -106,7 +135,7 @@ def list_chunks(path: Path) -> Iterator[Chunk]:
     if kind == "json":
         yield from _list_chunks(path)
         return
-    counts = GROUPED[kind](path).counts
+    counts = layout_of(path, kind).counts
     firsts = [0, *accumulate(counts)]
     start = 0
     for stop in range(1, len(counts) + 1):
@@ -223,7 +252,7 @@ def _read_groups(chunk: Chunk, more_columns: tuple[str, ...]) -> Iterator[Record
         for value in groups.records(range(chunk.start, chunk.stop), columns):
             yield Record(line=line, value=value)
             line += 1
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SystemError) as error:
         reason = f"row groups {chunk.start} to {chunk.stop - 1} end here: {shorten(str(error), 120)}; write them again"
         yield Record(line=line, problem=BadRecordError("json", reason))
 

@@ -33,10 +33,7 @@ class ChunkFile:
 
 def save_part(file: ChunkFile, part: Part) -> None:
     """Write one finished chunk; the file is complete, or is not there."""
-    values = {field.name: getattr(part, field.name) for field in fields(part)}
-    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-    plain = {name: value for name, value in values.items() if name not in arrays}
-    content = pack_arrays(arrays, plain | {"bad": [asdict(sample) for sample in part.bad], "of": file.of})
+    content = part_bytes(part, of=file.of)
     if isinstance(file.path, Address):
         file.path.write_bytes(content)
     else:
@@ -46,10 +43,23 @@ def save_part(file: ChunkFile, part: Part) -> None:
 def load_part(file: ChunkFile) -> Part | None:
     """The chunk saved there; None where there is none, or it is damaged (every array has a checksum) or another's."""
     try:
-        arrays, plain = unpack_arrays(file.path.read_bytes())
-        if plain.pop("of") != file.of:
-            return None
-        lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
-        return Part(**{**arrays, **plain, **lists, "bad": tuple(map(bad_from_dict, plain["bad"]))})
+        return part_from(file.path.read_bytes(), of=file.of)
     except UNREADABLE:
         return None
+
+
+def part_bytes(part: Part, of: str = "") -> bytes:
+    """The part as plain data; `of` says of what."""
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    plain = {name: value for name, value in values.items() if name not in arrays}
+    return pack_arrays(arrays, plain | {"bad": [asdict(sample) for sample in part.bad], "of": of})
+
+
+def part_from(content: bytes, of: str = "") -> Part:
+    """What `part_bytes` wrote; raises one of `UNREADABLE` for anything else."""
+    arrays, plain = unpack_arrays(content)
+    if plain.pop("of") != of:
+        raise ValueError("it is the part of another chunk")
+    lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
+    return Part(**{**arrays, **plain, **lists, "bad": tuple(map(bad_from_dict, plain["bad"]))})

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.address import place_of
+from trimtab.address import Address, Allowed, place_of
 from trimtab.errors import SampleError
 from trimtab.files import fingerprint_file
 from trimtab.models.images.asked import AskedImages
@@ -22,13 +20,12 @@ from trimtab.samples.chunks import Chunk
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
 from trimtab.samples.problems import BadSample, refuse_bad, shorten
 from trimtab.samples.records import list_chunks
-from trimtab.samples.resume import ChunkFile, load_part, save_part
-from trimtab.samples.sizer import Sizer, SizerSettings
+from trimtab.samples.sizer import SizerSettings
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
 from trimtab.samples.table import Part, SizedFile, SizingResult, join_parts
-from trimtab.samples.tokens import TokenCounter, read_tokenizer
+from trimtab.samples.tokens import read_tokenizer
 from trimtab.samples.whole_files import leave_out_long, leave_out_repeated, repeat_samples
-from trimtab.samples.workers import map_in_order
+from trimtab.samples.workers import ask_assumptions, size_chunks
 from trimtab.specs import ClipRule, ImageMarkup, ImageRule
 
 _MAX_BAD = 1000  # samples: when so many are bad, something is wrong with all of them
@@ -46,6 +43,7 @@ def size_samples(
     special_tokens: SpecialTokens = "template",
     media_root: MediaRoot = None,
     allow_outside: bool = False,
+    allow_remote: bool = False,
     exif: Exif = "ignore",
     max_tokens: int | None = None,
     unique_ids: bool = True,
@@ -61,8 +59,10 @@ def size_samples(
     Use this before you plan or pack. It reads the headers of images and counts tokens; no picture is decoded. The
     result's `table` has a row for every sample; without a tokenizer tokens are estimated.
 
-    `data` is what `find_sources` takes: files, folders, addresses such as s3://, names of hub data sets in the cache.
-    Image paths are taken below `media_root` (None: the folder of the data file; FILE=FOLDER: of that file). Bad samples
+    `data` is what `find_sources` takes: files, folders, addresses such as s3://, InternVL's meta file.
+    Image paths are taken below `media_root` (None: the folder of the data file; FILE=FOLDER: of that file). What a list
+    of data sets names lies below its folder or a media root, unless `allow_outside`, and is no address unless
+    `allow_remote`. Bad samples
     raise one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read
     at all always raises. `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names
     the field that says which data set a record comes from (text, at most 80 characters); without it what was named is
@@ -80,7 +80,8 @@ def size_samples(
     >>> size_samples(path, image_rule=describe("Qwen2.5-VL-7B").image_rule, tokenizer=None).table.num_tokens.tolist()
     [13]
     """
-    sources, kept_in = find_sources(data, media_root), None if resume_dir is None else place_of(resume_dir)
+    sources = find_sources(data, media_root, Allowed(outside=allow_outside, remote=allow_remote))
+    kept_in = None if resume_dir is None else place_of(resume_dir)
     _refuse_other_tiles(sources, image_rule)
     assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
     ready = _hold_lengths([source.file for source in sources])
@@ -97,8 +98,9 @@ def size_samples(
             allow_outside=allow_outside,
             exif=exif,
             clip_rule=clip_rule,
+            network=_is_remote(sources, media_root),
         )
-        assumptions += TokenCounter(settings.tokenizer).assumptions  # refuses a tokenizer before any process starts
+        assumptions += ask_assumptions(settings)  # refuses a tokenizer before anything is read
         most_bad = _MAX_BAD if on_bad == "error" and shard is None else None
         size_all = partial(_size_files, sources, workers=workers, kept_in=kept_in, shard=shard, most_bad=most_bad)
         if isinstance(image_rule, AskedImages):  # one question about all images, before any text is encoded
@@ -116,6 +118,12 @@ def size_samples(
         for source, file_parts in zip(sources, parts, strict=True)
     ]
     return _result(sources, parts, on_bad, assumptions, None if ready else write_rule(image_rule))
+
+
+def _is_remote(sources: Sequence[SourceFile], media_root: MediaRoot) -> bool:
+    """Whether the user named an address: only then a process that reads has a network."""
+    places = [place for source in sources for place in (source.file, source.media_root)]
+    return any(isinstance(place, Address) for place in [*places, whole_root(sources, media_root)])
 
 
 def _left_in(source: SourceFile, parts: list[Part], max_tokens: int | None, *, unique_ids: bool) -> list[Part]:
@@ -218,7 +226,7 @@ def _size_files(
     total = sum(file.stat().st_size for file in files)
     done = 0
 
-    def advance(chunk: Chunk, _part: Part) -> None:
+    def advance(chunk: Chunk) -> None:
         nonlocal done
         done += chunk.num_bytes
         if progress is not None:
@@ -236,50 +244,16 @@ def _size_files(
     parts: list[list[Part]] = [[] for _ in files]
     lines = [0] * len(files)
     bad: list[BadSample] = []
-    with _one_core_a_worker():
-        results = map_in_order(partial(_make_work, settings, kept_in, most_bad), chunks(), workers, advance)
-        for position, part in enumerate(results):
-            number = order[position]
-            parts[number].append(_place(part, files[number], lines[number]))
-            lines[number] += part.num_lines
-            bad += parts[number][-1].bad
-            if most_bad is not None and len(bad) > most_bad:
-                num_read = sum(part.num_read for file_parts in parts for part in file_parts)
-                refuse_bad(bad, num_read, of="the first ")
+    how: dict[str, Any] = {"kept_in": kept_in, "most_bad": most_bad, "on_result": advance}
+    for position, part in enumerate(size_chunks(settings, chunks(), workers, **how)):
+        number = order[position]
+        parts[number].append(_place(part, files[number], lines[number]))
+        lines[number] += part.num_lines
+        bad += parts[number][-1].bad
+        if most_bad is not None and len(bad) > most_bad:
+            num_read = sum(part.num_read for file_parts in parts for part in file_parts)
+            refuse_bad(bad, num_read, of="the first ")
     return parts
-
-
-def _make_work(settings: SizerSettings, resume_dir: Path | None, most_bad: int | None) -> Callable[[Chunk], Part]:
-    """What a worker does with a chunk: take it from the resume folder, else size it and put it there."""
-    sizer, key = Sizer(settings), settings.key()
-
-    def work(chunk: Chunk) -> Part:
-        if resume_dir is None:
-            return sizer.size(chunk, most_bad)
-        file = ChunkFile.of_chunk(resume_dir, chunk, key)
-        part = load_part(file)
-        if part is None:
-            part = sizer.size(chunk, most_bad)
-            if most_bad is None or len(part.bad) <= most_bad:  # else it is not whole
-                save_part(file, part)
-        return part
-
-    return work
-
-
-@contextmanager
-def _one_core_a_worker() -> Iterator[None]:
-    """Keep the tokenizer's own threads away, which would take every core for each worker."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _place(part: Part, file: Path, offset: int) -> Part:

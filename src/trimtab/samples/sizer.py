@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import numpy as np
 import trimtab
 from trimtab.errors import ImageError
 from trimtab.files import blake2b
+from trimtab.limited import at
 from trimtab.models.images.clips import NO_CLIPS
 from trimtab.options import Exif
-from trimtab.samples.chunks import Chunk, Record
+from trimtab.samples.chunks import TOO_DEEP, Broken, Chunk, Record
 from trimtab.samples.lengths import SizesAlone, image_counter
 from trimtab.samples.media import MediaFolder
 from trimtab.samples.media_folders import MediaFolders
-from trimtab.samples.problems import BadRecordError, BadSample
+from trimtab.samples.problems import BadRecordError, BadSample, shorten
 from trimtab.samples.records import read_chunk
 from trimtab.samples.rows import Conversation, read_conversation, record_id
 from trimtab.samples.table import COLUMNS, Part, numbers_of
@@ -24,6 +26,12 @@ from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles
 from trimtab.specs import Clip, ClipRule, ImageCounts, ImageRule
 
 _BATCH = 512  # chats encoded together
+_BATCH_CPU_S = 120
+_MADE_TO_FAIL = "fix or drop it"
+
+
+_FAILURES = (BadRecordError, MemoryError, SystemError, RecursionError)
+"""What reading a stranger's record may raise; the last three by libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +45,7 @@ class SizerSettings:
     allow_outside: bool
     exif: Exif
     clip_rule: ClipRule | None
+    network: bool = False  # data or media lie behind an address that the user named
 
     def key(self) -> str:
         """Changes when a setting does. An image rule is a frozen dataclass, so its repr tells its settings."""
@@ -79,13 +88,18 @@ class Sizer:
         self._clip_rule = settings.clip_rule
         self._media = MediaFolders(settings.media_root, allow_outside=settings.allow_outside, exif=settings.exif)
 
-    def size(self, chunk: Chunk, most_bad: int | None = None) -> Part:
+    @property
+    def assumptions(self) -> list[str]:
+        """What the tokenizer and its template make sizes assume."""
+        return self._counter.assumptions
+
+    def size(self, chunk: Chunk, most_bad: int | None = None, broken: Broken = Broken()) -> Part:  # noqa: B008 - frozen
         """The chunk's samples; of its bad ones no more than one above `most_bad`, behind which nothing is read."""
         sized: list[_Sized] = []
         with_videos: list[_Read] = []
         bad: list[BadSample] = []
         num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
-        for record in read_chunk(chunk, more_columns=() if key is None else (key,)):
+        for record in self._records(chunk, broken):
             if most_bad is not None and len(bad) > most_bad:
                 break
             num_lines += 1
@@ -99,24 +113,31 @@ class Sizer:
                     with_videos.append(read)
                 else:
                     sized.append(self._rendered(read))
-            except BadRecordError as error:
-                bad.append(BadSample.of(chunk.file, record.line, name, error.kind, str(error)))
+            except _FAILURES as error:
+                bad.append(_bad(chunk, record.line, name, error))
         if with_videos and self._clip_rule is not None:  # one question about all of them
+            at("videos", cpu_s=_BATCH_CPU_S)
             self._clip_rule.prepare(clip for read in with_videos for clip in read.clips)
         for read in with_videos:
+            at(f"record {read.line}")
             try:
                 sized.append(self._rendered(read))
-            except BadRecordError as error:
-                bad.append(BadSample.of(chunk.file, read.line, read.name, error.kind, str(error)))
+            except _FAILURES as error:
+                bad.append(_bad(chunk, read.line, read.name, error))
         if with_videos:
             sized.sort(key=lambda x: x.line)
             bad.sort(key=lambda x: x.line or 0)
         counted: list[int | BadRecordError] = []
-        for first in range(0, len(sized), _BATCH):
-            counted += self._counter.count([x.chat for x in sized[first : first + _BATCH]])
+        batch = 1 if broken.one_by_one else _BATCH
+        for first in range(0, len(sized), batch):
+            if broken.one_by_one:
+                at(f"record {sized[first].line}")
+            else:
+                at("texts", cpu_s=_BATCH_CPU_S)
+            counted += self._counter.count([x.chat for x in sized[first : first + batch]])
         refused = [(x, error) for x, error in zip(sized, counted, strict=True) if isinstance(error, BadRecordError)]
         if refused:
-            bad += [BadSample.of(chunk.file, x.line, x.name, error.kind, str(error)) for x, error in refused]
+            bad += [_bad(chunk, x.line, x.name, error) for x, error in refused]
             bad.sort(key=lambda sample: sample.line or 0)
         counts = [(x, num) for x, num in zip(sized, counted, strict=True) if isinstance(num, int)]
         sized, rows = [x for x, _ in counts], [numbers_of(x.images, num) for x, num in counts]
@@ -135,6 +156,25 @@ class Sizer:
             tokens_exact=self._counter.exact,
         )
 
+    def _records(self, chunk: Chunk, broken: Broken) -> Iterator[Record]:
+        """The records, each announced before it is read."""
+        key, line = self._settings.source_key, chunk.first_line or 1
+        records = read_chunk(chunk, more_columns=() if key is None else (key,))
+        while True:
+            at(f"record {line}")
+            if line == broken.ends_at:
+                reason = f"{broken.records[line]}, and what comes behind it is not read: write the file again"
+                yield Record(line=line, problem=BadRecordError("reader", reason))
+                return
+            record = next(records, None)
+            if record is None:
+                return
+            if record.line in broken.records:
+                reason = f"{broken.records[record.line]}: {_MADE_TO_FAIL}"
+                record = replace(record, problem=BadRecordError("reader", reason))
+            yield record
+            line = record.line + 1
+
     def _source(self, record: Record) -> str:
         key = self._settings.source_key
         if key is None:
@@ -147,6 +187,8 @@ class Sizer:
     def _read(self, record: Record, name: str | None, media: MediaFolder) -> _Read:
         if record.problem is not None:
             raise record.problem
+        if record.value == TOO_DEEP:
+            raise BadRecordError("json", f"{TOO_DEEP}: {_MADE_TO_FAIL}")
         source, conversation = self._source(record), read_conversation(record.value, images=record.images)
         try:
             num_images = len(conversation.images)
@@ -169,3 +211,10 @@ class Sizer:
         chat = self._counter.render(read.conversation, read.images, videos)
         images = [*read.images, *(video.image for video in videos)]
         return _Sized(line=read.line, name=read.name, source=read.source, images=images, chat=chat)
+
+
+def _bad(chunk: Chunk, line: int, name: str | None, error: BaseException) -> BadSample:
+    if isinstance(error, BadRecordError):
+        return BadSample.of(chunk.file, line, name, error.kind, str(error))
+    told = "it takes too much memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
+    return BadSample.of(chunk.file, line, name, "reader", f"{shorten(told, 160)}; {_MADE_TO_FAIL}")

@@ -1,4 +1,4 @@
-"""What a user names as data - files, folders, addresses, hub names, lists of data sets - as files of records.
+"""What a user names as data - files, folders, addresses, lists of data sets - as files of records.
 
 `_FOLDERS` lists the kinds of folders and how each is recognised; formats of files are in `records.FORMATS`.
 """
@@ -12,11 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from trimtab.address import Address, place_of
+from trimtab.address import Address, Allowed, place_of
 from trimtab.errors import SampleError, refuse_type
 from trimtab.files import read_small
 from trimtab.samples.chunks import parse_record
-from trimtab.samples.hub import cached_place
 from trimtab.samples.meta_file import MetaSource, read_meta
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.records import format_of_name, refuse_mosaic
@@ -48,14 +47,19 @@ class SourceFile:
         return self.file.parent.parent if self.file.suffix == ".manifest" else self.file
 
 
-def find_sources(data: Path | str | Sequence[Path | str], media_root: MediaRoot = None) -> list[SourceFile]:
-    """The files of records behind what the user named, in its order; `SampleError` where there are none."""
+def find_sources(
+    data: Path | str | Sequence[Path | str], media_root: MediaRoot = None, allowed: Allowed | None = None
+) -> list[SourceFile]:
+    """The files of records behind what the user named, in its order; `SampleError` where there are none.
+
+    What a list of data sets names lies below its folder or a media root, or is `allowed`.
+    """
     named = list(data) if isinstance(data, Sequence) and not isinstance(data, str) else [data]
     if not named:
         raise SampleError("no data file was named: name at least one")
     for one in named:
         refuse_type("data", one, Path | str, "the path of a data file")
-    found = [source for one in named for source in _sources_of(one)]
+    found = [source for one in named for source in _sources_of(one, _roots_in(media_root), allowed or Allowed())]
     return state_roots(found, media_root)
 
 
@@ -116,27 +120,31 @@ def _names_of(source: SourceFile) -> tuple[str, ...]:
 # -- files and folders ------------------------------------------------------------------------------------------------
 
 
-def _sources_of(name: Path | str, *, listed_in: Path | None = None) -> Iterator[SourceFile]:
+def _roots_in(media_root: MediaRoot) -> list[Path]:
+    """Every folder among the media roots, those behind FILE= as well."""
+    given = [media_root] if isinstance(media_root, Path | str) else list(media_root or ())
+    texts = [text for one in map(str, given) for text in (one, one.rpartition("=")[2])]
+    return [place for place in map(place_of, dict.fromkeys(texts)) if place.is_dir()]
+
+
+def _sources_of(
+    name: Path | str, roots: Sequence[Path], allowed: Allowed, *, listed_in: Path | None = None
+) -> Iterator[SourceFile]:
     place = place_of(name)
-    local = cached_place(place)
-    if local is not None:
-        told = f"{place} is read from the hub's cache, as far as it is there: {local}"
-        found = _in_folder(local, place, 0) if local.is_dir() else [SourceFile(file=local, named=place)]
-        yield from (replace(source, note=f"{told}; {source.note}" if source.note else told) for source in found)
-    elif is_saved_table(place) or (isinstance(place, Address) and format_of_name(place) not in (None, "json")):
+    if is_saved_table(place) or (isinstance(place, Address) and format_of_name(place) not in (None, "json")):
         yield SourceFile(file=place, named=place)
     elif place.is_dir():
         yield from _in_folder(place, place if place.stem.strip(".") else place.resolve(), 0)
-    elif place.name.endswith(".json") and (listed := read_meta(place)) is not None:
+    elif place.name.endswith(".json") and (listed := read_meta(place, roots, allowed)) is not None:
         if listed_in is not None:
             raise SampleError(f"{listed_in}: annotation {place} is a list of data sets itself: name files of records")
-        yield from (found for entry in listed for found in _in_meta(entry, place))
+        yield from (found for entry in listed for found in _in_meta(entry, place, roots, allowed))
     else:
         yield SourceFile(file=place, named=place)
 
 
-def _in_meta(entry: MetaSource, meta: Path) -> Iterator[SourceFile]:
-    for source in _sources_of(entry.annotation, listed_in=meta):
+def _in_meta(entry: MetaSource, meta: Path, roots: Sequence[Path], allowed: Allowed) -> Iterator[SourceFile]:
+    for source in _sources_of(entry.annotation, roots, allowed, listed_in=meta):
         yield replace(
             source,
             named=meta,
@@ -229,7 +237,7 @@ def _saved_dataset(folder: Path, named: Path, index: Path) -> list[SourceFile] |
     if "_data_files" not in state:
         return None
     files = state["_data_files"]
-    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+    if not isinstance(files, list) or not files or not all(isinstance(file, dict) for file in files):
         raise SampleError(f"{index}: _data_files is {shorten(repr(files))}: it must list objects with 'filename'")
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise SampleError(f"{index}: _indices_files chooses rows of the files: save it again after flatten_indices()")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,11 +70,12 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
 
     Names, filters and trimming are those of `apply_chat_template` in Transformers 5.23: `raise_exception`,
     `strftime_now` (today's date, so a template that writes it may count differently tomorrow), plain `tojson`, loop
-    controls, the `generation` block. The template is a stranger's code: what it may do is in `sandbox.py`.
+    controls, the `generation` block. The template is a stranger's code: Jinja's sandbox keeps it from Python's
+    objects, and the process it runs in bounds its time and memory (`trimtab.limited`).
     """
     import jinja2
-
-    from trimtab.samples.sandbox import Environment
+    import jinja2.ext
+    import jinja2.sandbox
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -87,8 +89,10 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = Environment()
-    environment.filters["tojson"] = environment.bounded("tojson", tojson)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_block(), jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
     try:
         template = environment.from_string(text)
@@ -98,9 +102,28 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
     def render(
         messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None, *, generation_prompt: bool = False
     ) -> str:
-        environment.start()
         return template.render(
             messages=messages, tools=tools, documents=None, add_generation_prompt=generation_prompt, **special_tokens
         )
 
     return render
+
+
+@cache
+def _generation_block() -> type[Any]:
+    """{% generation %}: marks what the assistant wrote; here only its text."""
+    import jinja2.ext
+    import jinja2.nodes
+
+    class GenerationBlock(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012 (read by jinja2)
+
+        def parse(self, parser: Any) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+        def _text(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    return GenerationBlock

@@ -22,7 +22,7 @@ def complete(fields: Mapping[str, object]) -> Any:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         cure = (
-            "its own code is never run: build it in Python and give it to trimtab.describe_model"
+            "its own code is never run: build it in Python and give it to trimtab.models.describe_model"
             if "auto_map" in fields
             else "correct `model_type`, or update Transformers"
         )

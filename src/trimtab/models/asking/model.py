@@ -40,7 +40,7 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
 
     `model` follows Transformers' conventions (blocks in a `ModuleList`, `get_input_embeddings`, ...), built under
     `torch.device("meta")`; it has no weights, and cannot run afterwards. Write the result with
-    `trimtab.save_description`.
+    `trimtab.models.save_description`.
 
     >>> import torch, transformers
     >>> from trimtab.models.asking.model import describe_model

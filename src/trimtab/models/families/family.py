@@ -22,7 +22,7 @@ class PackFormat:
 
     Example: a family of tiles, of fixed size, whose image tokens see their whole image.
 
-    >>> from trimtab import PackFormat
+    >>> from trimtab.models import PackFormat
     >>> PackFormat(joined=("pixel_values",), sees="images").counts
     'model'
     """
@@ -44,7 +44,7 @@ class PackFormat:
 class Family:
     """All that is declared of one `model_type`; what is left out is asked of Transformers, or not needed.
 
-    Use it to declare what is odd about a family of your own, as an entry of `trimtab.FAMILIES`: docs/models.md.
+    Use it to declare what is odd about a family of your own, as an entry of `trimtab.models.FAMILIES`: docs/models.md.
     """
 
     image_rule: Callable[[Fields], ImageRule] | None = None  # counts of images without torch; None: asked

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.balance.packing import PackResult, pack_samples
-from trimtab.errors import PlanError, join_problems
+from trimtab.balance.packing import PackResult, describe_oversize
+from trimtab.errors import PackingError, PlanError, join_problems
 from trimtab.plan.decide.work import in_patches, select_rows
 from trimtab.plan.options import PlanOptions, Weights, weight_problems
 from trimtab.plan.plan import MixedSource
@@ -72,7 +72,8 @@ def refuse_oversize(epoch: Epoch, options: PlanOptions) -> None:
     over = (samples.num_patches > options.max_patches) | (samples.num_tokens > options.max_tokens)
     over &= epoch.times > 0
     if over.any():
-        pack_samples(select_rows(samples, np.flatnonzero(over)), limits=(options.max_patches, options.max_tokens))
+        limits = (options.max_patches, options.max_tokens)
+        raise PackingError(describe_oversize(samples, np.flatnonzero(over), limits))
 
 
 def draw_epoch(

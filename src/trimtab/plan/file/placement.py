@@ -13,7 +13,7 @@ from trimtab.options import same_fields
 from trimtab.placement.bytes import ALLOCATOR_DIVISOR, DeviceKey
 from trimtab.placement.machine import Machine, Workload
 from trimtab.placement.placed import Placement
-from trimtab.placement.split_model import Assessed
+from trimtab.placement.published import Assessed
 from trimtab.plan.file.yaml import fold_modules, read_file, record_from_yaml, record_to_yaml, unfold_modules
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB, format_bytes

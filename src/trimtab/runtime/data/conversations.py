@@ -66,7 +66,7 @@ def open_conversations(
             "made for: name the folder of that model, or plan again"
         )
     return PlannedConversations(
-        open_records(plan, data, options.media_root),
+        open_records(plan, data, options.media_root, allowed=options.allowed),
         spec,
         read_tokenizer(
             options.tokenizer or folder,

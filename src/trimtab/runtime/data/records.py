@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from trimtab.address import Allowed
 from trimtab.errors import SampleError
 from trimtab.files import blake2b, fingerprint_file, write_atomically
 from trimtab.plan.file.reload import find_data_files, read_samples
@@ -32,18 +33,25 @@ class Place:
         return f"{self.file}:{self.line}"
 
 
-def open_records(plan: Path | str, files: Sequence[Path] | None = None, media_root: MediaRoot = None) -> PlannedRecords:
+def open_records(
+    plan: Path | str,
+    files: Sequence[Path] | None = None,
+    media_root: MediaRoot = None,
+    *,
+    allowed: Allowed | None = None,
+) -> PlannedRecords:
     """The records of a plan folder's samples; line starts are kept in the folder.
 
     Use it to read the records of a plan as they stand in your files; `open_conversations` makes a model's input of
     them. docs/training-loop.md has an example.
 
-    `files` are the data files, where they are no longer where the plan names them; see `find_data_files`.
+    `files` are the data files, where they are no longer where the plan names them. An address that the plan names is
+    opened only if that is `allowed` (`Allowed(remote=True)`).
     """
     path = Path(plan)
     folder = path.parent if path.is_file() or path.name == "plan.yaml" else path
     made = load_plan(path if path.is_file() else folder)
-    sources = find_data_files(made, folder, files, media_root)
+    sources = find_data_files(made, folder, files, media_root, allowed=allowed)
     whole = whole_root(sources, media_root)
     return PlannedRecords(
         read_samples(made, folder),

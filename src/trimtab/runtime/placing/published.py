@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.placement import split_model as rule
+from trimtab.placement import published as rule
 
 
 def split_model(

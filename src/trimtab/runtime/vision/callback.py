@@ -14,9 +14,9 @@ from trimtab.runtime.vision.handle import VisionDataParallel
 class VisionDataParallelCallback(TrainerCallback):  # type: ignore[misc]
     """Images of a Trainer's ranks, shared: from the first step on each rank encodes an equal share.
 
-    Use it where ranks hold unequal images: `trainer.add_callback(trimtab.VisionDataParallelCallback())` is all, on
-    every rank. Images travel over `group` (None: all ranks) and the features come back; losses and gradients are those
-    without. `plan`: as it decides.
+    Use it where ranks hold unequal images: `trainer.add_callback(trimtab.vision.VisionDataParallelCallback())` is all,
+    on every rank. Images travel over `group` (None: all ranks) and the features come back; losses and gradients are
+    those without. `plan`: as it decides.
     Further arguments are those of `vision_dp`. `handle.load.share` says what part this rank has encoded; when training
     ends the model is what it was.
 

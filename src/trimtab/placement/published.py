@@ -27,8 +27,8 @@ def split_model(
     norm, head, rotary table and the last block lie on GPU 0. Rounding up twice can name blocks that do not exist and
     can leave the last GPUs without any: `assess_map` reports both. Keys are those of the remote code.
 
-    There `world_size` is the number of visible GPUs, as in `trimtab.split_model`. `variant`: model cards leave
-    `rotary_emb` out, the repository has it.
+    There `world_size` is the number of visible GPUs, as in `trimtab.placement.split_model`. `variant`: model cards
+    leave `rotary_emb` out, the repository has it.
 
     >>> sorted({gpu for key, gpu in split_model(48, world_size=4).items() if ".layers." in key})
     [0, 1, 2, 3]

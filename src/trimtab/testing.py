@@ -1,0 +1,8 @@
+"""Data and models to try things on, and checks that a set-up is exact.
+
+The names stand in the stub next to this file; each is loaded when it is first used.
+"""
+
+from trimtab.public import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,0 +1,8 @@
+"""What runs a plan in torch: data, pipelines, recompute, layers measured on a device.
+
+The names stand in the stub next to this file; each is loaded when it is first used.
+"""
+
+from trimtab.public import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__, __file__)

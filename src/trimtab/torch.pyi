@@ -1,0 +1,29 @@
+"""What runs a plan in torch: data, pipelines, recompute, layers measured on a device."""
+
+# Data of a plan
+from trimtab.runtime.data.dataset import PlanDataset as PlanDataset
+from trimtab.runtime.data.dataset import PlanBatchSampler as PlanBatchSampler
+from trimtab.runtime.data.dataset import PlanDataLoader as PlanDataLoader
+from trimtab.runtime.data.dataset import collate_packs as collate_packs
+from trimtab.runtime.data.tables import hold_tables as hold_tables
+from trimtab.runtime.data.conversations import open_conversations as open_conversations
+from trimtab.runtime.data.records import open_records as open_records
+from trimtab.runtime.data.collate import PackedCollator as PackedCollator
+
+# Packs and their loss
+from trimtab.runtime.data.formats import ask_format as ask_format
+from trimtab.runtime.data.state_layers import hold_samples_apart as hold_samples_apart
+from trimtab.runtime.data.loss import packed_loss as packed_loss
+from trimtab.runtime.data.loss import step_denominator as step_denominator
+
+# Pipelines and recompute
+from trimtab.runtime.pipeline import build_pipeline as build_pipeline
+from trimtab.runtime.pipeline import PipelineLayout as PipelineLayout
+from trimtab.runtime.pipeline import layers_of as layers_of
+from trimtab.runtime.recompute.apply import apply as apply_recompute
+
+# Layers measured
+from trimtab.costs.traced import profile_traced as profile_traced
+from trimtab.costs.timed import profile_timed as profile_timed
+from trimtab.costs.timed import TimingOptions as TimingOptions
+from trimtab.costs.timed import open_device as open_device

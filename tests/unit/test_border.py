@@ -1,0 +1,198 @@
+"""The border: no file from outside names another file, or an address, that the user did not name."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_sets import PixelRule, png, talk, write_jsonl
+
+pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
+
+from border_cases import playlists, served, write_video_set  # noqa: E402
+from trimtab.address import Address, Allowed, place_inside, place_of  # noqa: E402
+from trimtab.errors import SampleError, TrimtabError  # noqa: E402
+from trimtab.files import write_atomically  # noqa: E402
+from trimtab.samples.size import size_samples  # noqa: E402
+from trimtab.specs import Clip, ClipCounts, ImageCounts  # noqa: E402
+
+
+def size(data: Any, **options: Any) -> Any:
+    return size_samples(data, image_rule=PixelRule(), tokenizer=None, **options)
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "found"),
+    [
+        ("a.txt", Allowed(), "in/a.txt"),
+        ("sub/../a.txt", Allowed(), "in/a.txt"),
+        ("absent.txt", Allowed(), "in/absent.txt"),
+        ("../out.txt", Allowed(), None),
+        ("link.txt", Allowed(), None),
+        ("/etc/hosts", Allowed(), None),
+        ("../out.txt", Allowed(outside=True), "out.txt"),
+        ("s3://bucket/a.txt", Allowed(outside=True), None),
+        ("http:/host/a.txt", Allowed(), None),
+        ("a\0b", Allowed(outside=True, remote=True), None),
+    ],
+)
+def test_a_name_leads_into_its_folder_or_is_refused(
+    tmp_path: Path, name: str, allowed: Allowed, found: str | None
+) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    for file in ("in/a.txt", "out.txt"):
+        (tmp_path / file).write_text(file)
+    (tmp_path / "in" / "link.txt").symlink_to(tmp_path / "out.txt")
+    if found is None:
+        with pytest.raises(SampleError):
+            place_inside(name, [tmp_path / "in"], "meta.json", allowed)
+        return
+    place = place_inside(name, [tmp_path / "in"], "meta.json", allowed)
+    assert place.resolve() == (tmp_path / found).resolve()
+
+
+def test_an_address_is_opened_below_one_that_the_user_named_or_when_allowed() -> None:
+    bucket = place_of("s3://bucket/sets")
+    assert str(place_inside("s3://bucket/sets/a.jsonl", [bucket], "meta.json", Allowed())) == "s3://bucket/sets/a.jsonl"
+    for name in ("s3://bucket/other.jsonl", "s3://bucket/sets/%2e%2e/other.jsonl", "https://host/sets/a.jsonl"):
+        with pytest.raises(SampleError, match="--allow-remote"):
+            place_inside(name, [bucket], "meta.json", Allowed(outside=True))
+        assert isinstance(place_inside(name, [bucket], "meta.json", Allowed(remote=True)), Address)
+
+
+def write_meta(folder: Path, annotation: str, root: str = "") -> Path:
+    meta = folder / "sets" / "meta.json"
+    meta.parent.mkdir(exist_ok=True)
+    meta.write_text(json.dumps({"a": {"annotation": annotation, "root": root, "repeat_time": 1}}))
+    return meta
+
+
+def test_a_list_of_data_sets_makes_no_request_and_reads_nothing_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pic.png").write_bytes(png(40, 20))
+    records = write_jsonl(tmp_path / "a.jsonl", [{"image": "pic.png", "conversations": talk("<image>")}])
+    with served(tmp_path) as (port, asked):
+        for annotation, root in (
+            (f"http://127.0.0.1:{port}/a.jsonl", ""),
+            (f"ftp://127.0.0.1:{port}/a.jsonl", ""),
+            ("../a.jsonl", ""),
+            (str(records), ""),
+        ):
+            with pytest.raises(SampleError):
+                size(write_meta(tmp_path, annotation, root))
+        inside = write_jsonl(tmp_path / "sets" / "b.jsonl", [{"image": "pic.png", "conversations": talk("<image>")}])
+        for root in (f"http://127.0.0.1:{port}/", "/", str(tmp_path)):
+            with pytest.raises(SampleError):
+                size(write_meta(tmp_path, inside.name, root))
+        assert asked == []
+    monkeypatch.chdir(tmp_path / "sets")
+    assert size(write_meta(tmp_path, "../a.jsonl", ".."), allow_outside=True).table.num_images.tolist() == [1]
+    assert size(write_meta(tmp_path, str(records)), media_root=tmp_path).table.num_images.tolist() == [1]
+
+
+def test_results_are_written_to_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("http://host/out/plan.yaml", "s3:/bucket/x.npz"):
+        with pytest.raises(TrimtabError, match="address"):
+            write_atomically(Path(name), b"x")
+    assert list(tmp_path.iterdir()) == []
+    Path("s3:").mkdir()
+    write_atomically(Path("s3:/x.npz"), b"x")
+
+
+def test_a_saved_data_set_without_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"_data_files": []}')
+    with pytest.raises(SampleError, match="_data_files"):
+        size(tmp_path)
+
+
+# -- videos -----------------------------------------------------------------------------------------------------------
+
+
+class EveryClip:
+    """Counts one token a frame."""
+
+    name = "frames"
+
+    def prepare(self, clips: Any) -> None:
+        return
+
+    def count_clip(self, clip: Clip) -> ClipCounts:
+        image = ImageCounts(
+            patches=clip.num_frames, tokens=clip.num_frames, tiles=1, patches_sq=1, patches_windowed=1, text=None
+        )
+        return ClipCounts(image=image, placeholder="<video>", soft="<video>")
+
+
+def test_a_video_is_no_list_of_other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("av", reason="videos are read by PyAV: pip install 'trimtab[video]'")
+    monkeypatch.chdir(tmp_path)
+    with served(tmp_path) as (port, asked):
+        files = playlists(port)
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        (tmp_path / "secret.mp4").write_bytes(b"x")
+        with pytest.raises(SampleError) as caught:
+            size(write_video_set(tmp_path, [*files]), clip_rule=EveryClip(), on_bad="skip")
+        assert asked == []
+    assert "4 video" in str(caught.value)
+
+
+# -- columns ----------------------------------------------------------------------------------------------------------
+
+
+def write_columns(folder: Path) -> list[Path]:
+    rows = [
+        {"id": f"r{n}", "conversations": talk("<image> what?" * n, "a"), "image": {"bytes": b"1234" * n, "path": None}}
+        for n in range(30)
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    with (
+        pyarrow.OSFile(str(folder / "s.arrow"), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as writer,
+    ):
+        writer.write_table(table, max_chunksize=10)
+    with pyarrow.OSFile(str(folder / "f.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=10)
+    pytest.importorskip("pyarrow.parquet").write_table(table, folder / "p.parquet", row_group_size=10)
+    return [folder / name for name in ("s.arrow", "f.arrow", "p.parquet")]
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_damaged_columns_are_bad_samples_or_a_refused_file(tmp_path: Path, kind: int) -> None:
+    """Wrong offsets, lengths and names: each of these once ended the process by SIGBUS or raised SystemError."""
+    path = write_columns(tmp_path)[kind]
+    content = path.read_bytes()
+    for seed in range(40):
+        draw, damaged = random.Random(seed), bytearray(content)
+        for _ in range(draw.randint(1, 4)):
+            at = draw.randrange(len(damaged) - 4)
+            damaged[at : at + 4] = draw.choice([b"\xff\xff\xff\x7f", b"\xff\xff\xff\xff", bytes(4), draw.randbytes(4)])
+        path.write_bytes(bytes(damaged))
+        try:
+            result = size(path, on_bad="skip")
+        except SampleError:
+            continue
+        assert result.num_read <= 33
+
+
+def test_one_wrong_offset_costs_its_group_of_rows(tmp_path: Path) -> None:
+    path = tmp_path / "s.arrow"
+    texts = pyarrow.array([f"text number {n}" for n in range(4)])
+    batch = pyarrow.record_batch({"id": texts})
+    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    content = path.read_bytes()
+    offsets = b"".join(n.to_bytes(4, "little") for n in (0, 13, 26, 39, 52))
+    assert content.count(offsets) == 1
+    wrong = offsets.replace((26).to_bytes(4, "little"), (2**30).to_bytes(4, "little"))
+    path.write_bytes(content.replace(offsets, wrong))
+    with pytest.raises(SampleError, match="1 json"):
+        size(path, on_bad="skip")
