@@ -38,8 +38,8 @@ def complexity(setting: SettingEstimate) -> tuple[int, ...]:
 
     First by kind: plain data parallel is what launchers do by themselves, ZeRO-1 and ZeRO-2 are a flag of theirs;
     ZeRO-3 gathers weights in every layer, tensor parallelism divides the layers, a pipeline divides model and batch,
-    and last come both. Within a kind by ZeRO-3, by expert and context parallelism, which few frameworks have; by the schedule, as
-    few have more than 1F1B and GPipe; then by the devices of one replica.
+    and last come both. Within a kind by ZeRO-3, by expert and context parallelism, which few frameworks have; by the
+    schedule, as few have more than 1F1B and GPipe; then by the devices of one replica.
     """
     pp_or_tp = setting.pp * setting.tp > 1
     special = setting.schedule not in _PLAIN_SCHEDULES
