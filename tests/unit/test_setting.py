@@ -79,7 +79,8 @@ def test_an_open_zero_stage_is_the_best_of_those_asked_for() -> None:
 
 def test_of_settings_alike_in_speed_the_simplest_is_taken() -> None:
     found = choose(PlanOptions(global_batch=64), parse_cluster("16xA100-80GB"))
-    complex_first = sorted(found.considered, key=lambda x: complexity(x.estimate), reverse=True)
+    unlike = {complexity(x.estimate): x for x in found.considered}
+    complex_first = [unlike[key] for key in sorted(unlike, reverse=True)]
     assert len(complex_first) > 4
 
     def with_speeds(speeds: list[float], prefer: str = "fastest") -> ChosenSetting:

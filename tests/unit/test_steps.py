@@ -53,9 +53,7 @@ def test_every_step_holds_the_batch_that_was_asked_for(global_batch: int, device
     assert check_plan(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2.5-VL-7B", "InternVL-Chat-V1-5", "Qwen3-VL-4B", "LLaVA-OneVision-7B", "Gemma3-4B"]
-)
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "InternVL-Chat-V1-5", "Qwen3-VL-4B", "LLaVA-OneVision-7B"])
 def test_a_batch_is_refused_only_where_a_rank_has_no_sample(name: str) -> None:
     model = describe(name)
     samples = native_samples(64)
@@ -119,7 +117,7 @@ def test_skipped_samples_count_in_no_price() -> None:
             found = share_tried(tried, ParallelDims(), 4)
             assert found.extremes[:, 4].max() < 90_000
             assert found.mean_work[4] < 90_000 / 4
-    made = make_plan(describe("Qwen2.5-VL-7B"), huge, parse_cluster("1xH200"), replace(options, optimizer="sgd"))
+    made = make_plan(describe("Qwen2.5-VL-3B"), huge, parse_cluster("1xH200"), replace(options, optimizer="sgd"))
     assert made.plan.decisions.packing.num_oversize == 100
 
 
