@@ -14,7 +14,7 @@ from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, describe_draw, open_epoch
 from trimtab.plan.decide.expressible import Expressible, best_split
 from trimtab.plan.decide.search import choose_setting, default_global_batch
-from trimtab.plan.decide.sharing import VisionChosen, choose_vision
+from trimtab.plan.decide.sharing import VisionChosen, choose_vision, group_degree
 from trimtab.plan.decide.simplest import ChosenSetting
 from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
 from trimtab.plan.decide.work import host_sentences
@@ -32,6 +32,7 @@ Within = Callable[[ModelSpec, int], Expressible]
 _NARROWED = f"{ABOUT_SPLIT[1]}with the same packs, within what the framework of --for can run."
 
 
+_MOST_SHARED, _SHARING_GAINS = 4, 1.3  # settings that are tried with shared images, and what that may gain
 _MOST_DEVICES_A_SAMPLE = 128  # a replica of the model is no larger: tp 8 x pp 16
 
 
@@ -143,23 +144,33 @@ def _settle(
     chosen: ChosenSetting,
     within: Within | None,
 ) -> _Settled:
-    """The best setting; with `within` the best at which something of that fits."""
-    tried = chosen
-    while True:
-        case = pack_case(model, epoch, cluster, budget, tried.best.setting, tried.best.options)
+    """The best setting; with `within` the best at which something of that fits.
+
+    Where images may be shared, settings that are slower without that are tried too, and the shortest epoch wins.
+    """
+    group = chosen.best.options.vision.group
+    left, settled = list(chosen.by_preference), list[_Settled]()
+    most = 1 if group == "none" else _MOST_SHARED
+    if group in ("tp", "dp"):  # of one rank there is nothing to share
+        left = [x for x in left if group_degree(group, x.setting.dims) > 1] or left
+    if group != "none":
+        left = [x for x in left if x.samples_per_s * _SHARING_GAINS >= left[0].samples_per_s]
+    for priced in left:
+        case = pack_case(model, epoch, cluster, budget, priced.setting, priced.options)
         without = choose_split(case)
         vision = choose_vision(case, without)
         case, split = vision.best.case, vision.best.found.split
         best = split if within is None else best_split(case, within(model, case.setting.dims.pp))
         if best is not None:
-            return _Settled(tried=tried, without=without, vision=vision, split=best)
-        rest = tuple(x for x in tried.considered if x is not tried.best)
-        if not rest:
-            raise PartitionError(
-                f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: "
-                "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
-            )
-        tried = replace(tried, considered=rest)
+            settled.append(_Settled(tried=chosen.taking(priced), without=without, vision=vision, split=best))
+        if len(settled) == most:
+            break
+    if not settled:
+        raise PartitionError(
+            f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: "
+            "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
+        )
+    return min(settled, key=lambda x: x.vision.best.epoch_s)  # of equals the first
 
 
 def batch_assumption(

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from trimtab.balance.packing import PackResult
 from trimtab.costs.profile import with_tiers
 from trimtab.errors import PartitionError
 from trimtab.options import ScheduleName
@@ -44,7 +45,7 @@ from trimtab.plan.decide.steps import (
 )
 from trimtab.plan.decide.work import pass_s, price_samples, steps_of, times_of
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import ClusterSpec, LayerSpec, ModelSpec, ParallelDims, Profile, SampleTable
+from trimtab.specs import ClusterSpec, FloatArray, LayerSpec, ModelSpec, ParallelDims, Profile, SampleTable
 from trimtab.units import format_bytes, format_degrees
 
 _SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
@@ -58,6 +59,7 @@ _SCHEDULES: tuple[ScheduleName, ...] = ("1F1B", "GPipe", "Interleaved1F1B", "ZBV
 """Those that some trainer runs; ZBH1 is priced where it is asked for."""
 
 Tiers = Callable[[LayerSpec], Collection[str]]
+Filled = tuple[float, PackResult, FloatArray]  # samples a pack, packs, and the rows that decide the largest
 PacksOf = Callable[[PlanOptions, ParallelDims], Iterator[TriedPacks]]
 
 
@@ -252,7 +254,7 @@ def _pack_maker(
         return share_tried(tried, ParallelDims(dp=dp, cp=cp), num_microbatches, unit=unit)
 
     @cache
-    def filled(cp: int) -> tuple[tuple[float, object, object], ...]:
+    def filled(cp: int) -> tuple[Filled, ...]:
         return tuple(fill_tried(tried, ParallelDims(cp=cp)))
 
     def packs_of(own: PlanOptions, dims: ParallelDims) -> Iterator[TriedPacks]:
@@ -288,7 +290,7 @@ def _microbatch_counts(options: PlanOptions, dims: ParallelDims, global_batch: i
 
 
 def _filled_packs(
-    options: PlanOptions, dims: ParallelDims, tried: Tried, made: Sequence[tuple], global_batch: int
+    options: PlanOptions, dims: ParallelDims, tried: Tried, made: Sequence[Filled], global_batch: int
 ) -> Iterator[TriedPacks]:
     """Filled packs under every pair of limits, so many a step that it holds about the global batch."""
     unit, found = microbatch_unit(options.schedule, dims.pp), False
@@ -369,12 +371,12 @@ def price_members(
         """Whether the member fits; its price is kept."""
         if number not in found:
             try:
-                found[number] = price_member(members[number], model, cluster, budget, tiers)
+                found[number] = one = price_member(members[number], model, cluster, budget, tiers)
             except PartitionError as error:
                 found[number] = None
                 refusals.append(Refusal(dims=members[number].profile.dims, error=error))
             else:
-                note(members[number], 1 / found[number].samples_per_s)
+                note(members[number], 1 / one.samples_per_s)
         return found[number] is not None
 
     def expected_s(member: Member) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.options import same_fields
 from trimtab.plan.decide.case import Setting
@@ -91,6 +91,7 @@ class ChosenSetting:
     considered: tuple[Priced, ...]
     num_misfits: int  # divisions of the devices for which nothing fits the memory, or the model's shapes
     prefer: Preference = "fastest"
+    taken: Priced | None = None  # None: the first by preference
 
     @property
     def error(self) -> float:
@@ -99,9 +100,20 @@ class ChosenSetting:
 
     @property
     def best(self) -> Priced:
-        """The simplest of those that are alike in speed; of equally simple ones the fastest."""
+        """The one that is taken."""
+        return self.by_preference[0] if self.taken is None else self.taken
+
+    @property
+    def by_preference(self) -> tuple[Priced, ...]:
+        """The simplest of those that are alike in speed first, of equally simple ones the fastest; then the others."""
         least = (1 - self.error) * self.considered[0].samples_per_s
-        return min((x for x in self.considered if x.samples_per_s >= least), key=lambda x: complexity(x.estimate))
+        alike = [x for x in self.considered if x.samples_per_s >= least]
+        alike.sort(key=lambda x: complexity(x.estimate))
+        return (*alike, *self.considered[len(alike) :])
+
+    def taking(self, priced: Priced) -> ChosenSetting:
+        """The same settings, with this one taken."""
+        return replace(self, taken=priced)
 
     @property
     def listed(self) -> tuple[SettingEstimate, ...]:
