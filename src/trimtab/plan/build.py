@@ -9,6 +9,7 @@ from pathlib import Path
 from trimtab.errors import PartitionError, PlanError, refuse_type
 from trimtab.files import write_atomically, written_together
 from trimtab.partition.assess import SplitResult
+from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, tied_settings
 from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, describe_draw, open_epoch
@@ -91,17 +92,20 @@ def make_plan(
                 model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=_step(progress, "settings")
             )
             break
-        except PartitionError:
+        except PartitionError as error:
             # GPipe holds all packs of a step: fewer samples a step may fit, where nobody asked for so many
             if asked.global_batch is not None or options.schedule != "GPipe" or (options.global_batch or 1) == 1:
-                raise
+                advice = explain_misfit(model, epoch.drawn, cluster, options, budget)
+                raise PartitionError(f"{error}\n{advice}") from None
             options = replace(options, global_batch=(options.global_batch or 1) // 2)
     settled = _settle(model, epoch, cluster, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
-    setting, options = case.setting, case.options
+    setting, options_of_search, options = case.setting, options, case.options
     variants = compare_variants(
         case, split.stages, without=settled.without, elsewhere=tried.listed, progress=_step(progress, "simulation")
     )
+    tied = tied_settings(tried)
+    tips = find_tips(model, epoch.drawn, cluster, options_of_search, tied) if len(tied) > 1 else ()
     return assemble_plan(
         case,
         split,
@@ -111,11 +115,13 @@ def make_plan(
         searched=found.searched,
         settings=tried.listed,
         setting_error=tried.error,
+        tips=tips,
         assumptions=(
             *epoch.notes,
             *batch_assumption(cluster, asked, options, len(rows)),
             *describe_draw(epoch.sources),
             *tried.sentences(),
+            *describe_tie(tied, tips),
             *(found.sentences() if within is None else (_NARROWED,)),
             *settled.vision.sentences(),
             *explain_losses(variants),

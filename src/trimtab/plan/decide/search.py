@@ -151,10 +151,7 @@ def _refused(refusals: Sequence[Refusal]) -> PartitionError:
     number = len({refusal.dims for refusal in refusals})
     if number == 1:
         return reason
-    return PartitionError(
-        f"none of {number} divisions of the devices fits; the one that divides most:\n{reason}\n"
-        "Memory is also saved by a higher ZeRO stage, fused kernels, frozen towers, smaller images."
-    )
+    return PartitionError(f"none of {number} divisions of the devices fits; the one that divides most:\n{reason}")
 
 
 # -- the space --------------------------------------------------------------------------------------------------------
