@@ -27,7 +27,7 @@ from trimtab.models.asking.units import split_units
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.plan import RecomputeDecision
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.recompute import apply
 from trimtab.specs import WORK_TERMS, FloatArray, ModelSpec, Profile
 
 CASES = (

@@ -20,8 +20,7 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from trimtab.models.images.native import GlmSmartResize, SmartResize
-from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PanAndScan
+from trimtab.models.images.rules import AnyRes, DynamicTiling, FixedImage, GlmSmartResize, PanAndScan, SmartResize
 from trimtab.specs import ImageRule
 
 Count = Callable[[int, int], object]

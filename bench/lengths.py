@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.balance.cost import LinearCost
 from trimtab.specs import SampleTable
 
 DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -19,6 +20,8 @@ FITTED = Path(__file__).parent / "data" / "fitted_lengths.json"
 TOKENS_PER_TILE = 256
 LEVELS = (*(i / 50 for i in range(49)), 0.97, 0.98, 0.985, 0.99, 0.993, 0.996, 0.998, 0.999, 0.9995, 1.0)
 """Of the quantiles that are kept of a set's text tokens."""
+NATIVE_COST = LinearCost(patches=1.2e9, patches_sq=0.0, tokens=14e9, tokens_sq=0.2e6)
+"""Of a 0.6B + 7B model, attention causal: 4 x 28 layers x 3584 / 2."""
 REAL_FILES = ("ai2d_train_12k_lengths.json", "chartqa_train_18k_lengths.json", "docvqa_train_10k_lengths.json")
 MIXTURE_FILE = "mixture_1m24_lengths.parquet"
 
@@ -96,3 +99,28 @@ def make_table(v, t, source, names, unit) -> SampleTable:
         source_names=names,
         patch_unit=unit,
     )
+
+
+SHAPES = ("uniform", "correlated", "log-normal", "opposed", "bimodal", "few sizes", "text only")
+"""Kinds of sizes that `draw_shape` draws."""
+
+
+def draw_shape(kind: str, num_samples: int, largest: tuple[int, int], seed: int = 0) -> SampleTable:
+    """Patches and tokens of one kind, from a tenth of `largest` up, or from nothing where the kind says so."""
+    r = np.random.default_rng(seed)
+    x, y = r.uniform(0.1, 1.0, (2, num_samples))
+    if kind == "correlated":
+        x, y = x * r.uniform(0.85, 1.0, num_samples), x * r.uniform(0.85, 1.0, num_samples)
+    elif kind == "log-normal":
+        x, y = (np.minimum(1.0, 0.2 * np.exp(r.normal(0, 0.7, num_samples))) for _ in range(2))
+    elif kind == "opposed":
+        y = 1.1 - x
+    elif kind == "bimodal":
+        is_large = r.random(num_samples) < 0.3
+        x, y = np.where(is_large, x, 0.1 * x), np.where(is_large, y, 0.2 * y)
+    elif kind == "few sizes":
+        x, y = r.choice(r.uniform(0.05, 1.0, 6), num_samples), r.choice(r.uniform(0.05, 1.0, 3), num_samples)
+    elif kind == "text only":
+        x = np.zeros(num_samples)
+    sizes = [np.maximum(q > 0, np.rint(q * most)).astype(np.int64) for q, most in zip((x, y), largest, strict=True)]
+    return SampleTable.of(*sizes)

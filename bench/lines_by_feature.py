@@ -23,7 +23,7 @@ ROWS = (
     ("partition", "the exact cut, recompute with it (README 2, 3); schedules, jitter (18)"),
     ("costs/traced costs/timed costs/kind_model costs/least_squares", "layers counted and timed (18)"),
     ("costs/fit costs/logs costs/minima costs/observed plan/runs", "formulas fitted to logged runs (18)"),
-    ("lora costs/adapters adapters/lora runtime/training/lora", "LoRA: priced, exported, trained (17)"),
+    ("lora costs/adapters adapters/lora runtime/training/loop", "LoRA: priced, exported, trained (17)"),
     ("costs", "seconds and bytes of every layer by formula; devices, networks (18)"),
     ("models/asking models/ask", "any VLM: layers, images and videos asked of Transformers, in a child process (13)"),
     ("models", "32 shipped models, odd families, image rules (13, 15)"),

@@ -28,8 +28,8 @@ from drawn_images import draw_image_samples  # noqa: E402
 from shrunk_models import make_shrunk  # noqa: E402
 
 from trimtab.errors import TrimtabError  # noqa: E402
+from trimtab.runtime.data.formats import runs_apart  # noqa: E402
 from trimtab.runtime.data.packing import prepare_packing, verify_packing  # noqa: E402
-from trimtab.runtime.data.state_layers import runs_apart  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,16 @@
-"""Other packers beside ours: best fit decreasing (TRL), greedy knapsack, binpacking, Karmarkar-Karp (verl), ISF.
+"""Our packs and steps and those of others, all figures of the packer in one run; each peer by its published rule.
 
-    python bench/packing_peers.py [--data ../shared/data] [--samples 100000]
+    python bench/packing_peers.py [--data ../shared/data] [--part packs|orders|one-limit|steps|scale] [--samples 100000]
 
-Each peer is restated here from its published description, on lengths alone; all but ISF know only tokens. Packs run in
-random order unless the method assigns ranks itself (Karmarkar-Karp). `over` is the share of packs above the patch
-limit, `over t` above the token limit, `left` the samples of packs that do not fill a last row. CPU seconds of one
-thread; ours are compiled, the peers are Python as theirs are.
+packs      two limits: `balanced`, two-column best fit decreasing (windows of 4,096 samples), ISF (OmniBal).
+orders     the data sets in the orders of `balanced`, with what the order costs in randomness (chi2 per step).
+one-limit  packers that know tokens only: best fit decreasing (TRL, ms-swift), greedy knapsack (LLaMA-Factory).
+steps      N given samples among the ranks: Karmarkar-Karp (verl), longest first to the least loaded rank (greedy
+           knapsack), packs filled in the order of arrival (Megatron's dp-balanced scheduler, lmms-engine).
+scale      --samples drawn into mapped int32 columns: CPU seconds and resident memory.
+
+"rows" is the time of all rows, each as long as its most expensive pack, over that of rows without waiting. CPU seconds
+of one thread, compiled loops warm.
 """
 
 from __future__ import annotations
@@ -13,28 +18,144 @@ from __future__ import annotations
 import argparse
 import bisect
 import heapq
+import resource
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from numba import njit
 
-from lengths import DEFAULT_DATA, generate_native, read_mixture
-from packing_real import NATIVE_COST
+from lengths import DEFAULT_DATA, NATIVE_COST, draw_lengths, draw_shape, generate_native, read_mixture, read_real
 from trimtab.balance.bound import lower_bound_packs
-from trimtab.balance.cost import TILE_COST, LinearCost
-from trimtab.balance.metrics import dist_ratio, utilisation
-from trimtab.balance.packing import pack_samples, warm_up
-from trimtab.options import Order, PackMethod
+from trimtab.balance.cost import PATCH_COST, TILE_COST, LinearCost
+from trimtab.balance.packing import pack_samples, report_packing, warm_up
+from trimtab.balance.step import share_step
 from trimtab.specs import SampleTable
 
-WINDOW = 1000  # samples the trainers' packers look at together (Datasets' map batch)
-GLOBAL_BATCH = 1024  # samples Karmarkar-Karp divides among the ranks
+WINDOW = 4096  # samples that two-column best fit looks at together
+MAP_BATCH = 1000  # samples the trainers' one-limit packers look at together
 Packs = list[list[int]]
 
 
+@njit(cache=True)
+def _best_fit(sizes, limits, order):  # type: ignore[no-untyped-def]
+    rest = np.empty((len(order), 2))
+    pack_of = np.empty(len(order), np.int64)
+    num_packs = 0
+    for i in order:
+        best, least = -1, np.inf
+        for p in range(num_packs):
+            a, b = rest[p, 0] - sizes[i, 0], rest[p, 1] - sizes[i, 1]
+            if a >= 0 and b >= 0 and a / limits[0] + b / limits[1] < least:
+                best, least = p, a / limits[0] + b / limits[1]
+        if best < 0:
+            best = num_packs
+            num_packs += 1
+            rest[best] = limits
+        pack_of[i] = best
+        rest[best] -= sizes[i]
+    return pack_of, num_packs
+
+
+def best_fit_two_columns(sizes: np.ndarray, limits: tuple[int, int], seed: int = 0) -> tuple[np.ndarray, int]:
+    """Pack of each sample, and their number: the larger share of the limits first, to the pack with the least rest."""
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    pack_of, num_packs = np.empty(len(sizes), np.int64), 0
+    for first in range(0, len(sizes), WINDOW):
+        rows = order[first : first + WINDOW]
+        own = sizes[rows].astype(float)
+        largest_first = np.argsort(-(own / limits).max(axis=1), kind="stable")
+        packs, count = _best_fit(own, np.array(limits, float), largest_first)
+        pack_of[rows] = packs + num_packs
+        num_packs += count
+    return pack_of, num_packs
+
+
+def row_time(cost: np.ndarray, dp: int, *, is_sorted: bool) -> float:
+    """Sum over rows of the largest cost: rows of dp packs by cost, or of any."""
+    cost = np.sort(cost) if is_sorted else cost[np.random.default_rng(0).permutation(len(cost))]
+    empty = np.zeros(-len(cost) % dp)
+    return float(np.concatenate([empty, cost] if is_sorted else [cost, empty]).reshape(-1, dp).max(axis=1).sum())
+
+
+def show_packs(arguments: argparse.Namespace) -> None:
+    print(
+        "| case | dp | samples a pack | packs over the bound: ours, best fit, ISF | rows, random order | rows, sorted |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, table, limits, weights, dp in two_limit_cases(arguments.data):
+        sizes, cost = np.stack([table.num_patches, table.num_tokens], axis=1), weights.of_samples(table)
+        bound = lower_bound_packs(sizes, limits)
+        found, seconds = [], []
+        for method in ("balanced", "best fit", "isf"):
+            start = time.process_time()
+            if method == "best fit":
+                found.append(np.bincount(best_fit_two_columns(sizes, limits)[0], cost))
+            else:
+                packed = pack_samples(table, limits=limits, dp=dp, cost=cost, method=method)
+                found.append(packed.packing.sums(cost))
+            seconds.append(time.process_time() - start)
+        over = ", ".join(f"{len(packs) / bound:.4f}" for packs in found)
+        times = [
+            ", ".join(f"{row_time(packs, dp, is_sorted=way) * dp / cost.sum():.4f}" for packs in found)
+            for way in (False, True)
+        ]
+        spent = ", ".join(f"{s:.2f}" for s in seconds)
+        each = len(table) / len(found[0])
+        print(f"| {name} | {dp} | {each:.2f} | {over} | {times[0]} | {times[1]} | {spent} s", flush=True)
+
+
+def two_limit_cases(data: Path) -> list[tuple[str, SampleTable, tuple[int, int], LinearCost, int]]:
+    """The cases in which packers differ most: few samples a pack, columns that do not move together, whole rows."""
+    cases: list[tuple[str, SampleTable, tuple[int, int], LinearCost, int]] = []
+    uniform = draw_shape("uniform", 8000, (16_380, 8_192))
+    for share in (1.0, 1.5, 2.0):
+        limits = (int(16_380 * share), int(8_192 * share))
+        cases.append((f"independent, limits x {share}", uniform, limits, PATCH_COST, 8))
+    for kind, dp in (("correlated", 8), ("log-normal", 8), ("opposed", 64)):
+        cases.append((kind, draw_shape(kind, 8000, (16_380, 8_192)), (16_380, 8_192), PATCH_COST, dp))
+    r = np.random.default_rng(0)
+    tiles = SampleTable.of(r.integers(3, 10, 8000), r.integers(800, 4097, 8000), patch_unit="tiles")
+    cases.append(("3 to 9 of 9 tiles", tiles, (9, 4096), TILE_COST, 64))
+    cases.append(("all equal", SampleTable.of(np.full(8000, 3), np.full(8000, 700)), (9, 4096), TILE_COST, 8))
+    real = read_real(data) or draw_lengths("real")
+    for limits in ((18, 6016), (9, 4096)):
+        cases += [(f"three real sets, {limits}", real, limits, TILE_COST, dp) for dp in (8, 64, 256, 1024)]
+    cases.append(("mixture", read_mixture(data) or draw_lengths("mixture"), (9, 4096), TILE_COST, 8))
+    return cases
+
+
+def show_orders(arguments: argparse.Namespace) -> None:
+    print("| data | method, order | packs over the bound | vit / llm / cost | utilisation | chi2 | s |")
+    print("|---|---|---|---|---|---|---|")
+    for name, table, limits, weights in data_sets(arguments.data):
+        for method, order in (
+            *(("random", "random"), ("length_group", "random"), ("device_group", "random"), ("isf", "random")),
+            *(("balanced", "random"), ("balanced", "tolerance"), ("balanced", "sorted")),
+        ):
+            start = time.process_time()
+            packed = pack_samples(table, limits=limits, dp=8, cost=weights, method=method, order=order, oversize="skip")
+            seconds = time.process_time() - start
+            r = report_packing(table, packed, cost=weights)
+            ratios = f"{r.dist_ratio_vit:.4f} / {r.dist_ratio_llm:.4f} / {r.dist_ratio_cost:.4f}"
+            figures = (
+                f"{r.packs_over_bound:.4f} | {ratios} | {r.utilisation:.4f} | {r.shuffle_chi2:.3f} | {seconds:.2f}"
+            )
+            print(f"| {name} | {method}, {order} | {figures} |", flush=True)
+
+
+def data_sets(data: Path) -> list[tuple[str, SampleTable, tuple[int, int], LinearCost]]:
+    return [
+        ("three real sets", read_real(data) or draw_lengths("real"), (18, 6016), TILE_COST),
+        ("mixture", read_mixture(data) or draw_lengths("mixture"), (9, 4096), TILE_COST),
+        ("native (generated)", generate_native(200_000), (41_920, 16_384), NATIVE_COST),
+    ]
+
+
 def best_fit_decreasing(lengths: list[int], limit: int) -> Packs:
-    """Longest first, each into the pack with the least room that holds it (TRL, `packing_strategy="bfd"`)."""
+    """Longest first, each into the pack with the least room that holds it (TRL; `binpacking` packs the same)."""
     rooms: list[tuple[int, int]] = []  # (room, pack), ascending
     packs: Packs = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -63,159 +184,153 @@ def greedy_knapsack(lengths: list[int], limit: int) -> Packs:
     return packs
 
 
-def constant_volume(lengths: list[int], limit: int) -> Packs:
-    """Longest first, each into the fullest pack that holds it, a new one if none does (`binpacking`, ms-swift).
+def show_one_limit(arguments: argparse.Namespace) -> None:
+    print("| data | packer | packs over the bound of both limits | packs above the patch limit | rows |")
+    print("|---|---|---|---|---|")
+    for name, table, limits, weights in data_sets(arguments.data)[1:]:
+        fits = np.flatnonzero((table.num_patches <= limits[0]) & (table.num_tokens <= limits[1]))
+        rows = np.random.default_rng(2).permutation(fits)[: arguments.samples]
+        sizes = np.stack([table.num_patches[rows], table.num_tokens[rows]], axis=1)
+        cost = weights.of_samples(table)[rows]
+        for peer in (best_fit_decreasing, greedy_knapsack):
+            packs: Packs = []
+            for first in range(0, len(rows), MAP_BATCH):
+                packs += [
+                    [first + i for i in pack] for pack in peer(sizes[first : first + MAP_BATCH, 1].tolist(), limits[1])
+                ]
+            starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])[:-1]])
+            sums = np.add.reduceat(np.column_stack([sizes, cost])[np.concatenate(packs)], starts)
+            time_of_rows = row_time(sums[:, 2], 8, is_sorted=False) * 8 / cost.sum()
+            over = (sums[:, 0] > limits[0]).mean()
+            bound = lower_bound_packs(sizes, limits)
+            print(
+                f"| {name} | {peer.__name__} | {len(packs) / bound:.4f} | {over:.3f} | {time_of_rows:.4f} |", flush=True
+            )
 
-    `binpacking` looks for the pack with the largest sum that has room: what best fit does with a linear search.
-    """
-    sums: list[int] = []
-    packs: Packs = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        best = -1
-        for p, total in enumerate(sums):
-            if total + lengths[i] <= limit and (best < 0 or total > sums[best]):
-                best = p
-        if best < 0:
-            best = len(sums)
-            sums.append(0)
-            packs.append([])
-        sums[best] += lengths[i]
-        packs[best].append(i)
-    return packs
 
-
-def karmarkar_karp(work: list[float], num_parts: int) -> Packs:
-    """Largest differencing method (Karmarkar & Karp 1982) for k parts of about equal sums.
-
-    Of all partial partitions the two with the largest spread are merged, largest parts onto smallest.
-    """
-    heap = [(-w, n, [(w, [i])]) for n, (i, w) in enumerate(enumerate(work))]
+def karmarkar_karp(work: np.ndarray, num_ranks: int, *, equal_size: bool) -> float:
+    """Largest rank by the largest differencing method (Karmarkar & Karp 1982), of as many samples each where asked."""
+    largest_first = np.sort(work)[::-1]
+    if equal_size:
+        parts = [np.sort(part)[::-1] for part in largest_first.reshape(-1, num_ranks)]
+    else:
+        parts = [np.concatenate([[w], np.zeros(num_ranks - 1)]) for w in largest_first]
+    heap = [(-(part[0] - part[-1]), n, part) for n, part in enumerate(parts)]
     heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        _, _, a = heapq.heappop(heap)
-        _, _, b = heapq.heappop(heap)
-        a = a + [(0.0, [])] * (num_parts - len(a)) if len(a) < num_parts else a
-        b = b + [(0.0, [])] * (num_parts - len(b)) if len(b) < num_parts else b
-        merged = sorted(((x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)), key=lambda x: -x[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-        number += 1
-    return [items for _, items in heap[0][2]]
+    for number in range(len(parts), 2 * len(parts) - 1):
+        a, b = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        merged = np.sort(a + b[::-1])[::-1]
+        heapq.heappush(heap, (-(merged[0] - merged[-1]), number, merged))
+    return float(heap[0][2][0])
 
 
-def in_windows(pack: Callable[[list[int], int], Packs], lengths: np.ndarray, limit: int, dp: int) -> np.ndarray:
-    """Packs of windows of the shuffle, as rows of dp in random order: (rows, dp) of lists; the rest is left."""
-    order = np.random.default_rng(0).permutation(len(lengths))
-    packs: Packs = []
-    for first in range(0, len(order), WINDOW):
-        part = order[first : first + WINDOW]
-        packs += [part[p].tolist() for p in pack(lengths[part].tolist(), limit)]
-    return as_rows([packs[i] for i in np.random.default_rng(1).permutation(len(packs))], dp)
+def least_loaded(work: np.ndarray, num_ranks: int) -> float:
+    """Longest first, each to the rank with the least so far."""
+    ranks = [0.0] * num_ranks
+    for w in np.sort(work)[::-1].tolist():
+        heapq.heapreplace(ranks, ranks[0] + w)
+    return max(ranks)
 
 
-def by_global_batch(lengths: np.ndarray, limit: int, dp: int) -> np.ndarray:
-    """Karmarkar-Karp as verl uses it: a global batch to the ranks, then each rank's part to micro-batches.
-
-    Work of a sample is 24576 s + s^2; a rank makes ceil(sum / limit) micro-batches, all ranks as many as the most.
-    """
-    order = np.random.default_rng(0).permutation(len(lengths))
-    rows: Packs = []
-    for first in range(0, len(order) - GLOBAL_BATCH + 1, GLOBAL_BATCH):
-        part = order[first : first + GLOBAL_BATCH]
-        s = lengths[part].astype(float)
-        work = 24576.0 * s + s * s
-        ranks = [np.array(p) for p in karmarkar_karp(work.tolist(), dp)]
-        micro = max(int(np.ceil(s[p].sum() / limit)) for p in ranks)
-        split = [karmarkar_karp(work[p].tolist(), micro) for p in ranks]
-        for m in range(micro):
-            rows += [part[ranks[r][split[r][m]]].tolist() for r in range(dp)]
-    return as_rows(rows, dp)
+def in_order(work: np.ndarray, num_ranks: int) -> float:
+    """Packs filled to the mean rank in the order of arrival, the longest split until each rank has equally many."""
+    packs: list[list[float]] = [[]]
+    for w in work.tolist():
+        if packs[-1] and sum(packs[-1]) + w > work.sum() / num_ranks:
+            packs.append([])
+        packs[-1].append(w)
+    while len(packs) % num_ranks:
+        at = max(range(len(packs)), key=lambda p: len(packs[p]))
+        packs[at : at + 1] = [packs[at][:-1], packs[at][-1:]]
+    sums = np.array([sum(pack) for pack in packs])
+    return float(sums.reshape(-1, num_ranks).sum(axis=0).max())
 
 
-def as_rows(packs: Packs, dp: int) -> np.ndarray:
-    whole = len(packs) // dp
-    rows = np.empty((whole, dp), object)
-    for i in range(whole * dp):
-        rows[i // dp, i % dp] = packs[i]
-    return rows
+STEP_PEERS: dict[str, Callable[[np.ndarray, int], float]] = {
+    "Karmarkar-Karp": lambda work, dp: karmarkar_karp(work, dp, equal_size=False),
+    "the same, equal numbers": lambda work, dp: karmarkar_karp(work, dp, equal_size=True),
+    "least loaded": least_loaded,
+    "in order": in_order,
+}
 
 
-def our_rows(
-    table: SampleTable, limits: tuple[int, int], dp: int, cost: np.ndarray, method: PackMethod, order: Order
-) -> np.ndarray:
-    result = pack_samples(table, limits=limits, dp=dp, cost=cost, method=method, order=order)
-    parts = np.split(result.packing.indices, result.packing.offsets[1:-1])
-    slots = result.schedule.table.transpose(0, 2, 1).reshape(-1)
-    return as_rows([parts[p].tolist() for p in slots[slots >= 0]], dp)
-
-
-def show(name: str, rows: np.ndarray, table: SampleTable, cost: np.ndarray, limits: tuple[int, int], s: float) -> None:
-    flat = rows.reshape(-1)
-    members = np.concatenate([np.array(pack, np.int64) for pack in flat])
-    starts = np.concatenate([[0], np.cumsum([len(pack) for pack in flat])[:-1]])
-
-    def sums(column: np.ndarray) -> np.ndarray:
-        return np.add.reduceat(column[members].astype(float), starts).reshape(rows.shape)
-
-    v, t, c = sums(table.num_patches), sums(table.num_tokens), sums(cost)
-    sizes = np.stack([table.num_patches, table.num_tokens], axis=1)
-    left = len(table) - len(members)
+def show_steps(arguments: argparse.Namespace) -> None:
     print(
-        f"| {name} | {rows.size / lower_bound_packs(sizes, limits):.4f} | {dist_ratio(v):.4f} / {dist_ratio(t):.4f} / "
-        f"{dist_ratio(c):.4f} | {utilisation(c, c):.3f} | {v.mean() / limits[0]:.3f} / {t.mean() / limits[1]:.3f} | "
-        f"{(v > limits[0]).mean():.3f} | {(t > limits[1]).mean():.3f} | {left} | {s:.2f} |",
-        flush=True,
+        f"| data | dp | a rank | slowest over mean: ours, {', '.join(STEP_PEERS)}, bound | ms |\n|---|---|---|---|---|"
     )
-
-
-def select(table: SampleTable, rows: np.ndarray) -> SampleTable:
-    names = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_windowed", "source")
-    columns = {name: getattr(table, name)[rows] for name in names}
-    return SampleTable(**columns, source_names=table.source_names, patch_unit=table.patch_unit)
-
-
-def compare(table: SampleTable, limits: tuple[int, int], weights: LinearCost, dp: int) -> None:
-    print("| method | packs / bound | vit / llm / cost | util | fill v / t | over v | over t | left | s |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    cost, lengths, limit = weights.of_samples(table), table.num_tokens, limits[1]
-    runs: list[tuple[str, Callable[[], np.ndarray]]] = [
-        ("best fit decreasing", lambda: in_windows(best_fit_decreasing, lengths, limit, dp)),
-        ("greedy knapsack", lambda: in_windows(greedy_knapsack, lengths, limit, dp)),
-        ("binpacking", lambda: in_windows(constant_volume, lengths, limit, dp)),
-        ("Karmarkar-Karp", lambda: by_global_batch(lengths, limit, dp)),
-        ("isf", lambda: our_rows(table, limits, dp, cost, "isf", "random")),
-        ("**balanced, random**", lambda: our_rows(table, limits, dp, cost, "balanced", "random")),
-        ("**balanced, tolerance**", lambda: our_rows(table, limits, dp, cost, "balanced", "tolerance")),
-        ("**balanced, sorted**", lambda: our_rows(table, limits, dp, cost, "balanced", "sorted")),
+    worst, cells = 0.0, 0
+    sets = [
+        *data_sets(arguments.data),
+        ("log-normal", draw_shape("log-normal", 100_000, (10**6, 10**6)), (1, 1), PATCH_COST),
     ]
-    for method, run in runs:
+    for name, table, _, weights in sets:
+        cost, sizes = weights.of_samples(table), np.stack([table.num_patches, table.num_tokens], axis=1)
+        r = np.random.default_rng(3)
+        for dp, each in ((8, 4), (8, 8), (8, 16), (8, 64), (32, 4), (32, 16), (64, 8), (64, 64), (256, 4), (256, 16)):
+            found, seconds = [], 0.0
+            for step in range(arguments.steps if dp * each <= 512 else max(3, arguments.steps // 20)):
+                rows = r.integers(0, len(table), dp * each)
+                work = cost[rows]
+                start = time.process_time()
+                ours = share_step(sizes[rows], work, limits=None, dp=dp, keys=(step,))
+                seconds += time.process_time() - start
+                slowest = np.add.reduceat(work[ours.members], ours.offsets[:-1]).max()
+                bound = max(work.sum() / dp, work.max())
+                found.append([slowest, *(peer(work, dp) for peer in STEP_PEERS.values()), bound])
+                found[-1] = [x / (work.sum() / dp) for x in found[-1]]
+            mean = np.mean(found, axis=0)
+            worst, cells = max(worst, mean[0] / mean[1:-1].min()), cells + 1
+            figures = ", ".join(f"{x:.4f}" for x in mean)
+            print(f"| {name} | {dp} | {each} | {figures} | {seconds / len(found) * 1e3:.2f} |", flush=True)
+    print(f"\n{cells} cells; ours over the best peer at most {worst:.5f}")
+
+
+def show_scale(arguments: argparse.Namespace) -> None:
+    mixture = draw_lengths("mixture")
+    with tempfile.TemporaryDirectory() as folder:
+        columns = {}
+        for name in ("num_patches", "num_tokens"):
+            path, random = Path(folder) / f"{name}.npy", np.random.default_rng(0)
+            mapped = np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(arguments.samples,))
+            for first in range(0, arguments.samples, 1 << 22):
+                rows = random.integers(0, len(mixture), min(1 << 22, arguments.samples - first))
+                mapped[first : first + 1 << 22] = getattr(mixture, name)[rows]
+            del mapped
+            columns[name] = np.load(path, mmap_mode="r")
+        none = np.broadcast_to(np.int32(0), arguments.samples)
+        unused = dict.fromkeys(("num_images", "patches_sq", "patches_windowed", "source"), none)
         start = time.process_time()
-        rows = run()
-        show(method, rows, table, cost, limits, time.process_time() - start)
+        packed = pack_samples(
+            SampleTable(**columns, **unused, patch_unit="tiles"), limits=(9, 4096), dp=8, cost=TILE_COST
+        )
+        seconds = time.process_time() - start
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    num_packs = packed.packing.num_packs
+    print(f"{arguments.samples:,} samples, {num_packs:,} packs: {seconds:.1f} CPU s, {resident:.2f} GiB resident")
+
+
+PARTS = {
+    "packs": show_packs,
+    "orders": show_orders,
+    "one-limit": show_one_limit,
+    "steps": show_steps,
+    "scale": show_scale,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--dp", type=int, default=8)
-    parser.add_argument(
-        "--samples", type=int, default=100_000, help="drawn at random from each set: the peers are slow"
-    )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=["packs", "orders", "one-limit", "steps"])
+    parser.add_argument("--samples", type=int, default=100_000, help="of one-limit and scale")
+    parser.add_argument("--steps", type=int, default=200, help="of each cell; fewer where they are large")
     arguments = parser.parse_args()
     warm_up()
-    cases = (
-        ("mixture", read_mixture(arguments.data), (9, 4096), TILE_COST),
-        ("native (generated)", generate_native(200_000), (41_920, 16_384), NATIVE_COST),
-    )
-    for name, whole, limits, weights in cases:
-        if whole is None:
-            print(f"{name}: its file is not in {arguments.data}; name another folder with --data")
-            continue
-        fits = np.flatnonzero((whole.num_patches <= limits[0]) & (whole.num_tokens <= limits[1]))
-        drawn = np.sort(np.random.default_rng(2).permutation(fits)[: arguments.samples])
-        table = select(whole, drawn)
-        print(f"\n{name}: {len(table):,} samples, limits {limits}, dp {arguments.dp}\n")
-        compare(table, limits, weights, arguments.dp)
+    best_fit_two_columns(np.ones((4, 2)), (2, 2))
+    share_step(np.ones((8, 2), np.int64), np.ones(8), limits=(9, 9), dp=2, num_microbatches=2)
+    for part in arguments.part:
+        print(f"\n{part}\n")
+        PARTS[part](arguments)
 
 
 if __name__ == "__main__":

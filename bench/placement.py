@@ -20,7 +20,7 @@ import transformers
 
 from trimtab.adapters.accelerate import auto_map
 from trimtab.errors import PartitionError
-from trimtab.models.asking.build import complete
+from trimtab.models.asking.model import complete
 from trimtab.models.describe import describe, read_config
 from trimtab.placement.bytes import ALLOCATOR_DIVISOR, InferenceTable, device_bytes, inference_table
 from trimtab.placement.chain import Arrangement, arrangements, parts_of

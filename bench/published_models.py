@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.models.description import read_layers
-from trimtab.models.images.tiles import DynamicTiling
+from trimtab.models.images.rules import DynamicTiling
 from trimtab.specs import LayerSpec, ModelSpec
 
 PARTS = Path(__file__).parent / "data" / "composed_parts.json"

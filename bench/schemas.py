@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trimtab.costs.profile import FORMAT
 from trimtab.models.description import RULES, VERSION, DescriptionFile
-from trimtab.models.images.clips import AskedClips
+from trimtab.models.images.asked import AskedClips
 from trimtab.plan.file.placement import PlacementFile
 from trimtab.plan.plan import Plan
 from trimtab.specs import LayerSpec, Profile

@@ -18,14 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.models.asking.build import complete
 from trimtab.models.asking.inputs import quietly
 from trimtab.models.asking.internvl_chat import chat_config, published_fields
-from trimtab.models.asking.model import describe_fields
+from trimtab.models.asking.model import complete, describe_fields
+from trimtab.models.describe import image_rule, image_rule_by_processor
 from trimtab.models.description import description_bytes
-from trimtab.models.families.internvl import REMOTE
-from trimtab.models.image_rules import image_rule, image_rule_by_processor
-from trimtab.models.images.unsettled import UnsettledRule
+from trimtab.models.families import REMOTE
+from trimtab.models.images.rules import UnsettledRule
 from trimtab.models.shipped import flat_fields, nested_fields
 
 SOURCE = Path(__file__).parent / "data" / "model_zoo.json"

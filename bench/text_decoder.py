@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trimtab.models.images.tiles import FixedImage
+from trimtab.models.images.rules import FixedImage
 from trimtab.specs import LayerSpec, ModelSpec
 
 

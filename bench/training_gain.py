@@ -38,9 +38,8 @@ from trimtab.balance.cost import LinearCost
 from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.balance.schedule import schedule_packs
 from trimtab.options import PackMethod
-from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.loss import IGNORED, packed_loss
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.data.collate import IGNORED, PackedCollator, packed_loss
+from trimtab.runtime.recompute import apply
 from trimtab.specs import Packing, SampleTable
 
 LIMITS = (9, 4096)  # tiles and tokens of a pack, before scaling

@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import share_images
-from trimtab.runtime.vision.families import tower_flops
+from trimtab.runtime.vision.inputs import tower_flops
 
 WIDTHS = {
     "qwen2_5_vl": {"depth": 2, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 512},

@@ -76,13 +76,7 @@ def plan_data(config: PreTrainedConfig, processor: Qwen2VLImageProcessorPil, dat
 
 def make_trainer(folder: Path, config: PreTrainedConfig, data: PlanDataset, *, checkpoint: Path | None) -> Trainer:
     torch.manual_seed(0)
-    if checkpoint is None:
-        model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
-    else:
-        # Transformers 5.23 saves this family under older names, which its Trainer does not find again when it resumes:
-        # it warns and goes on with the weights the model has; from_pretrained knows them, so the warning is no matter
-        transformers.logging.set_verbosity_error()
-        model = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="sdpa")
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")  # a resumed run restores it
     arguments = TrainingArguments(
         output_dir=str(folder / ("run" if checkpoint is None else "resumed")),
         max_steps=4,

@@ -50,13 +50,10 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 # compiles the loops of `balance`: 24 s of CPU on a fast core, into numba's cache beside the source
 PACKS = """
 import numpy as np
-from trimtab.balance.packing import pack_samples
-from trimtab.specs import SampleTable
-n = np.arange(600) % 7
-columns = dict.fromkeys(("num_patches", "patches_sq", "patches_windowed"), n)
-table = SampleTable(num_images=n.clip(max=1), num_tokens=40 + 90 * n, source=np.zeros(600, np.int32), **columns)
-for order in ("random", "tolerance"):
-    pack_samples(table, limits=(18, 2000), dp=2, order=order, seed=0)
+from trimtab.balance.packing import warm_up
+from trimtab.balance.step import share_step
+warm_up()
+share_step(np.ones((8, 2), np.int64), np.ones(8), limits=(3, 9), dp=2)
 """
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from cell import Cell, sweep
 
 from trimtab.errors import ConfigError
-from trimtab.models.asking.build import build, complete
-from trimtab.models.asking.model import describe_fields
+from trimtab.models.asking.model import build, complete, describe_fields
 from trimtab.specs import ModelSpec
 
 

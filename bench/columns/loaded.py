@@ -28,9 +28,8 @@ from shrunk_models import make_shrunk
 from simulated_devices import simulated
 
 from trimtab.errors import PartitionError
-from trimtab.models.asking.build import build
 from trimtab.models.asking.inputs import image_token
-from trimtab.models.asking.model import describe_model
+from trimtab.models.asking.model import build, describe_model
 from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.chain import modules_of, parts_of
 from trimtab.placement.machine import Gpu, Machine, Workload

@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "torch"))
 from shrunk_models import GIVEN
 
 from trimtab.errors import PartitionError
-from trimtab.models.asking.build import build, complete
-from trimtab.models.asking.model import describe_model
+from trimtab.models.asking.model import build, complete, describe_model
 from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place

@@ -42,14 +42,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cell import Cell, sweep
 
+from trimtab import ask as asking
 from trimtab.errors import ImageError
-from trimtab.models import ask as asking
 from trimtab.models.asking.inputs import first_int
 from trimtab.models.asking.processors import NUM_BYTES, AnyTokenizer
-from trimtab.models.image_rules import image_rule_by_processor
+from trimtab.models.describe import image_rule_by_processor
 from trimtab.models.images import asked
-from trimtab.models.images.apply import rule_in_sample
-from trimtab.models.images.unsettled import UnsettledRule
+from trimtab.models.images.limits import rule_in_sample
+from trimtab.models.images.rules import UnsettledRule
 
 NUM_SIZES = 200
 BOTH = "processor_config.json"
@@ -182,7 +182,7 @@ def check(family: str) -> Cell:
 
 
 class Child:
-    """The process that `trimtab.models.ask` starts for one question, kept for all: the same code, the same stand-in."""
+    """The process that `trimtab.ask` starts for one question, kept for all: the same code, the same stand-in."""
 
     def __init__(self) -> None:
         code = (

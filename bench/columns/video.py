@@ -24,9 +24,9 @@ from cell import Cell, sweep
 from sized import Child, Real, save_folder
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from trimtab.models.asking.clips import run_clip
-from trimtab.models.images import clips as asked_clips
-from trimtab.models.images.clips import ask_clips
+from trimtab.models.asking.images import run_clip
+from trimtab.models.images import asked as asked_clips
+from trimtab.models.images.asked import ask_clips
 from trimtab.specs import Clip
 
 NUM_CLIPS = 8

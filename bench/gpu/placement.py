@@ -22,7 +22,7 @@ import transformers
 from bench.gpu.copies import CountBytes
 from bench.gpu.setting import Case, Setting
 
-from trimtab.models.asking.build import complete
+from trimtab.models.asking.model import complete
 from trimtab.models.describe import describe
 from trimtab.models.shipped import read_shipped
 from trimtab.placement.bytes import inference_table

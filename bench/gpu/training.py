@@ -25,8 +25,8 @@ from trimtab.costs.timed_model import RealModel, build_model, run_of
 from trimtab.costs.traced import profile_traced
 from trimtab.partition.assess import SplitProblem, SplitResult
 from trimtab.partition.baselines import full_recompute
-from trimtab.runtime.probe.meter import meter_of
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.probe.trial import meter_of
+from trimtab.runtime.recompute import apply
 from trimtab.specs import FloatArray, ModelSpec, Profile, Stage, recomputing
 
 AMPLE = 2.0**60

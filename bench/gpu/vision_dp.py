@@ -28,7 +28,7 @@ from torch import nn
 
 from trimtab.balance.images import share_images
 from trimtab.runtime.vision import vision_dp
-from trimtab.runtime.vision.families import tower_flops
+from trimtab.runtime.vision.inputs import tower_flops
 
 PATCH_WIDTH = 3 * 2 * 14 * 14
 ROUNDS = 5

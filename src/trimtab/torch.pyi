@@ -12,15 +12,15 @@ from trimtab.runtime.data.collate import PackedCollator as PackedCollator
 
 # Packs and their loss
 from trimtab.runtime.data.formats import ask_format as ask_format
-from trimtab.runtime.data.state_layers import hold_samples_apart as hold_samples_apart
-from trimtab.runtime.data.loss import packed_loss as packed_loss
-from trimtab.runtime.data.loss import step_denominator as step_denominator
+from trimtab.runtime.data.formats import hold_samples_apart as hold_samples_apart
+from trimtab.runtime.data.collate import packed_loss as packed_loss
+from trimtab.runtime.data.collate import step_denominator as step_denominator
 
 # Pipelines and recompute
 from trimtab.runtime.pipeline import build_pipeline as build_pipeline
 from trimtab.runtime.pipeline import PipelineLayout as PipelineLayout
 from trimtab.runtime.pipeline import layers_of as layers_of
-from trimtab.runtime.recompute.apply import apply as apply_recompute
+from trimtab.runtime.recompute import apply as apply_recompute
 
 # Layers measured
 from trimtab.costs.traced import profile_traced as profile_traced

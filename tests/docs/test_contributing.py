@@ -57,7 +57,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("from trimtab.models.families.known import family_of; print(family_of('my_vlm').pack.counts)", "tiles"),
+        ("from trimtab.models.families import family_of; print(family_of('my_vlm').pack.counts)", "tiles"),
         (
             "from trimtab.adapters.frameworks import find_target; print(find_target('my-framework').title)",
             "My framework",

@@ -235,7 +235,7 @@ def train_sharing_images(rank: int, folder: Path) -> None:
     import pytest
 
     from trimtab.runtime.training.balanced import balanced
-    from trimtab.runtime.vision.callback import VisionDataParallelCallback
+    from trimtab.runtime.vision.apply import VisionDataParallelCallback
 
     for family in ("qwen2_5_vl", "qwen3_vl", "internvl"):
         sharing = VisionDataParallelCallback(timeout_s=60)

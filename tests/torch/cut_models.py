@@ -13,10 +13,10 @@ from torch import nn
 from trimtab.models.asking.layers import main_lists
 from trimtab.models.asking.units import split_units
 from trimtab.options import Tower
+from trimtab.runtime.data.conversations import read_processed
 from trimtab.runtime.data.formats import ask_format, model_classes
 from trimtab.runtime.data.packing_runs import alone, draw_samples, types_key_of
-from trimtab.runtime.data.processed import read_processed
-from trimtab.runtime.pipeline.flow import Batch, has_images
+from trimtab.runtime.pipeline.trace import Batch, has_images
 
 
 def draw_batches(model: Any) -> tuple[list[Batch], bool]:

@@ -18,8 +18,7 @@ from trimtab.balance.images import keep_at_home, share_images
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
 from trimtab.runtime.pipeline.image_dispatch import read_images
-from trimtab.runtime.vision.families import find_family, tower_flops
-from trimtab.runtime.vision.inputs import join_inputs
+from trimtab.runtime.vision.inputs import find_family, join_inputs, tower_flops
 
 
 def run_all(rank: int) -> None:

@@ -21,8 +21,8 @@ from tiny_models import ODD_CONFIGS, as_saved
 
 import trimtab
 from trimtab.models.describe import describe
-from trimtab.models.families.known import MARKUPS
-from trimtab.models.images.clips import clip_rule_of
+from trimtab.models.families import MARKUPS
+from trimtab.models.images.asked import clip_rule_of
 from trimtab.options import VideoOptions
 from trimtab.plan.options import PlanOptions
 from trimtab.samples.table import SizingResult

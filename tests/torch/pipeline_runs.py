@@ -15,8 +15,7 @@ from tiny_packs import TinyPacks, make_tiny_packs
 
 from trimtab.errors import PlanError
 from trimtab.plan.plan import VisionDecision
-from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.loss import label_weights, packed_loss
+from trimtab.runtime.data.collate import PackedCollator, label_weights, packed_loss
 from trimtab.runtime.layout import Recompute
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
 

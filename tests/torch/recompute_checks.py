@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from traced_families import Family, find_layers, make_family
 
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.recompute import apply
 
 RATE = 0.2
 

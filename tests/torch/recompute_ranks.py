@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_families import find_layers
 
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.recompute import apply
 
 RANKS = 2
 

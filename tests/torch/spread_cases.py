@@ -15,7 +15,7 @@ from tiny_models import describe_here, preprocessor_of
 from trimtab.errors import PartitionError
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.units import split_units
-from trimtab.models.images.unsettled import UnsettledRule
+from trimtab.models.images.rules import UnsettledRule
 from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.chain import modules_of, parts_of
 from trimtab.placement.machine import Gpu, Machine, Workload

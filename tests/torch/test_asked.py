@@ -11,13 +11,12 @@ import transformers
 from real_parameters import assert_same_parameters, build, layer
 from tiny_models import ODD_CONFIGS, as_saved, odd_config, preprocessor_of
 
+from trimtab import ask
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
-from trimtab.models import ask
 from trimtab.models.asking import child, model
-from trimtab.models.asking.build import complete
-from trimtab.models.asking.model import describe_fields
+from trimtab.models.asking.model import complete, describe_fields
 from trimtab.models.describe import describe
 from trimtab.specs import WORK_TERMS, ParallelDims
 

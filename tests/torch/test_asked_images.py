@@ -9,11 +9,9 @@ import transformers
 from PIL import Image
 
 from trimtab.models.asking.processors import AnyTokenizer
-from trimtab.models.image_rules import image_rule_by_processor
-from trimtab.models.images.asked import AskedImages
-from trimtab.models.images.clips import ask_clips
-from trimtab.models.images.native import SmartResize
-from trimtab.models.images.tiles import FixedImage
+from trimtab.models.describe import image_rule_by_processor
+from trimtab.models.images.asked import AskedImages, ask_clips
+from trimtab.models.images.rules import FixedImage, SmartResize
 from trimtab.samples.size import size_samples
 from trimtab.specs import Clip
 

@@ -1,4 +1,4 @@
-"""Tests of runtime/training/balanced.py and runtime/data/alone.py: needs torch, Transformers 4.57 or later, Accelerate.
+"""Tests of runtime/training/balanced.py and data/dataset.py: needs torch, Transformers 4.57 or later, Accelerate.
 
 Under an older Transformers run this file alone: pip install 'transformers==4.57.6' && pytest THIS_FILE
 """
@@ -19,7 +19,7 @@ from gloo_ranks import on_ranks
 from safetensors.torch import load_file, save_file
 
 from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
-from trimtab.runtime.training import restore
+from trimtab.runtime.training import trainer as restore
 from trimtab.runtime.training.balanced import balanced
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -164,7 +164,7 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]
     ("change", "message"),
     [
         ({"gradient_accumulation_steps": 4}, r"a step of the plan has 2 packs \(1 ranks x 2 .*, and the trainer's has "
-         r"4 \(1 x gradient_accumulation_steps=4\): set gradient_accumulation_steps=2, or plan with --num-m"),
+         r"4 \(1 x gradient_accumulation_steps=4\): set gradient_accumulation_steps=2, or plan with --set num_m"),
         ({"label_smoothing_factor": 0.1}, "label smoothing or compute_loss_func was asked for"),
         ({"given": {"compute_loss_func": lambda *_, **__: 0}}, "label smoothing or compute_loss_func was asked for"),
         ({"kind": OwnLoss}, "OwnLoss.compute_loss is a loss of your own, and OwnLoss was to have the loss of packs"),
@@ -211,7 +211,7 @@ def test_a_collator_that_packs_by_itself_is_refused(tmp_path: Path) -> None:
 def test_an_image_that_stood_in_the_padding_is_left_out_and_long_packs_are_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from trimtab.runtime.data.alone import AloneThenPacked
+    from trimtab.runtime.data.dataset import AloneThenPacked
     from trimtab.runtime.data.packing import collator_of
 
     collate = Collator("qwen2_5_vl")

@@ -14,9 +14,8 @@ from train_runs import write_run, write_variant
 from trimtab.errors import PlanError
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.recompute.apply import applied_to, apply
-from trimtab.runtime.training.balanced import balanced
-from trimtab.runtime.training.launchers import planned_samples
+from trimtab.runtime.recompute import applied_to, apply
+from trimtab.runtime.training.balanced import balanced, planned_samples
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from trimtab.errors import PlanError
+from trimtab.runtime.ranks import process_group
 from trimtab.runtime.training.checkpoint import (
     Progress,
     check_checkpoint,
+    held_folder,
     list_checkpoints,
     load_checkpoint,
+    refuse_unshared,
     save_checkpoint,
 )
-from trimtab.runtime.training.ranks import process_group
-from trimtab.runtime.training.resume import held_folder, refuse_unshared
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,7 @@ from model_folders import CASES, write_data, write_model, write_plan_of
 from trimtab.errors import ConfigError, PlanError, SampleError
 from trimtab.options import ReadingOptions
 from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.conversations import open_conversations
-from trimtab.runtime.data.missing import UnreadableSampleError
+from trimtab.runtime.data.conversations import UnreadableSampleError, open_conversations
 
 
 def write_planned(tmp_path, family, **limits):

@@ -8,8 +8,7 @@ from rounding import assert_close
 from shrunk_models import make_shrunk
 from simulated_devices import simulated
 
-from trimtab.models.asking.build import build
-from trimtab.models.asking.model import describe_model
+from trimtab.models.asking.model import build, describe_model
 from trimtab.models.description import description_bytes, read_description
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.chain import modules_of, parts_of

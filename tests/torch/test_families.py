@@ -21,14 +21,13 @@ from trimtab.costs.profile import profile_model
 from trimtab.costs.settings import CostSettings
 from trimtab.errors import TrimtabError
 from trimtab.models.asking.model import describe_fields
-from trimtab.models.describe import describe, read_config
-from trimtab.models.families.known import FAMILIES, family_of
-from trimtab.models.image_rules import image_rule
+from trimtab.models.describe import describe, image_rule, read_config
+from trimtab.models.families import FAMILIES, family_of
 from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place
+from trimtab.runtime.data.collate import filler_sample
 from trimtab.runtime.data.formats import pack_format
-from trimtab.runtime.data.zero_weight import filler_sample
-from trimtab.runtime.vision.families import find_family
+from trimtab.runtime.vision.inputs import find_family
 from trimtab.specs import ModelSpec, ParallelDims
 from trimtab.units import GIB
 

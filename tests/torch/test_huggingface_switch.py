@@ -7,7 +7,7 @@ from tiny_models import QWEN25_VIT, describe_here, odd_config, preprocessor_of
 
 from trimtab.adapters.huggingface import export
 from trimtab.adapters.running import Decided
-from trimtab.runtime.recompute.apply import _Recomputed
+from trimtab.runtime.recompute import _Recomputed
 from trimtab.specs import ParallelDims, RecomputeChoice, Stage
 
 

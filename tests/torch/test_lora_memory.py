@@ -21,7 +21,7 @@ from trimtab.costs.settings import CostSettings
 from trimtab.costs.traced_lora import AdaptedLinear
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import Lora
-from trimtab.runtime.training.lora import add_adapters, merged
+from trimtab.runtime.training.loop import add_adapters, merged
 from trimtab.specs import LayerSpec, ParallelDims
 
 ROWS, RANK, DIVISOR = 64, 4, 4

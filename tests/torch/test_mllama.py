@@ -15,7 +15,7 @@ from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, ImageError, PartitionError
 from trimtab.models.asking.model import describe_fields
-from trimtab.models.image_rules import image_rule
+from trimtab.models.describe import image_rule
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Gpu, Machine, Workload
 from trimtab.placement.place import place

@@ -15,10 +15,8 @@ from tiny_models import IMAGE_TOKEN
 from tiny_packs import CASES, alone, make_tiny_packs
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
-from trimtab.models.families.family import PackFormat
-from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.loss import packed_loss, step_denominator
-from trimtab.runtime.data.masks import image_numbers, pack_mask
+from trimtab.models.families import PackFormat
+from trimtab.runtime.data.collate import PackedCollator, image_numbers, pack_mask, packed_loss, step_denominator
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,7 @@ from rounding import distance
 from tiny_packs import CASES, Sample, TinyPacks, alone, make_tiny_packs
 from torch.nn.functional import cross_entropy
 
-from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.loss import packed_loss, step_denominator
+from trimtab.runtime.data.collate import PackedCollator, packed_loss, step_denominator
 
 DP, ACCUMULATION, RELATIVE = 2, 2, 1e-5
 PACKS: list[list[list[int]]] = [[[0, 2], [1, 5]], [[3, 4, 6], []]]  # [rank][micro-batch]: one text-only, one empty

@@ -23,7 +23,7 @@ from trimtab.runtime.layout import Recompute
 from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, layers_of, read_layout
 from trimtab.runtime.pipeline import build as builder
 from trimtab.runtime.pipeline.cuts import Cuts
-from trimtab.runtime.probe.meter import CpuMeter
+from trimtab.runtime.probe.trial import CpuMeter
 
 TEXT = "model.language_model"
 ROOT = Path(__file__).parents[2]

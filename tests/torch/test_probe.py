@@ -28,10 +28,9 @@ from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.options import VisionChoice
-from trimtab.runtime.probe.measure import FULL
-from trimtab.runtime.probe.meter import CpuMeter
-from trimtab.runtime.probe.run import CHOICE, probe, settle
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.probe.run import CHOICE, FULL, probe, settle
+from trimtab.runtime.probe.trial import CpuMeter
+from trimtab.runtime.recompute import apply
 from trimtab.units import MIB, format_bytes
 
 
@@ -218,7 +217,7 @@ def test_a_device_that_runs_out_of_its_own_memory_ends_the_probe_with_a_sentence
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_steps": 1}, r"num_steps \(--steps\) 1 was asked for: give 2 or more"),
+        ({"num_steps": 1}, r"num_steps \(--set steps\) 1 was asked for: give 2 or more"),
         ({"risk": 1.0}, r"risk 1.0 was asked for, and it is a chance: give one above 0 and below 1"),
         ({"memory_bytes": 2**60}, r"1048576 TiB of memory per device was asked for, and A100-80GB has 79.1 GiB"),
         ({"memory_bytes": 80}, r"80 bytes of memory per device were asked for: give a unit, as in 80GiB"),

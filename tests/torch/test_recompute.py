@@ -27,7 +27,7 @@ from traced_families import FAMILIES, find_layers
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import RecomputeDecision
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.recompute import apply
 
 ROOT = Path(__file__).parents[2]
 TEXT, TOWER = "model.language_model", "model.visual"

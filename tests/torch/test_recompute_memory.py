@@ -16,7 +16,7 @@ from trimtab.costs.analytic import Gradients, cost_layer
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.settings import CostSettings
 from trimtab.partition.assess import SplitProblem
-from trimtab.runtime.recompute.apply import apply
+from trimtab.runtime.recompute import apply
 from trimtab.specs import ParallelDims, Profile, RecomputeChoice, Stage
 
 DIVISOR = 4

@@ -145,7 +145,7 @@ def host_of(folder: Path, data: Any, *, accumulation: int, reshuffle: bool = Tru
 
 def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder: Path, tmp_path: Path) -> None:
     sampler = PlanBatchSampler(folder / "plan", dp=4, rank=0)
-    (tmp_path / "trimtab_plan.json").write_text(json.dumps(sampler.state_dict(num_batches=1)))
+    (tmp_path / "trimtab_plan.json").write_text(json.dumps({**sampler.state_dict(num_batches=1), "files": {}}))
     same = host_of(folder, plan_runs.Rows(), accumulation=2)  # 2 ranks x 2 as well as 4 x 1: steps of four packs
     assert same.train(resume_from_checkpoint=str(tmp_path)) == f"trained from {tmp_path}"
     assert same.train() == "trained from None"
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder
     ):
         other.train(resume_from_checkpoint=str(tmp_path))
     three = PlanBatchSampler(folder / "plan", dp=3, rank=0, num_microbatches=1)
-    (tmp_path / "trimtab_plan.json").write_text(json.dumps(three.state_dict(num_batches=1)))
+    (tmp_path / "trimtab_plan.json").write_text(json.dumps({**three.state_dict(num_batches=1), "files": {}}))
     with pytest.raises(PlanError, match="counts steps: resume on a number of ranks that divides 3, or load"):
         same.train(resume_from_checkpoint=str(tmp_path))
     with pytest.raises(PlanError, match="their order would differ"):
@@ -167,20 +167,25 @@ def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder
 def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole_and_says_so(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = json.dumps(PlanBatchSampler(folder / "plan", dp=2, rank=0).state_dict(num_batches=2))
+    state = {**PlanBatchSampler(folder / "plan", dp=2, rank=0).state_dict(num_batches=2), "files": {"weights": 3}}
     host = host_of(folder, plan_runs.Rows(), accumulation=2)
     host.args.output_dir = str(tmp_path)
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-old"):
+    for name in ("checkpoint-8", "checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-old"):
         (tmp_path / name).mkdir()
-    assert host.train(resume_from_checkpoint=True) == "trained from True"  # of another Trainer: its own choice
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-old"):
-        (tmp_path / name / "trimtab_plan.json").write_text(state)
+    with pytest.raises(PlanError, match="checkpoint-11 "):  # of another Trainer, or all torn
+        host.train(resume_from_checkpoint=True)
+    for name, weights in (
+        ("checkpoint-8", "abc"),
+        ("checkpoint-9", "abc"),
+        ("checkpoint-10", "ab"),
+        ("checkpoint-old", ""),
+    ):
+        (tmp_path / name / "trimtab_plan.json").write_text(json.dumps(state))
+        (tmp_path / name / "weights").write_text(weights)
     with caplog.at_level(logging.WARNING, logger="trimtab"):
-        assert host.train(resume_from_checkpoint=True) == f"trained from {tmp_path / 'checkpoint-10'}"
-    assert caplog.messages == [
-        f"{tmp_path / 'checkpoint-11'} was not written whole (it has no trimtab_plan.json): the run resumes from the "
-        "one before, step 10"
-    ]
+        assert host.train(resume_from_checkpoint=True) == f"trained from {tmp_path / 'checkpoint-9'}"
+    (message,) = caplog.messages
+    assert all(name in message for name in ("checkpoint-11", "checkpoint-10", "checkpoint-9", "2 of 3 bytes"))
 
 
 # -- bad samples ------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from trimtab.errors import ImageError
-from trimtab.models.image_rules import image_rule
-from trimtab.models.images.native import SmartResize
+from trimtab.models.describe import image_rule
+from trimtab.models.images.rules import SmartResize
 
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 

@@ -34,8 +34,8 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.mllama.processing_mllama import MllamaProcessor
 
-from trimtab.models.image_rules import image_rule
-from trimtab.models.images.apply import rule_in_sample
+from trimtab.models.describe import image_rule
+from trimtab.models.images.limits import rule_in_sample
 from trimtab.specs import ImageRule
 
 ONEVISION_PINPOINTS, NEXT_PINPOINTS = ONEVISION["image_grid_pinpoints"], NEXT["image_grid_pinpoints"]

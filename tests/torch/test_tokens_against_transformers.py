@@ -22,7 +22,7 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from trimtab.models.images.native import SmartResize
+from trimtab.models.images.rules import SmartResize
 from trimtab.samples.rows import read_conversation
 from trimtab.samples.tokens import TokenCounter, read_tokenizer
 from trimtab.specs import ImageCounts

@@ -1,4 +1,4 @@
-"""Tests of runtime/placing/unit_hooks.py: tensors that meet outside of units go to one device. Needs torch."""
+"""Tests of runtime/placing/device_units.py: tensors that meet outside of units go to one device. Needs torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from simulated_devices import counted, simulated
 
-from trimtab.runtime.placing.unit_hooks import Meeting
+from trimtab.runtime.placing.device_units import Meeting
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,8 @@ from shrunk_models import draw_weights, make_shrunk, shrink
 
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
 from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.formats import PackFormat, ask_format, pack_format
+from trimtab.runtime.data.formats import PackFormat, ask_format, hold_samples_apart, pack_format
 from trimtab.runtime.data.packing import prepare_packing, verify_packing
-from trimtab.runtime.data.state_layers import hold_samples_apart
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -14,16 +14,15 @@ pytest.importorskip("transformers", minversion="5", reason="holds the models tha
 
 from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision import callback, vision_dp
-from trimtab.runtime.vision import gradients as summing
+from trimtab.runtime.vision import apply as callback
+from trimtab.runtime.vision import exchange as summing
+from trimtab.runtime.vision import vision_dp
 from trimtab.runtime.vision.agreement import differing_ranks, fingerprint
-from trimtab.runtime.vision.exchange import lay_out_rows
-from trimtab.runtime.vision.families import BatchFamily, GridFamily
-from trimtab.runtime.vision.gradients import check_convention
-from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
-from trimtab.runtime.vision.inputs import Part, VisionInputs, join_inputs
+from trimtab.runtime.vision.apply import encode_pooled
+from trimtab.runtime.vision.exchange import check_convention, lay_out_rows
+from trimtab.runtime.vision.hooks import KINDS, Heartbeat
+from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, Part, VisionInputs, join_inputs
 from trimtab.runtime.vision.outputs import read_features, touch, write_features
-from trimtab.runtime.vision.pooled import encode_pooled
 
 
 def inputs_of(rows: list[int]) -> VisionInputs:

@@ -16,8 +16,8 @@ from gloo_ranks import on_ranks
 
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import recipe
-from trimtab.runtime.vision.families import find_family
 from trimtab.runtime.vision.hooks import find_functions
+from trimtab.runtime.vision.inputs import find_family
 
 
 def test_the_helpers_by_hand_give_the_features_and_the_averaged_gradient(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ from torch.distributed import FileStore, HashStore
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.training.ranks import _is_lost
+from trimtab.runtime.ranks import Late, Watch, _is_lost
 from trimtab.runtime.training.settings import TrainSettings
-from trimtab.runtime.watch import Late, Watch
 
 HOUR_S = 3600.0
 
@@ -124,7 +123,7 @@ def test_a_rank_that_does_not_come_is_named_and_waited_for_no_longer_than_asked(
 
 
 def test_lost_ranks_are_those_that_write_no_more(monkeypatch):
-    monkeypatch.setattr("trimtab.runtime.watch.PATIENCE_S", 0.5)
+    monkeypatch.setattr("trimtab.runtime.ranks.PATIENCE_S", 0.5)
     here, gone, there = watches(3)
     read(here, [gone, there])
     threads = [threading.Thread(target=run_for, args=(watch, 1.0)) for watch in (here, there)]
@@ -169,7 +168,7 @@ def test_a_process_that_ends_without_closing_has_left(tmp_path: Path):
     ends = """
 import sys
 from torch.distributed import FileStore
-from trimtab.runtime.watch import Watch
+from trimtab.runtime.ranks import Watch
 Watch(rank=0, num_ranks=1, store=FileStore(sys.argv[1], 2)).meet({}, 60)
 """
     subprocess.run([sys.executable, "-c", ends, str(tmp_path / "store")], check=True)

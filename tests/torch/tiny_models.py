@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from trimtab.models.asking.model import describe_fields
-from trimtab.models.families.known import family_of
-from trimtab.models.image_rules import image_rule
+from trimtab.models.describe import image_rule
+from trimtab.models.families import family_of
 from trimtab.specs import ModelSpec
 
 TEXT = {

@@ -34,8 +34,8 @@ from model_folders import write_model, write_plan_of
 from PIL import Image
 from video_cases import records
 
-from trimtab.models.asking import clips, images
-from trimtab.models.images import clips as asked_clips
+from trimtab.models.asking import images
+from trimtab.models.images import asked as asked_clips
 from trimtab.options import ReadingOptions, VideoOptions
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import open_conversations
@@ -47,7 +47,7 @@ KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw
 
 def here(request: Any, question: str) -> Any:
     """The question put to this process instead of a child, which takes seconds to start."""
-    answer = {"images": images.answer, "clips": clips.answer}[question]
+    answer = {"images": images.answer, "clips": images.answer_clips}[question]
     return json.loads(json.dumps(answer(json.loads(json.dumps(request, default=dict)))))
 
 

@@ -33,7 +33,7 @@ from vision_runs import (
 
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import encode_pooled, verify_vision_dp, vision_dp
-from trimtab.runtime.vision.gradients import KAPPA_IS_N
+from trimtab.runtime.vision.exchange import KAPPA_IS_N
 
 # -- sequence parallel, end to end ----------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.models.image_rules import image_rule
+from trimtab.models.describe import image_rule
 
 INTERNVL_CHAT = {
     "model_type": "internvl_chat",

@@ -5,13 +5,11 @@ import subprocess
 
 import pytest
 
+from trimtab import ask
 from trimtab.errors import ConfigError, ImageError, UnknownModelError
-from trimtab.models import ask
-from trimtab.models.describe import describe
-from trimtab.models.image_rules import image_rule_by_processor
+from trimtab.models.describe import describe, image_rule_by_processor
 from trimtab.models.images.asked import STANDARD, AskedImages
-from trimtab.models.images.native import SmartResize
-from trimtab.models.images.tiles import FixedImage
+from trimtab.models.images.rules import FixedImage, SmartResize
 
 CONFIG = {"model_type": "widget"}
 

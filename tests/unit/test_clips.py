@@ -9,7 +9,7 @@ import pytest
 from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
 
 from trimtab.errors import ConfigError, ImageError
-from trimtab.models.images import clips
+from trimtab.models.images import asked as clips
 from trimtab.samples.containers import read_clip, read_frames
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.problems import BadRecordError

@@ -14,7 +14,7 @@ from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.models.describe import describe, read_config
 from trimtab.models.description import RULES, VERSION, description_bytes, read_description, save_description
-from trimtab.models.images.unsettled import UnsettledRule
+from trimtab.models.images.rules import UnsettledRule
 from trimtab.models.shipped import shipped_models
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload

@@ -1,4 +1,4 @@
-"""Image rules out of a model's own files, and every message that reading them can raise: `models/image_rules.py`."""
+"""Image rules out of a model's own files, and every message that reading them can raise: `models/describe.py`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ from image_configs import (
 )
 
 from trimtab.errors import ConfigError, UnknownModelError
-from trimtab.models.describe import describe
-from trimtab.models.image_rules import image_rule, image_rule_or_reason
-from trimtab.models.images.apply import with_limits
-from trimtab.models.images.tiles import AnyRes, FixedImage
-from trimtab.models.images.written import tell_apart, write_rule
+from trimtab.models.describe import describe, image_rule, image_rule_or_reason
+from trimtab.models.images.limits import tell_apart, with_limits, write_rule
+from trimtab.models.images.rules import AnyRes, FixedImage
 
 HUGE = 10**9
 

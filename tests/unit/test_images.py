@@ -27,10 +27,9 @@ from image_configs import (
 )
 
 from trimtab.errors import ConfigError, ImageError
-from trimtab.models.image_rules import image_rule
-from trimtab.models.images.apply import with_limits
-from trimtab.models.images.native import SmartResize
-from trimtab.models.images.tiles import DynamicTiling
+from trimtab.models.describe import image_rule
+from trimtab.models.images.limits import with_limits
+from trimtab.models.images.rules import DynamicTiling, SmartResize
 from trimtab.specs import ImageCounts, ImageRule
 
 ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"

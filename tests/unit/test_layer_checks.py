@@ -8,7 +8,7 @@ import pytest
 
 from trimtab.costs.flops import find_ep_problems
 from trimtab.models.describe import describe
-from trimtab.models.layer_checks import find_layer_problems
+from trimtab.models.description import find_layer_problems
 from trimtab.specs import ParallelDims
 
 MODEL = describe("Qwen3-VL-30B-A3B")

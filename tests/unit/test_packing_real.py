@@ -154,14 +154,14 @@ def test_mixture_is_packed_and_dispatched_evenly(mixture_table):
     assert (np.bincount(result.packing.indices, minlength=len(mixture_table)) == 1).all()
 
 
-@pytest.mark.parametrize("order", ["random", "tolerance"])
+@pytest.mark.parametrize("order", ["random", "sorted"])
 def test_many_ranks_use_their_time(part_of_mixture, order):
     result = pack_samples(part_of_mixture, limits=(9, 4096), dp=64, order=order)
     report = report_packing(part_of_mixture, result)
     assert report.utilisation / report.packs_over_bound >= 0.975
     assert report.utilisation >= (0.986 if order == "random" else 0.995)
     assert report.packs_over_bound <= 1.02
-    assert report.dist_ratio_llm <= 0.025
+    assert report.dist_ratio_llm <= 0.033
     assert report.num_over_limit == 0
 
 

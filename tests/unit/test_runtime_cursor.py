@@ -1,4 +1,4 @@
-"""`runtime/data/cursor.py`, `tables.py`: a plan's packs dealt to any number of ranks, from any place."""
+"""`runtime/data/tables.py`, `tables.py`: a plan's packs dealt to any number of ranks, from any place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ from plans import small_plan
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
 from trimtab.plan.file.yaml import name_table, plan_to_yaml
-from trimtab.runtime.data.cursor import Cursor, Deal, cursor_from_state, cursor_to_state, make_deal
-from trimtab.runtime.data.tables import PlanTables, hold_tables, open_tables
+from trimtab.runtime.data.tables import (
+    Cursor,
+    Deal,
+    PlanTables,
+    cursor_from_state,
+    cursor_to_state,
+    hold_tables,
+    make_deal,
+    open_tables,
+)
 from trimtab.specs import Packing, Schedule
 
 

@@ -78,6 +78,21 @@ def test_tolerance_moves_only_packs_that_stick_out():
     assert others == [p for p in range(64) if p not in far]
 
 
+@pytest.mark.parametrize("column", range(3))
+def test_packs_that_stick_out_in_any_one_column_are_grouped(column):
+    columns = np.ones((64, 3))
+    far = [3, 10, 17, 40, 41, 50, 51, 63]
+    columns[far, column] = 0.7
+    rows = rows_of(schedule_packs(columns, dp=8, order="tolerance", tolerance=0.01)).tolist()
+    assert sorted(far) in [sorted(row) for row in rows]
+
+
+def test_tolerance_is_not_offered_where_rows_are_long():
+    assert schedule_packs(make_columns(64), dp=32, order="tolerance").num_steps == 2
+    with pytest.raises(PackingError, match="64"):
+        schedule_packs(make_columns(64), dp=64, order="tolerance")
+
+
 def test_rows_of_packs_that_stick_out_lie_anywhere_among_the_others():
     columns = np.ones((512, 2))
     columns[::4] *= 1.5

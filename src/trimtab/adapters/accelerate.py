@@ -18,7 +18,7 @@ from transformers.integrations.accelerate import _get_device_map
 
 from trimtab.errors import UnsupportedPlanError
 from trimtab.models.asking.internvl_chat import chat_config, published_name
-from trimtab.models.families.internvl import REMOTE
+from trimtab.models.families import REMOTE
 from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.machine import Machine
 

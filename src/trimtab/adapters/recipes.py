@@ -1,6 +1,6 @@
 """A plan as settings of LLaMA-Factory's or axolotl's YAML file.
 
-Both train with Transformers' Trainer, which `runtime.training.launchers` balances. Read at llamafactory 0.9.5 and
+Both train with Transformers' Trainer, which `runtime.training.balanced` balances. Read at llamafactory 0.9.5 and
 axolotl 0.21.0.
 """
 

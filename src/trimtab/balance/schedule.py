@@ -21,6 +21,10 @@ STEP_EMPHASIS = 4.0
 BLOCK_EMPHASIS = 1.5
 """As `STEP_EMPHASIS`, within blocks of many packs; docs/packing.md has what other values give."""
 
+TOLERANT_RANKS = 32
+"""More ranks are not offered `tolerance`: at 64 and 256 its steps are 12 and 93 times less mixed by source than chance
+makes them, for 0.04 to 0.09 % of the time (`python bench/packing_peers.py --part orders`)."""
+
 TOLERANCE = 0.004
 """`tolerance` groups only packs that are further than this from the median of their block, in any column."""
 
@@ -51,6 +55,11 @@ def schedule_packs(
         )
     if order not in ORDERS:
         raise PackingError(f"order {order!r} is unknown: choose one of {', '.join(ORDERS)}")
+    if order == "tolerance" and dp > TOLERANT_RANKS:
+        raise PackingError(
+            f"order 'tolerance' is for up to {TOLERANT_RANKS} ranks, and dp is {dp}: packs that stick out would fill "
+            "whole steps with samples of one kind; give random, or sorted"
+        )
     if not tolerance >= 0:
         raise PackingError(f"tolerance {tolerance} is not a relative distance: give 0 or more (default {TOLERANCE})")
     sequence = order_packs(
@@ -111,7 +120,7 @@ def order_packs(
 
 
 def _outliers(columns: FloatArray, packs: IntArray, dp: int, tolerance: float) -> IntArray:
-    """Packs further than `tolerance` from the median in any column; made up to whole rows by the next furthest."""
+    """Packs further than `tolerance` from the median in any column; rounded up to whole rows with the next farthest."""
     values = columns[packs]
     median = np.median(values, axis=0)
     distance = (np.abs(values - median) / np.where(median > 0, median, 1.0)).max(axis=1)

@@ -15,7 +15,7 @@ from trimtab.balance.cost import LinearCost
 from trimtab.balance.packing import PackResult, cost_column, describe_oversize, find_problems
 from trimtab.balance.pair import Goal, Packs, Scratch, make_goal, make_packs, make_scratch, share_pairs
 from trimtab.balance.rng import UIntArray, below, make_stream, next_u64, permutation
-from trimtab.balance.window import deal, pair_extremes
+from trimtab.balance.window import deal, pair_extremes, repair
 from trimtab.compiled import compiled, inner
 from trimtab.errors import PackingError, join_problems
 from trimtab.options import Oversize
@@ -31,7 +31,7 @@ COST_SLOPE = 1.0
 """What a rank's cost above the bound counts: the step waits for the most expensive rank."""
 
 
-NUM_ROUNDS = 12
+NUM_ROUNDS = 4
 """Rounds in which all ranks are paired, extremes of one direction with each other."""
 
 MAX_TRIALS, MAX_PARTNERS = 200, 32
@@ -40,8 +40,8 @@ MAX_TRIALS, MAX_PARTNERS = 200, 32
 NUM_KICKS, MIXED_PAIRS = 24, 3
 """Times that ranks are mixed where the most expensive one stays above the bound, and pairs of ranks mixed each time."""
 
-CLOSE = 1e-4
-"""They end once the most expensive rank is this close to the bound, relative to it."""
+CLOSE, CLOSEST, MORE_TRIALS = 1e-4, 2e-6, 96
+"""They end once the most expensive rank is this close to the bound, relative to it; the first trials go on to 2e-6."""
 
 
 SPLIT_ROUNDS = 8
@@ -236,6 +236,8 @@ def _share(columns: FloatArray, bounds: FloatArray, dp: int, M: int, state: UInt
         share = np.append(np.where(np.isfinite(bounds), 1.0 / bounds, 0.0)[:-1], M / mean[-1])
         goal = make_goal(bounds, weights / (mean / M) ** 2, penalties, aim / M, np.zeros(D))
         _split_ranks(columns, ranks, packs, share, goal, dp, M, state, scratch)
+        # 4. where one is above a limit, packs of other ranks take some of it
+        repair(columns, packs, goal, state, scratch)
     return None if above_limits(packs.sums, bounds).any() else packs
 
 
@@ -294,10 +296,10 @@ def _level_worst(
     """
     P, D = packs.sums.shape
     cost = np.empty(P)
-    for _trial in range(MAX_TRIALS):
+    for trial in range(MAX_TRIALS):
         worst = _most_expensive(packs)
         before = packs.sums[worst, D - 1]
-        if before <= target * (1.0 + CLOSE):
+        if before <= target * (1.0 + (CLOSEST if trial < MORE_TRIALS else CLOSE)):
             break
         for p in range(P):
             cost[p] = packs.sums[p, D - 1]

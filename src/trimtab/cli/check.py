@@ -163,7 +163,7 @@ def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[
     try:
         if framework == OWN_LOOP:
             from trimtab.runtime.layout import read_layout
-            from trimtab.runtime.training.target import refuse_quantised
+            from trimtab.runtime.training.settings import refuse_quantised
 
             refuse_quantised(found.case.options.lora)
             read_layout(found.plan)

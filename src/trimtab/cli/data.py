@@ -108,8 +108,8 @@ def size_data(
     import os
 
     from trimtab.cli.output import log, progress
-    from trimtab.models.families.known import family_of
-    from trimtab.models.images.clips import clip_rule_of
+    from trimtab.models.families import family_of
+    from trimtab.models.images.asked import clip_rule_of
     from trimtab.samples.size import size_samples
     from trimtab.samples.table import is_saved_table
 
@@ -149,7 +149,7 @@ def size_data(
 def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
     from trimtab.cli.output import log
-    from trimtab.models.images.written import tell_apart, write_rule
+    from trimtab.models.images.limits import tell_apart, write_rule
     from trimtab.samples.lengths import saved_part
     from trimtab.samples.table import SizingResult, join_parts, load_sizing
 

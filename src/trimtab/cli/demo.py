@@ -26,7 +26,7 @@ def demo(
     from trimtab.costs.devices import parse_cluster
     from trimtab.demo.draw import draw_dataset, write_model
     from trimtab.models.describe import describe
-    from trimtab.models.images.tiles import DynamicTiling
+    from trimtab.models.images.rules import DynamicTiling
     from trimtab.options import ReadingOptions
     from trimtab.plan.options import PlanOptions, PlanOrigin
     from trimtab.report.text import print_plan

@@ -67,7 +67,7 @@ def image_size(
     as_json: JsonOption = False,
 ) -> None:
     """Print ViT patches and LLM tokens of an image of SIZE pixels, or of a clip of --frames such images."""
-    from trimtab.models.images.clips import NO_CLIPS
+    from trimtab.models.images.asked import NO_CLIPS
     from trimtab.specs import Clip
 
     width, height = read_size(size)

@@ -94,9 +94,9 @@ def pack(
     how = {name: getattr(options, name) for name in _SHARED}
     if options.iterations is not None:
         how["iterations"] = options.iterations
-    started = time.perf_counter()
+    started = time.process_time()
     packed = epoch.of_table(pack_samples(epoch.drawn, method=options.method, limits=limits, **how))
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     refuse_empty(packed.packing)
     balance = report_packing(samples, packed)
     if out is not None:

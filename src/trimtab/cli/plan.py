@@ -55,7 +55,7 @@ def plan(
     sized = size_data(model, data, sizing)
     sources = find_sources(data, sizing.reading.media_root, sizing.reading.allowed)
     if target == OWN_LOOP:
-        from trimtab.runtime.training.target import refuse_data
+        from trimtab.runtime.training.settings import refuse_data
 
         refuse_data(sized.table, [source.file for source in sources])
     origin = PlanOrigin(
@@ -103,7 +103,7 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
     from trimtab.plan.decide.expressible import within_choices
 
     if target == OWN_LOOP:
-        from trimtab.runtime.training.target import can_train, refuse_quantised
+        from trimtab.runtime.training.settings import can_train, refuse_quantised
 
         refuse_quantised(options.lora)
         return _Narrowed(options=within_choices(options, can_train(model), target))

@@ -21,10 +21,10 @@ from trimtab.costs.traced_kernels import FLASH, fuse_kernels, register_flash
 from trimtab.costs.traced_lora import adapt_module
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
 from trimtab.models.asking.batches import Batch, Batches
-from trimtab.models.asking.build import build, complete
+from trimtab.models.asking.forward import make_real, make_weightless
 from trimtab.models.asking.inputs import quietly
+from trimtab.models.asking.model import build, complete
 from trimtab.models.asking.units import split_units
-from trimtab.models.asking.weightless import make_real, make_weightless
 from trimtab.specs import NUM_WORK_TERMS, ModelSpec, Terms
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

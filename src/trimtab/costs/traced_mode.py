@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from trimtab.models.asking.weightless import run_operation
+from trimtab.models.asking.forward import run_operation
 
 aten = torch.ops.aten
 

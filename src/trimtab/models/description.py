@@ -13,15 +13,60 @@ from typing import Any
 
 from trimtab.errors import ConfigError, join_problems, quote
 from trimtab.files import write_atomically
-from trimtab.models.images.asked import AskedImages
-from trimtab.models.images.clips import AskedClips
-from trimtab.models.images.native import GlmSmartResize, SmartResize
-from trimtab.models.images.size import MAX_TILES
-from trimtab.models.images.tiles import AnyRes, DynamicTiling, FixedImage, PaddedTiles, PanAndScan
-from trimtab.models.images.unsettled import UnsettledRule
-from trimtab.models.layer_checks import find_layer_problems
-from trimtab.specs import ImageMarkup, ImageRule, LayerSpec, ModelSpec
+from trimtab.models.images.asked import AskedClips, AskedImages
+from trimtab.models.images.rules import (
+    MAX_TILES,
+    AnyRes,
+    DynamicTiling,
+    FixedImage,
+    GlmSmartResize,
+    PaddedTiles,
+    PanAndScan,
+    SmartResize,
+    UnsettledRule,
+)
+from trimtab.specs import NUM_WORK_TERMS, AttentionSpec, ImageMarkup, ImageRule, LayerSpec, MlpSpec, ModelSpec
 from trimtab.typed_json import read_typed
+
+# -- what must hold between the figures of one layer, for the cost formulas -------------------------------------------
+
+
+def attention_weights(a: AttentionSpec, hidden_size: int) -> int:
+    """Weights of q, k, v and the output over rows of one width."""
+    rows = a.num_heads * a.head_dim + a.num_kv_heads * (a.head_dim + a.value_head_dim)
+    return hidden_size * (rows + a.num_heads * a.value_head_dim)
+
+
+def mlp_weights(m: MlpSpec, hidden_size: int) -> int:
+    """Weights that each row meets: of experts those that run, and their router."""
+    matrices = 3 if m.gated else 2
+    if m.num_experts is None:
+        return matrices * hidden_size * m.intermediate_size
+    active = (m.experts_per_token or 1) * m.intermediate_size + m.shared_intermediate_size
+    return hidden_size * (matrices * active + m.num_experts)
+
+
+def find_layer_problems(layer: LayerSpec) -> list[str]:
+    """Sentences on one layer that came from outside; none for what families and asked models make."""
+    problems = []
+    measured, m = layer.measured, layer.mlp
+    if not layer.name or len(layer.name) > 400:
+        problems.append("layers: a name has 1 to 400 characters")
+    if measured is not None and {len(measured.forward_flops), len(measured.kept_bytes)} not in ({0}, {NUM_WORK_TERMS}):
+        problems.append(f"{layer.name}: measured work has {NUM_WORK_TERMS} coefficients, or none")
+    if m is not None and (m.experts_per_token or 1) > (m.num_experts or 1):
+        problems.append(f"{layer.name}: experts_per_token is more than num_experts")
+    if layer.kind in ("head", "projector") and not layer.num_matmul_params and measured is None:
+        problems.append(f"{layer.name}: a {layer.kind} multiplies its rows, so num_matmul_params is above 0")
+    explained = 0 if layer.attention is None else attention_weights(layer.attention, layer.hidden_size)
+    explained += 0 if m is None else mlp_weights(m, layer.hidden_size)
+    if layer.kind == "block" and measured is None and explained > 1.001 * layer.num_matmul_params:
+        problems.append(
+            f"{layer.name}: its attention and mlp need {explained} weights, and num_matmul_params is "
+            f"{layer.num_matmul_params}"
+        )
+    return problems
+
 
 VERSION = "trimtab-description 1.0"
 MAX_BYTES = 2**20  # as of a config.json

@@ -11,7 +11,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from trimtab.models.ask import UNASKED
+from trimtab.ask import UNASKED
 
 UNLISTED = ("demo-1M",)  # what `trimtab.demo` writes, found by its configuration
 _HARMLESS = re.compile(

@@ -7,4 +7,4 @@ from trimtab.placement.placed import Placement as Placement
 from trimtab.plan.file.placement import load_placement as load_placement
 from trimtab.runtime.placing.load import load_placed as load_placed
 from trimtab.runtime.placing.load import move_inputs as move_inputs
-from trimtab.runtime.placing.published import split_model as split_model
+from trimtab.runtime.placing.load import split_model as split_model

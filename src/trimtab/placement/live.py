@@ -13,7 +13,7 @@ import numpy as np
 
 from trimtab.costs.flops import layer_matmuls, measured_terms
 from trimtab.errors import PartitionError
-from trimtab.models.families.known import family_of
+from trimtab.models.families import family_of
 from trimtab.placement.machine import Batch, Workload
 from trimtab.specs import AttentionSpec, FloatArray, LayerSpec, MlpSpec, ModelSpec
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.errors import PartitionError, refuse_type
-from trimtab.models.families.known import family_of
+from trimtab.models.families import family_of
 from trimtab.placement.bytes import DeviceKey, InferenceTable, inference_table, run_bytes
 from trimtab.placement.chain import (
     Arrangement,

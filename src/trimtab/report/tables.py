@@ -78,7 +78,7 @@ def print_balance(samples: SampleTable, balance: BalanceReport, seconds: float, 
     unit = samples.patch_unit
     table = Table(
         title=f"{balance.num_packed:,} samples in {balance.num_packs:,} packs "
-        f"({balance.packs_over_bound:.4f} x the lower bound), {format_seconds(seconds)}",
+        f"({balance.packs_over_bound:.4f} x the lower bound), {format_seconds(seconds)} of CPU",
         columns=(Column("Figure"), *numeric("Value"), Column("Meaning")),
         rows=(
             ("samples per pack", f"{balance.samples_per_pack:.2f}", "mean"),

@@ -14,8 +14,8 @@ import numpy as np
 from trimtab.address import Address
 from trimtab.errors import ImageError, SampleError
 from trimtab.limited import MEMORY_BYTES, ChildEndedError, at, limited_child
-from trimtab.models.images.apply import rule_in_sample
 from trimtab.models.images.asked import AskedImages
+from trimtab.models.images.limits import rule_in_sample
 from trimtab.samples.chunks import Format
 from trimtab.samples.columns import open_parquet, unreadable
 from trimtab.samples.problems import BadSample, shorten

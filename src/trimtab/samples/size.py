@@ -12,9 +12,8 @@ from typing import Any, Literal
 from trimtab.address import Address, Allowed, place_of
 from trimtab.errors import SampleError
 from trimtab.files import fingerprint_file
-from trimtab.models.images.asked import AskedImages
-from trimtab.models.images.clips import AskedClips
-from trimtab.models.images.written import write_rule
+from trimtab.models.images.asked import AskedClips, AskedImages
+from trimtab.models.images.limits import write_rule
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.chunks import Chunk
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in

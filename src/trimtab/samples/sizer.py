@@ -12,7 +12,7 @@ import trimtab
 from trimtab.errors import ImageError
 from trimtab.files import blake2b
 from trimtab.limited import at
-from trimtab.models.images.clips import NO_CLIPS
+from trimtab.models.images.asked import NO_CLIPS
 from trimtab.options import Exif
 from trimtab.samples.chunks import TOO_DEEP, Broken, Chunk, Record
 from trimtab.samples.lengths import SizesAlone, image_counter

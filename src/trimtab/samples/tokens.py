@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.errors import ConfigError
 from trimtab.files import read_small
-from trimtab.models.families.known import MARKUPS
+from trimtab.models.families import MARKUPS
 from trimtab.options import SpecialTokens
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.rows import VIDEO_MARK, Conversation, Message, Slot

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trimtab.errors import UnknownModelError
+from trimtab.models.asking.forward import Weightless
 from trimtab.models.asking.inputs import (
     ImageSource,
     Values,
@@ -25,7 +26,6 @@ from trimtab.models.asking.inputs import (
     words_beside,
 )
 from trimtab.models.asking.units import Unit
-from trimtab.models.asking.weightless import Weightless
 
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 """What processors call 0 text, 1 image, 2 video per token."""

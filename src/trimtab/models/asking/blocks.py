@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from trimtab.models.layer_checks import attention_weights, mlp_weights
+from trimtab.models.description import attention_weights, mlp_weights
 from trimtab.specs import AttentionSpec, MlpSpec
 
 _QUERY = ("q_proj", "query", "q", "wq", "to_q", "query_proj", "q_linear")

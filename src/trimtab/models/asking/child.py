@@ -34,9 +34,9 @@ def _answers(question: str) -> Callable[[dict[str, object]], Any]:
         from trimtab.models.asking.blank import install
 
         install()
-        from trimtab.models.asking import clips, images
+        from trimtab.models.asking import images
 
-        return clips.answer if question == "clips" else images.answer
+        return images.answer_clips if question == "clips" else images.answer
     from trimtab.models.asking.model import described
 
     return described

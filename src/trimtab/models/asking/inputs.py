@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from trimtab.models.asking.blocks import is_matmul
+from trimtab.models.asking.forward import Weightless
 from trimtab.models.asking.units import Unit
-from trimtab.models.asking.weightless import Weightless
 
 Values = dict[str, Any]
 """Keyword arguments of a call."""

@@ -19,10 +19,10 @@ import transformers
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 
+from trimtab.ask import UNASKED
 from trimtab.errors import ConfigError, quote
 from trimtab.files import read_small
-from trimtab.models.ask import UNASKED
-from trimtab.models.families.internvl import REMOTE
+from trimtab.models.families import REMOTE
 from trimtab.specs import LayerSpec
 from trimtab.typed_json import parse_json
 

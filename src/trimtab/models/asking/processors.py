@@ -14,7 +14,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from trimtab.errors import ConfigError, UnknownModelError, quote
-from trimtab.models.asking.build import one_line
+from trimtab.models.asking.model import one_line
 
 NUM_BYTES = 256  # ids below it are text
 

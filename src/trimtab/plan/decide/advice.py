@@ -195,7 +195,7 @@ def find_tips(
             dims, own = setting.setting.dims, setting.options
             fixed = {name: getattr(dims, name) for name in ("dp", "pp", "tp", "cp", "ep", "etp")}
             plain = {"zero_stage": own.zero_stage, "schedule": own.schedule, "num_chunks": own.num_chunks}
-            asked = replace(changed, **fixed, **plain)
+            asked = replace(changed, **fixed, **plain)  # type: ignore[arg-type]  # fields by name
             try:
                 best = choose_setting(model, samples, there, asked, MemoryBudget.of(there, asked)).considered[0]
             except (PartitionError, PlanError):

@@ -2,29 +2,252 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError, join_problems
-from trimtab.models.families.family import PackFormat
-from trimtab.runtime.data.formats import pack_format
-from trimtab.runtime.data.loss import IGNORED
-from trimtab.runtime.data.masks import (
-    additive,
-    cumulative_lengths,
-    image_numbers,
-    prefix_numbers,
-    sample_numbers,
-    text_masks,
-)
-from trimtab.runtime.data.positions import mrope_rows, rope_index, text_positions
-from trimtab.runtime.data.processed import ProcessedSample, read_processed
-from trimtab.runtime.data.videos import alike_videos
-from trimtab.runtime.data.zero_weight import filler_sample
+from trimtab.models.asking.inputs import image_token
+from trimtab.models.families import PackFormat
+from trimtab.runtime.data.conversations import IGNORED, ProcessedSample, read_processed
+from trimtab.runtime.data.formats import alike_videos, model_classes, pack_format, smallest_image
+
+# The loss of packs: weighted per token or per sample, right under gradient accumulation and over ranks.
+#
+# Let S be the samples of one optimizer step, over all its micro-batches and ranks; c_st the cross-entropy of predicting
+# token t of sample s; n_s the number of tokens with a label in s, but for its first, which nothing predicts.
+#
+#     token:   L = sum_s sum_t c_st / sum_s n_s
+#     sample:  L = sum_s (1 / n_s) sum_t c_st / |{s : n_s > 0}|
+#
+# Both are sum w c / W with W = sum w over the whole step: w = 1 per token, or w = 1 / n_s. So every pack adds its
+# sum w c / W, and it does not matter which pack, micro-batch or rank a sample is in. A mean of packs' means would weigh
+# it by its company.
+#
+# `W` comes from `step_denominator`: one all-reduce of one number per step. DDP and FSDP average gradients over the dp
+# ranks, so each rank's loss is multiplied by dp: (1 / dp) sum_ranks dp sum w c / W = L.
+
+
+def label_weights(batch: Mapping[str, Any]) -> Tensor:
+    """(1, tokens) w of each label: the collator's `loss_weights`, or 1 wherever there is a label."""
+    weights: Tensor | None = batch.get("loss_weights")
+    return (batch["labels"] != IGNORED).float() if weights is None else weights
+
+
+def step_denominator(batches: Iterable[Mapping[str, Any]], *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """W of one optimizer step: the weights of this rank's micro-batches, summed over the data-parallel `group`.
+
+    Use it once a step, before the first `packed_loss`.
+
+    A collective call where torch.distributed is initialised: every rank of the group must make it once a step, with at
+    least one micro-batch, filler or not. float32: counts are exact to 2^24 labels, off by 6e-8 of themselves beyond.
+
+    >>> step_denominator([{"labels": torch.tensor([[IGNORED, 5, 7]])}, {"labels": torch.tensor([[IGNORED, 3]])}])
+    tensor(3.)
+    """
+    total = torch.stack([label_weights(batch).sum() for batch in batches]).sum()
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_backend(group) == "nccl":
+            total = total.cuda()
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def packed_loss(logits: Tensor, batch: Mapping[str, Any], *, denominator: Tensor | float, num_ranks: int = 1) -> Tensor:
+    """num_ranks * sum w c / W of one pack, in float32; 0 with a zero gradient for a pack without labels.
+
+    Use it in your own loop in place of `outputs.loss`, which would weigh tokens by the pack they lie in.
+
+    `num_ranks`: ranks whose gradients are averaged afterwards, 1 where they are summed. Only rows with a label are cast
+    to float32, so prompts and image tokens cost no vocabulary-wide copy.
+
+    >>> batch = {"labels": torch.tensor([[IGNORED, 1, 2]])}
+    >>> packed_loss(torch.zeros(1, 3, 4), batch, denominator=step_denominator([batch]))  # log(4): nothing is learnt yet
+    tensor(1.3863)
+    """
+    targets = batch["labels"][:, 1:].to(logits.device)
+    weights = label_weights(batch)[:, 1:].to(logits.device)
+    kept = targets != IGNORED
+    costs = torch.nn.functional.cross_entropy(logits[:, :-1][kept].float(), targets[kept], reduction="none")
+    W = torch.as_tensor(denominator, device=logits.device, dtype=torch.float32)
+    W = torch.where(W > 0, W, torch.ones_like(W))  # a step of nothing but fillers: 0 / 1
+    return (costs * weights[kept]).sum() * num_ranks / W
+
+
+# Samples that weigh nothing: for empty slots, and for packs that would leave the vision tower idle.
+
+
+TEXT_TOKEN = 0
+"""Any id of the vocabulary does: nothing reads what it predicts."""
+
+
+def filler_sample(config: Any, *, with_image: bool, family: PackFormat | None = None) -> dict[str, Any]:
+    """A processed sample of zero loss weight: one token of text, with the smallest image of the family before it.
+
+    That image is 1 token for the Qwen families, 256 for most InternVL and Gemma 3, 576 for LLaVA-1.5. Black pixels.
+    """
+    num_image_tokens = 0
+    image: dict[str, torch.Tensor] = {}
+    if with_image:
+        smallest = (family or pack_format(config)).smallest
+        if smallest is None:
+            raise UnsupportedPlanError(
+                f"a pack without images was to get a filler image, but the smallest image of {config.model_type!r} is "
+                "not known: give vision_in_every_pack=False, or family= with `smallest`"
+            )
+        num_image_tokens, image = smallest_image(smallest, config)
+    ids = torch.tensor([image_token(config)] * num_image_tokens + [TEXT_TOKEN])
+    return {"input_ids": ids, "labels": torch.full_like(ids, IGNORED), "loss_weight": 0.0, **image}
+
+
+# Who may attend to whom in a pack: block-diagonal masks, sliding windows, image tokens that see their whole image.
+
+
+def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
+    """(samples + 1,) int32 offsets of the samples, as varlen attention kernels take them."""
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def sample_numbers(lengths: Sequence[int]) -> Tensor:
+    """(1, tokens) int32 number of the sample each token belongs to, as convolution and scan kernels take it."""
+    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[None]
+
+
+def prefix_numbers(token_types: Sequence[Tensor]) -> Tensor:
+    """(tokens,) the number of its sample for each token of type 0 (PaliGemma's image and question), -1 elsewhere."""
+    return torch.cat([torch.where(types == 0, sample, -1) for sample, types in enumerate(token_types)])
+
+
+def image_numbers(token_types: Sequence[Tensor]) -> Tensor:
+    """(tokens,) the run of image tokens each token belongs to, -1 for text; runs end where their sample does.
+
+    Gemma 3's own numbering goes through the row and would take an image at a sample's end and one at the next
+    sample's start for one image.
+    """
+    runs, count = [], 0
+    for types in token_types:
+        is_image = types == 1
+        starts = is_image & ~torch.nn.functional.pad(is_image, (1, 0), value=False)[:-1]
+        runs.append(torch.where(is_image, starts.cumsum(0) - 1 + count, -1))
+        count += int(starts.sum())
+    return torch.cat(runs)
+
+
+def pack_mask(lengths: Sequence[int], *, window: int | None = None, images: Tensor | None = None) -> Tensor:
+    """(1, 1, tokens, tokens) True where query q may attend to key k.
+
+    same sample and (k <= q, or both in one image) and k > q - window; `images` as `image_numbers` gives them.
+    tokens^2 bytes; work goes into the samples' own blocks.
+    """
+    mask = torch.zeros(sum(lengths), sum(lengths), dtype=torch.bool)
+    start = 0
+    for length in lengths:
+        here = slice(start, start + length)
+        own = torch.ones(length, length, dtype=torch.bool).tril_()
+        if images is not None:
+            number = images[here]
+            own |= (number[:, None] == number[None, :]) & (number >= 0)
+        mask[here, here] = own if window is None else own.triu_(1 - window)
+        start += length
+    return mask[None, None]
+
+
+def additive(mask: Tensor) -> Tensor:
+    """What eager attention adds to its scores: 0, or float32's smallest number; 4 tokens^2 bytes."""
+    return torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+
+
+def text_masks(text_config: Any, lengths: Sequence[int], *, images: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+    """The masks a text model of Transformers 5.23 takes as its `attention_mask`.
+
+    One tensor where all layers see alike; one for each layer type where full and sliding layers alternate.
+    """
+    types = set(getattr(text_config, "layer_types", None) or ())
+    window = getattr(text_config, "sliding_window", None)
+    if not types:
+        return pack_mask(lengths, window=window, images=images)
+    if types == {"full_attention"} and images is None:
+        return pack_mask(lengths)
+    windows = {"full_attention": None, "sliding_attention": window}
+    return {kind: pack_mask(lengths, window=windows[kind], images=images) for kind in sorted(types)}
+
+
+# Position ids that restart with every sample of a pack.
+
+
+RopeIndex = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
+"""(tokens,) ids, (tokens,) token types and a sample's grids -> (3, tokens) positions."""
+
+
+def text_positions(lengths: Sequence[int]) -> Tensor:
+    """(1, tokens) 0 1 2 .. 0 1 .. : Transformers takes every restart for a new sample."""
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def rope_index(config: Any) -> RopeIndex:
+    """A family's own `get_rope_index`, without the layers and weights of the model it is a method of.
+
+    The method reads the configuration, sibling methods and what `__init__` copies from the configuration, so it is
+    bound to an empty module of its class; where that lacks a field, to the whole model on the meta device.
+    """
+    core, _ = model_classes(config)
+    model: Any = core.__new__(core)
+    nn.Module.__init__(model)
+    model.config = config
+
+    def positions(ids: Tensor, token_types: Tensor, grids: Mapping[str, Tensor]) -> Tensor:
+        nonlocal model
+        if not grids:  # the method expects an image; the model itself counts text the same way
+            return torch.arange(len(ids)).expand(_num_axes(config), -1)
+        taken = inspect.signature(model.get_rope_index).parameters
+        given = {"mm_token_type_ids": token_types[None], **grids}
+        if "second_per_grids" in taken and "second_per_grid_ts" in given:
+            given["second_per_grids"] = given.pop("second_per_grid_ts")
+        given = {key: value for key, value in given.items() if key in taken}
+        if "attention_mask" in taken and "mm_token_type_ids" not in taken:
+            given["attention_mask"] = torch.ones_like(ids)[None]
+        try:
+            result: Tensor = _ask(model, ids, given)
+        except AttributeError:  # a field that only `__init__` makes
+            with torch.device("meta"):
+                model = core._from_config(config)
+            try:
+                result = _ask(model, ids, given)
+            except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+                raise UnsupportedPlanError(
+                    f"positions of a sample with images were asked of {core.__name__}.get_rope_index, which fails "
+                    f"({type(error).__name__}: {error}): see that the configuration names all special tokens, or train "
+                    "without packing"
+                ) from error
+        return result[:, 0].long()
+
+    return positions
+
+
+def _ask(model: Any, ids: Tensor, given: Mapping[str, Any]) -> Tensor:
+    found: Tensor = model.get_rope_index(ids[None], **given)[0]
+    return found
+
+
+def _num_axes(config: Any) -> int:
+    """Three, or as many as the rotary embedding has sections (4 in hunyuan_vl)."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    sections = rope.get("mrope_section", ())
+    return 4 if len(sections) == 4 else 3
+
+
+def mrope_rows(lengths: Sequence[int], axes: Sequence[Tensor]) -> Tensor:
+    """(1 + axes, 1, tokens): the text positions that mark where samples start, then temporal, height and width."""
+    return torch.cat([text_positions(lengths), torch.cat(tuple(axes), dim=1)])[:, None]
+
+
+# Processed samples of one pack to the keyword arguments of one forward: start at `PackedCollator.__call__`.
+
 
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
 LossWeighting = Literal["token", "sample"]

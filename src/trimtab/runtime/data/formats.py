@@ -7,16 +7,110 @@ them, and layers that carry a state along the row by their kinds.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
+import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trimtab.errors import UnknownModelError
-from trimtab.models.families.family import PackFormat
-from trimtab.models.families.known import family_of
-from trimtab.runtime.data.smallest_images import has_blocks
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers.utils import is_torchvision_available
+from transformers.video_utils import VideoMetadata
+
+from trimtab.errors import ConfigError, UnknownModelError, UnsupportedPlanError
+from trimtab.models.asking.images import Looker, run_clip, see_clip, set_sampling
+from trimtab.models.asking.inputs import vision_config
+from trimtab.models.describe import image_rule
+from trimtab.models.families import PackFormat, Smallest, family_of
+from trimtab.models.images.asked import NO_CLIPS, AskedClips
+from trimtab.options import VideoOptions
+from trimtab.samples.media import MediaFolder
+from trimtab.samples.problems import BadRecordError
+from trimtab.samples.videos import Video
+from trimtab.specs import Clip, ClipCounts, ImageCounts, ModelSpec
+
+# The smallest image that a family can be given: its LLM tokens, and what its processor would give. Black pixels.
+
+
+SmallestImage = tuple[int, dict[str, Tensor]]
+"""LLM tokens, and tensors by key."""
+
+
+def has_blocks(config: Any) -> bool:
+    """Whether the vision configuration says what a block of patches that leaves one token looks like."""
+    fields = ("spatial_merge_size", "in_channels", "temporal_patch_size", "patch_size")
+    vision = vision_config(config)
+    whole_frames = getattr(vision, "temporal_merge_size", 1) == 1
+    return whole_frames and all(isinstance(getattr(vision, x, None), int) for x in fields)
+
+
+def smallest_image(kind: Smallest | Callable[[Any], SmallestImage], config: Any) -> SmallestImage:
+    """Of a kind known here, or as a function of your own makes it."""
+    if callable(kind):
+        return kind(config)
+    return {"block": _one_block, "tile": _one_tile, "fewest tiles": _fewest_tiles}[kind](config)
+
+
+def _one_block(config: Any) -> SmallestImage:
+    """Patches of all images in one tensor, beside a grid: the block that leaves one token."""
+    vision = vision_config(config)
+    merge = vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return 1, {"pixel_values": torch.zeros(merge**2, width), "image_grid_thw": torch.tensor([[1, merge, merge]])}
+
+
+def _one_tile(config: Any) -> SmallestImage:
+    """Tiles of one size, each with the same number of tokens."""
+    return tile_tokens(config), {"pixel_values": torch.zeros(1, *_tile_shape(config))}
+
+
+def _fewest_tiles(config: Any) -> SmallestImage:
+    """(images, tiles, C, H, W): the tile grid of the configuration that leaves the fewest tokens."""
+    choices = {(h, w): _count(config, w, h) for h, w in config.image_grid_pinpoints}
+    size = min(choices, key=lambda choice: (choices[choice].tokens, choice))
+    pixels = torch.zeros(1, choices[size].tiles, *_tile_shape(config))
+    return choices[size].tokens, {"pixel_values": pixels, "image_sizes": torch.tensor([size])}
+
+
+def tile_tokens(config: Any) -> int:
+    """LLM tokens of one tile where every tile has the same number: internvl, llava, gemma3."""
+    if hasattr(config, "mm_tokens_per_image"):
+        return int(config.mm_tokens_per_image)
+    if hasattr(config, "downsample_ratio"):
+        vision = config.vision_config
+        (height, width), (patch_h, patch_w) = _pair(vision.image_size), _pair(vision.patch_size)
+        return int((height // patch_h) * (width // patch_w) * config.downsample_ratio**2)
+    side = config.vision_config.image_size
+    return _count(config, side, side).tokens
+
+
+def _tile_shape(config: Any) -> tuple[int, int, int]:
+    vision = config.vision_config
+    return getattr(vision, "num_channels", 3), *_pair(vision.image_size)
+
+
+def _count(config: Any, width: int, height: int) -> ImageCounts:
+    written = json.loads(config.to_json_string(use_diff=False))
+    written.pop("image_seq_length", None)  # the class's own default, whatever the sizes of this model
+    return image_rule(written).count(width, height)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+# What a pack of each family must look like: asked of Transformers, unless `models.families` declares it.
+#
+# A family that follows the conventions of Transformers 5 needs no declaration. Its masks come from positions that
+# restart, M-RoPE is known by `get_rope_index`, the keys of its images by the signatures of the functions that encode
+# them, and layers that carry a state along the row by their kinds.
+
 
 TOKEN_TYPE_KEYS: tuple[str, ...] = ("mm_token_type_ids", "token_type_ids")
 """What processors call 0 text, 1 image, 2 video per token; the second is Gemma's name."""
@@ -109,3 +203,195 @@ def has_state(config: Any) -> bool:
     if type(text) not in MODEL_MAPPING:
         return False
     return "causal_conv1d_fn" in vars(sys.modules[MODEL_MAPPING[type(text)].__module__])
+
+
+# Layers that carry a state along the row (convolutions, Mamba, gated delta): one sample after the other, if need be.
+#
+# Transformers' fused kernels (causal-conv1d, flash-linear-attention, mamba-ssm) take the samples' borders; its plain
+# torch code refuses them or, in a few families, overlooks them. `hold_samples_apart` makes such layers run every sample
+# of a pack by itself: exact, on any device, at the price of one launch a sample.
+
+
+BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Arguments of a pack that say where samples start."""
+
+_CARRIES = ("conv1d", "recurrent", "chunk_scan", "selective_scan", "delta_rule", "linear_attn_fn")
+
+
+def hold_samples_apart(model: nn.Module) -> list[str]:
+    """Call this once on a model whose `verify_packing` names a layer with a state. Paths of the layers it changed.
+
+    The layers are the model's own modules with another forward; names, weights and outputs for single samples stay as
+    they are. It needs a collator that passes borders (`PackFormat.stateful`, found by itself in Transformers' models).
+
+    >>> hold_samples_apart(torch.nn.Linear(2, 2))
+    []
+    """
+    changed = []
+    for name, module in model.named_modules():
+        if carries_state(module):
+            module.__class__ = _apart(type(module))  # type: ignore[arg-type]  # a class is hashable
+            changed.append(name)
+    return changed
+
+
+def carries_state(module: nn.Module) -> bool:
+    """Whether the module's own forward, not that of a child, convolves or scans along the row."""
+    if runs_apart(module):
+        return False
+    forward = inspect.unwrap(type(module).forward)
+    taken = inspect.signature(forward).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in taken.values()) or not {"hidden_states", "x"} & set(taken):
+        return False
+    return any(word in name for name in forward.__code__.co_names for word in _CARRIES)
+
+
+def runs_apart(module: nn.Module) -> bool:
+    """Whether `hold_samples_apart` changed it."""
+    return getattr(type(module), "runs_samples_apart", False)
+
+
+@functools.cache
+def _apart(cls: Any) -> type[nn.Module]:
+    return type(f"{cls.__name__}Apart", (cls,), {"forward": _run_apart, "runs_samples_apart": True})
+
+
+def _run_apart(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward on each sample's rows, one after the other, and the rows joined again."""
+    forward: Any = type(self).__bases__[0].forward.__get__(self)  # type: ignore[attr-defined]  # a module has one
+    offsets = _offsets(kwargs)
+    own = {key: value for key, value in kwargs.items() if key not in BORDERS}
+    if offsets is None:
+        return forward(*args, **own)
+    num = offsets[-1]
+    parts = [
+        forward(
+            *(_rows(value, start, end, num) for value in args),
+            **{key: _rows(value, start, end, num) for key, value in own.items()},
+        )
+        for start, end in itertools.pairwise(offsets)
+    ]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts, dim=1)
+    return type(parts[0])(torch.cat(x, dim=1) if isinstance(x[0], Tensor) else x[0] for x in zip(*parts, strict=True))
+
+
+def _offsets(kwargs: dict[str, Any]) -> list[int] | None:
+    offsets = kwargs.get("cu_seq_lens_q")
+    if offsets is not None:
+        found: list[int] = offsets.tolist()
+        return found if len(found) > 2 else None
+    numbers = kwargs.get("seq_idx")
+    if numbers is None:
+        return None
+    starts: list[int] = (numbers[0].diff().nonzero()[:, 0] + 1).tolist()
+    return [0, *starts, numbers.shape[1]] if starts else None
+
+
+def _rows(value: Any, start: int, end: int, num: int) -> Any:
+    """Rows of (1, tokens, ...) tensors; what has another shape goes to every sample as it is."""
+    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == num:
+        return value[:, start:end]
+    return value
+
+
+# Videos of planned rows: frames that the model's own video processor samples, decoded by PyAV and cut by it.
+
+
+Frames = npt.NDArray[np.uint8]
+"""(frames, height, width, 3)."""
+
+
+class VideoReader:
+    """Reads videos as sizing counted them: the same processor, files and sampling, on real frames."""
+
+    def __init__(self, model: ModelSpec, sampling: VideoOptions) -> None:
+        if not isinstance(model.clip_rule, AskedClips):
+            raise ConfigError(f"videos of {model.name} cannot be read: {NO_CLIPS}")
+        if not is_torchvision_available():
+            raise ConfigError("videos are cut by torchvision, which is not installed: pip install torchvision")
+        question = json.loads(model.clip_rule.question)
+        self._looker = Looker(question["model_type"], question["files"], None)
+        set_sampling(self._looker, sampling)
+
+    def read(
+        self, video: Video, media: MediaFolder, decode: Callable[[bytes], Any]
+    ) -> tuple[ClipCounts, dict[str, Tensor]]:
+        """What a video is in the text, and what the model reads of it; `decode` gives frames that are images.
+
+        Raises `BadRecordError` where it cannot be decoded or the processor refuses it.
+        """
+        clip, source = media.clip(video), video.source
+        if isinstance(source, tuple):
+            frames = torch.from_numpy(np.stack([np.asarray(decode(media.read(frame))) for frame in source]))
+            given: Any = frames.permute(0, 3, 1, 2)
+        else:
+            given = "video"  # the name that the processor hands to `fetch_videos`
+            self._looker.processor.video_processor.fetch_videos = _Fetch(
+                clip, lambda indices: media.frames(source, indices)
+            )
+        try:
+            output, texts = run_clip(self._looker, clip, lambda *_: given, return_tensors="pt")
+            seen = see_clip(self._looker, output, texts)
+        except (BadRecordError, ConfigError):
+            raise
+        except Exception as error:  # a processor refuses what it likes
+            raise BadRecordError("video", f"its processor refuses a video: {' '.join(str(error).split())}") from None
+        tokens = ImageCounts(
+            patches=0, tokens=seen.tokens, tiles=1, patches_sq=0, patches_windowed=0, text=str(seen.text)
+        )
+        placeholder = str(self._looker.processor_token("video"))
+        counts = ClipCounts(image=tokens, placeholder=placeholder, soft=self._looker.soft)
+        return counts, {key: value for key, value in output.items() if isinstance(value, Tensor)}
+
+
+def alike_videos(key: str, parts: list[Tensor]) -> list[Tensor]:
+    """`parts`, which can be joined: a model that takes videos as (videos, frames, ...) takes none of other lengths."""
+    lengths = sorted({part.shape[1] for part in parts}) if "videos" in key and parts[0].dim() > 4 else []
+    if len(lengths) > 1:
+        raise UnsupportedPlanError(
+            f"videos of {lengths[0]} and {lengths[1]} frames were put in one pack, and this model takes videos of one "
+            "length: size and train with --set num_frames, so that all have as many"
+        )
+    return parts
+
+
+def pixel_keys(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Which of a processor's keys hold pixels."""
+    return {key for key in tensors if key.startswith("pixel_values")}
+
+
+class _Fetch:
+    """In the place of a video processor's `fetch_videos`: the frames that it samples, decoded by us.
+
+    A failure is remembered: a processor is tried in several ways, and decodes once.
+    """
+
+    def __init__(self, clip: Clip, read: Callable[[Sequence[int]], Frames]) -> None:
+        self._clip, self._read = clip, read
+        self._failed: BadRecordError | None = None
+
+    def __call__(
+        self, _names: Any, sample_indices_fn: Callable[..., Any] | None = None
+    ) -> tuple[list[Frames], list[VideoMetadata]]:
+        if self._failed is not None:
+            raise self._failed
+        clip = self._clip
+        assert clip.fps is not None, "of a file"
+        metadata = VideoMetadata(
+            total_num_frames=clip.num_frames,
+            fps=clip.fps,
+            width=clip.width,
+            height=clip.height,
+            duration=clip.num_frames / clip.fps,
+            video_backend="pyav",
+        )
+        everything = np.arange(clip.num_frames)
+        indices = everything if sample_indices_fn is None else np.asarray(sample_indices_fn(metadata=metadata))
+        try:
+            frames = self._read([int(index) for index in indices])
+        except BadRecordError as error:
+            self._failed = error
+            raise
+        metadata.frames_indices = indices if sample_indices_fn is not None else indices.tolist()
+        return [frames], [metadata]

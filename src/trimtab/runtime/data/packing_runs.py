@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.inputs import image_token, plain_ids
-from trimtab.models.families.family import PackFormat
-from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS
-from trimtab.runtime.data.processed import ProcessedSample
-from trimtab.runtime.data.smallest_images import smallest_image
-from trimtab.runtime.data.state_layers import carries_state
+from trimtab.models.families import PackFormat
+from trimtab.runtime.data.conversations import ProcessedSample
+from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, carries_state, smallest_image
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest relative error that rounding may leave; a leak is 0.01 to 1 in float32 (tests/torch/test_packing.py)."""

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 
 from trimtab.address import Allowed
-from trimtab.errors import SampleError
+from trimtab.errors import ConfigError, SampleError
 from trimtab.files import blake2b, fingerprint_file, write_atomically
+from trimtab.models.families import family_of
 from trimtab.plan.file.reload import find_data_files, read_samples
 from trimtab.plan.file.yaml import array_bytes, load_plan
 from trimtab.samples.chunks import parse_record
 from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
 from trimtab.samples.records import detect_format, open_rows
 from trimtab.samples.sources import MediaRoot, whole_root
-from trimtab.specs import IntArray, SampleTable
+from trimtab.specs import IntArray, ModelSpec, SampleTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,3 +157,11 @@ def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path 
     if path is not None:
         write_atomically(path, array_bytes(starts))
     return starts
+
+
+def refuse_remote_code(model: ModelSpec) -> None:
+    if family_of(model.family).is_remote_code:
+        raise ConfigError(
+            f"samples of the family {model.family} were to be made, but its code is remote and is never run: take a "
+            "checkpoint that Transformers has a class for (their names often end in -hf), or process the data yourself"
+        )

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.errors import PlanError
+from trimtab.errors import PlanError, join_problems
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.plan.file.yaml import load_plan, pack_contents, read_npy, table_path
 from trimtab.specs import IntArray, Packing, Schedule
+
+# A plan's packs as the training loop reads them: three tables, mapped into memory and never read whole.
+
 
 _NAMES = ("offsets.npy", "indices.npy", "schedule.npy")
 
@@ -137,3 +144,188 @@ def _tables(
 def _map_array(folder: Path, name: str) -> npt.NDArray[np.int64]:
     path = table_path(folder, name)
     return np.asarray(read_npy(path, path, mmap_mode="r"))  # a plain view: a memmap is indexed ten times as slowly
+
+
+# A plan's packs given to any number of ranks, from any place of any epoch; no torch.
+#
+# The order of an epoch is one sequence of packs that does not depend on dp: steps of the plan in the epoch's order, in
+# each the micro-batches in turn, in each the ranks in turn. dp ranks take dp consecutive packs at a time (a *row*), and
+# M rows are a step. The place in it is told by packs, so that a run may go on with another dp.
+
+
+_KEYS = ("plan", "epoch", "packs_done", "microbatches_done", "dp", "num_microbatches", "seed", "reshuffle")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """A place in a run: what has been consumed of which epoch."""
+
+    epoch: int = 0
+    packs_done: int = 0  # places of the epoch's sequence before the current step: the same number for any dp
+    microbatches_done: int = 0  # by every rank in the current step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deal:
+    """Which packs each of dp ranks gets when; every rank gets equally many micro-batches in every step.
+
+    Epoch 0 runs the plan's steps as they stand; with `reshuffle` later epochs run them in another order, decided by
+    (seed, epoch) and nothing else; a short last step stays last. The last row may hold fewer packs than ranks: the
+    ranks left over get an empty pack, and a last step of fewer rows is filled with rows of empty packs.
+    """
+
+    tables: PlanTables
+    dp: int
+    num_microbatches: int
+    reshuffle: bool = True
+    seed: int = 0
+
+    @property
+    def packs_per_step(self) -> int:
+        return self.dp * self.num_microbatches
+
+    def pack_at(self, epoch: int, place: int) -> int | None:
+        """The pack at one place of the epoch's sequence; None for an empty slot, and past its end."""
+        tables = self.tables
+        slots = tables.dp * tables.num_microbatches
+        if place >= tables.num_places:
+            return None
+        step, slot = divmod(place, slots)
+        num_moved = len(tables.schedule) - tables.is_last_short
+        if epoch > 0 and self.reshuffle and step < num_moved:
+            step = int(_order_of_steps(num_moved, self.seed, epoch)[step])
+        microbatch, rank = divmod(slot, tables.dp)
+        pack = int(tables.schedule[step, rank, microbatch])
+        return None if pack < 0 else pack
+
+    def num_microbatches_left(self, cursor: Cursor) -> int:
+        """Micro-batches of every rank from `cursor` to the end of its epoch."""
+        return self.num_steps_left(cursor) * self.num_microbatches - cursor.microbatches_done
+
+    def num_steps_left(self, cursor: Cursor) -> int:
+        """Steps from `cursor` to the end of its epoch, the one it stands in included."""
+        return -(-(self.tables.num_places - cursor.packs_done) // self.packs_per_step)
+
+    def microbatches(self, rank: int, cursor: Cursor) -> Iterator[list[int]]:
+        """Sample rows of each micro-batch of one rank, from `cursor` to the end of its epoch; [] is an empty pack."""
+        for number in range(self.num_microbatches_left(cursor)):
+            place = cursor.packs_done + (cursor.microbatches_done + number) * self.dp + rank
+            pack = self.pack_at(cursor.epoch, place)
+            yield [] if pack is None else self.tables.rows(pack)
+
+    def step(self, epoch: int, step: int, rank: int) -> list[list[int]]:
+        """Sample rows of each micro-batch of one rank in one step of an epoch that began with this deal."""
+        start = Cursor(epoch=epoch, packs_done=step * self.packs_per_step)
+        if step < 0 or self.num_microbatches_left(start) < 1:
+            raise PlanError(f"step {step} was asked for: an epoch has steps 0 to {self.num_steps_left(Cursor()) - 1}")
+        return list(islice(self.microbatches(rank, start), self.num_microbatches))
+
+    def advance(self, cursor: Cursor, num_microbatches: int) -> Cursor:
+        """Where a run stands when every rank has consumed that many micro-batches more, within the epoch.
+
+        The end of an epoch is the beginning of the next.
+        """
+        left = self.num_microbatches_left(cursor)
+        assert 0 <= num_microbatches <= left
+        if num_microbatches == left:
+            return Cursor(epoch=cursor.epoch + 1)
+        steps, microbatches = divmod(cursor.microbatches_done + num_microbatches, self.num_microbatches)
+        return Cursor(
+            epoch=cursor.epoch,
+            packs_done=cursor.packs_done + steps * self.packs_per_step,
+            microbatches_done=microbatches,
+        )
+
+
+@lru_cache(maxsize=2)
+def _order_of_steps(num_steps: int, seed: int, epoch: int) -> IntArray:
+    """A permutation that only (seed, epoch) decide; NumPy promises that `RandomState`'s never changes."""
+    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch]
+    order: IntArray = np.random.RandomState(words).permutation(num_steps)
+    return order
+
+
+def make_deal(
+    tables: PlanTables,
+    *,
+    dp: int,
+    num_microbatches: int | None = None,
+    reshuffle: bool = True,
+    seed: int | None = None,
+) -> Deal:
+    """A plan's packs for `dp` ranks; without `num_microbatches`, as many as keep the plan's packs per step.
+
+    Without `seed`, the plan's. Raises `PlanError` for settings that leave no deal.
+    """
+    slots = tables.dp * tables.num_microbatches
+    problems = []
+    if dp < 1:
+        problems.append(f"dp {dp} is not a number of ranks: give 1 or more")
+    if num_microbatches is not None and num_microbatches < 1:
+        problems.append(f"{num_microbatches} micro-batches are no step: give 1 or more")
+    if num_microbatches is None and dp >= 1 and slots % dp:
+        problems.append(
+            f"the plan's steps hold {slots} packs ({tables.dp} ranks x {tables.num_microbatches} micro-batches), which "
+            f"{dp} ranks cannot share evenly: say how many micro-batches a step has (num_microbatches)"
+        )
+    if problems:
+        raise PlanError(join_problems(problems))
+    return Deal(
+        tables=tables,
+        dp=dp,
+        num_microbatches=slots // dp if num_microbatches is None else num_microbatches,
+        reshuffle=reshuffle,
+        seed=tables.seed if seed is None else seed,
+    )
+
+
+def cursor_to_state(deal: Deal, cursor: Cursor) -> dict[str, str | int]:
+    """The place as plain text and numbers, for a checkpoint; with what must be the same to go on from it."""
+    return {
+        "plan": deal.tables.digest,
+        **asdict(cursor),
+        "dp": deal.dp,
+        "num_microbatches": deal.num_microbatches,
+        "seed": deal.seed,
+        "reshuffle": int(deal.reshuffle),
+    }
+
+
+def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
+    """The place a state names; `PlanError` where it belongs to another plan or order.
+
+    dp and the number of micro-batches may differ between the runs if the state was taken between two steps.
+    """
+    wrong = [key for key in _KEYS if not isinstance(state.get(key), str if key == "plan" else int)]
+    wrong += [key for key in ("epoch", "packs_done", "microbatches_done") if key not in wrong and state[key] < 0]
+    if wrong:
+        raise PlanError(
+            f"the state has no usable {', '.join(wrong)}: give what state_dict() of a plan's sampler or loader returned"
+        )
+    problems = []
+    if state["plan"] != deal.tables.digest:
+        problems.append(
+            f"the state is of plan {state['plan']}, this is plan {deal.tables.digest}: resume with the plan of the run"
+        )
+    if state["seed"] != deal.seed or bool(state["reshuffle"]) != deal.reshuffle:
+        problems.append(
+            f"the state's epochs have seed {state['seed']}, reshuffle {bool(state['reshuffle'])}, this run's "
+            f"seed {deal.seed}, reshuffle {deal.reshuffle}: their order would differ; resume with the same"
+        )
+    same = (state["dp"], state["num_microbatches"]) == (deal.dp, deal.num_microbatches)
+    if state["microbatches_done"] and not same:
+        problems.append(
+            f"the state was taken inside a step, after {state['microbatches_done']} of its "
+            f"{state['num_microbatches']} micro-batches on {state['dp']} ranks, and this run has "
+            f"{deal.num_microbatches} on {deal.dp}: resume as before, or from a state taken between two steps"
+        )
+    cursor = Cursor(epoch=state["epoch"], packs_done=state["packs_done"], microbatches_done=state["microbatches_done"])
+    beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_places
+    if not problems and (beyond or cursor.microbatches_done >= deal.num_microbatches):
+        problems.append(
+            f"the state stands after place {cursor.packs_done} of {deal.tables.num_places} and micro-batch "
+            f"{cursor.microbatches_done} of {deal.num_microbatches}, where no step is: resume from another checkpoint"
+        )
+    if problems:
+        raise PlanError(join_problems(problems))
+    return cursor

@@ -1,9 +1,8 @@
 """Stages of a vision-language model on torch.distributed.pipelining, cut as a plan says: see `build_pipeline`."""
 
 from trimtab.runtime.layout import PipelineLayout, read_layout
-from trimtab.runtime.pipeline.build import build_pipeline
+from trimtab.runtime.pipeline.build import PipelineCheck, build_pipeline, layers_of, verify_pipeline
 from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
-from trimtab.runtime.pipeline.verify import PipelineCheck, layers_of, verify_pipeline
 
 __all__ = [
     "Pipeline",

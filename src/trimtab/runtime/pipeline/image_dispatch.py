@@ -28,19 +28,27 @@ from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.plan.plan import VisionDecision
-from trimtab.runtime.data.zero_weight import filler_sample
+from trimtab.runtime.data.collate import filler_sample
 from trimtab.runtime.layout import PipelineLayout
-from trimtab.runtime.pipeline.flow import Batch, Encoded, feature_name, has_images
-from trimtab.runtime.pipeline.module import StageModule
+from trimtab.runtime.pipeline.cuts import StageModule
+from trimtab.runtime.pipeline.trace import Batch, Encoded, feature_name, has_images
+from trimtab.runtime.ranks import listed
 from trimtab.runtime.vision.agreement import Control, differing_ranks, fingerprint, open_control
-from trimtab.runtime.vision.dispatch import Pool, move_images, pool_images
+from trimtab.runtime.vision.encode import Pool, move_images, pool_images
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows
-from trimtab.runtime.vision.families import GRIDS, PIXELS, Family, GridFamily, Kind, find_family, tower_flops
-from trimtab.runtime.vision.heartbeat import KINDS
-from trimtab.runtime.vision.hooks import PatchedFunction, find_functions
-from trimtab.runtime.vision.inputs import VisionInputs, join_inputs
+from trimtab.runtime.vision.hooks import KINDS, PatchedFunction, find_functions
+from trimtab.runtime.vision.inputs import (
+    GRIDS,
+    PIXELS,
+    Family,
+    GridFamily,
+    Kind,
+    VisionInputs,
+    find_family,
+    join_inputs,
+    tower_flops,
+)
 from trimtab.runtime.vision.outputs import Features, read_features, write_features
-from trimtab.runtime.watch import listed
 from trimtab.specs import IntArray
 
 

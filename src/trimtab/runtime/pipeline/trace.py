@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +26,170 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError
-from trimtab.models.asking.forward import kind_of
+from trimtab.models.asking.forward import choose_kernels, kind_of
 from trimtab.models.asking.units import Unit, forward_order, split_units
-from trimtab.models.asking.weightless import choose_kernels
-from trimtab.runtime.pipeline.flow import Batch, arguments_of, feature_name
-from trimtab.runtime.pipeline.hollow import hollow_copy, tensors_between
-from trimtab.runtime.recompute.apply import tensors_in
+from trimtab.runtime.recompute import tensors_in
 from trimtab.runtime.vision.hooks import PatchedFunction, find_functions
 from trimtab.runtime.vision.outputs import columns_of, fill_features, rows_of
+
+# What a micro-batch is to a pipeline: the tensors that cross a cut, and the arguments of a stage's forward.
+
+
+ENCODED = "encoded_images"
+"""Key of a batch whose images were encoded already: an `Encoded`."""
+NOT_GIVEN = ("labels", "loss_weights", "denominator", ENCODED)
+"""Keys of a batch that are no arguments of a model here."""
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sealed:
+    """A batch that torch's schedules do not look into: they would search its tensors for gradients."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Encoded:
+    """What other ranks have encoded of a micro-batch."""
+
+    outputs: Mapping[str, Any]  # "image" and "video" -> what the function that encodes them returns
+    rows: Mapping[str, Tensor]  # the same as rows, by `feature_name`
+
+
+def feature_name(kind: str, column: int) -> str:
+    """Of image features, 0, and those of DeepStack layers, as one tensor across a cut."""
+    return f"{kind} features" + (f" {column}" if column else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """One tensor across a cut, for one micro-batch."""
+
+    name: str  # of the layer that made it, or of image features
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+
+def is_pixels(key: str) -> bool:
+    return "pixel_values" in key or key == "flattened_patches"
+
+
+def has_images(batch: Batch) -> bool:
+    return any(is_pixels(key) and value is not None and len(value) for key, value in batch.items())
+
+
+def arguments_of(batch: Batch, *, with_images: bool = True) -> dict[str, Any]:
+    """What the model's forward is called with."""
+    return {
+        key: value
+        for key, value in batch.items()
+        if key not in NOT_GIVEN and (with_images or not is_pixels(key)) and value is not None
+    } | {"use_cache": False}
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    return {key: value for key, value in batch.items() if isinstance(value, Tensor)}
+
+
+# Models with some layers hollow: modules of the same class and fields that hold no weights and compute nothing.
+
+
+Forward = Callable[..., Any]
+
+
+def hollow_copy(
+    model: nn.Module, hollow: Mapping[str, Forward], *, own: Mapping[int, Any] | None = None, device: torch.device
+) -> nn.Module:
+    """The model's tree with a shell in place of every layer of `hollow`, whose forward is the function given there.
+
+    All other modules are copied; their parameters, buffers and the configurations are the model's own, or what `own`
+    has for them by `id`: whole modules may stand there too. A layer that is a bare parameter becomes a plain tensor
+    without weights. A shell's parameters hold one zero in their shape, for code that asks for their dtype.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        memo |= {id(x): x for x in _tensors(module)}
+        config = getattr(module, "config", None)
+        memo[id(config)] = config
+    memo |= own or {}
+    bare = []
+    for path, forward in hollow.items():
+        layer = find_layer(model, path)
+        if isinstance(layer, nn.Module):
+            memo[id(layer)] = _shell(layer, device)
+            memo[id(layer)].forward = forward
+        else:
+            bare.append(path)
+    taken: nn.Module = copy.deepcopy(model, memo)
+    for path in bare:
+        parent, _, name = path.rpartition(".")
+        holder = taken.get_submodule(parent)
+        holder._parameters[name] = _weightless_parameter(getattr(holder, name), device)
+    return taken
+
+
+def find_layer(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
+    """A layer is a module, or a parameter that lies beside modules."""
+    parent, _, name = path.rpartition(".")
+    found = getattr(model.get_submodule(parent), name)
+    assert isinstance(found, (nn.Module, nn.Parameter))
+    return found
+
+
+def tensors_between(model: nn.Module, layers: Iterable[str]) -> list[Tensor]:
+    """Parameters and buffers that belong to none of the layers."""
+    inside = {id(x) for name in layers for x in model.get_submodule(name).modules()}
+    return [x for module in model.modules() if id(module) not in inside for x in _tensors(module)]
+
+
+def parameters_of(layer: nn.Module | nn.Parameter) -> list[nn.Parameter]:
+    return [layer] if isinstance(layer, nn.Parameter) else list(layer.parameters())
+
+
+def _shell(module: nn.Module, device: torch.device) -> Any:
+    """Same class and fields, so that code around it that asks for its type, kind or dtype gets the same answers."""
+    shell = module.__class__.__new__(module.__class__)
+    nn.Module.__init__(shell)
+    fresh = set(vars(shell))
+    shell.__dict__.update({name: x for name, x in vars(module).items() if name not in fresh and name != "forward"})
+    shell.training = module.training
+    for key, hook in module._forward_hooks.items():  # by which Transformers collects hidden states of a tower
+        if getattr(hook, "__name__", "") == "output_capturing_hook":
+            shell._forward_hooks[key] = hook
+    for name, parameter in module._parameters.items():
+        shell._parameters[name] = None if parameter is None else _weightless_parameter(parameter, device)
+    for name, buffer in module._buffers.items():
+        shell._buffers[name] = None if buffer is None else _weightless(buffer, device)
+    shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    for name, child in module._modules.items():
+        shell._modules[name] = None if child is None else _shell(child, device)
+    return shell
+
+
+def _weightless(tensor: Tensor, device: torch.device) -> Tensor:
+    """One zero in that shape."""
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _weightless_parameter(parameter: Tensor, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(_weightless(parameter, device), requires_grad=False)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+# What each layer reads of the others, found by one run of the model's own forward on zeros.
+#
+# Layers are hollow: each is run alone, on fake weights, for the shapes of what it returns, and hands on zeros. All code
+# between layers is run as it is, and autograd records what it makes of those zeros: from what enters a layer its graph
+# leads back to the layers that made it. So it is not written down for any family which tensors cross a cut: hidden
+# states, DeepStack features, rows that cross-attention reads, per-layer embeddings, a position bias. What the functions
+# that encode images return counts as made by one more layer, so that nothing of the tower is run after it.
+#
+# All of it is on the host, and zeros take no memory as long as no code writes into them.
+
 
 HOST = torch.device("cpu")
 

@@ -13,12 +13,21 @@ from torch import nn
 
 from trimtab.errors import ConfigError, PartitionError, join_problems, refuse_type
 from trimtab.models.asking.internvl_chat import forget_published_names
+from trimtab.placement import published as rule
 from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.placed import Placement
-from trimtab.runtime.placing.device_units import CPU, DeviceUnits, resolve_units
-from trimtab.runtime.placing.folder import StoredNames, model_class, read_config, read_generation
-from trimtab.runtime.placing.stored_weights import StoredTensor, open_file, open_weights
-from trimtab.runtime.placing.unit_hooks import PIXELS, hook_units
+from trimtab.runtime.placing.device_units import CPU, PIXELS, DeviceUnits, hook_units, resolve_units
+from trimtab.runtime.placing.folder import (
+    StoredNames,
+    StoredTensor,
+    model_class,
+    open_file,
+    open_weights,
+    read_config,
+    read_generation,
+)
+
+# Loads a model folder onto the devices that a placement names, ready to generate.
 
 
 def load_placed(
@@ -205,3 +214,30 @@ def _dtype_of(config: Any, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
     return next((x.dtype for x in stored.values() if x.dtype.is_floating_point), torch.float32)
+
+
+# `split_model` under its published signature.
+
+
+def split_model(
+    num_layers: int,
+    vit_alpha: float = 0.5,
+    *,
+    world_size: int | None = None,
+    variant: rule.Variant = "repository",
+) -> dict[str, int]:
+    """InternVL's published device map, key for key, for code that expects it; `trimtab map` plans better ones.
+
+    Use it where code expects InternVL's own function of that name.
+
+    `world_size` None: the GPUs that torch sees. `variant`: model cards leave `rotary_emb` out, the repository has it.
+    Raises `PartitionError` where the rule is not defined, as without a GPU.
+
+    >>> len(split_model(48, world_size=4, variant="model card"))
+    56
+    """
+    if world_size is None:
+        import torch
+
+        world_size = torch.cuda.device_count()
+    return rule.split_model(num_layers, vit_alpha, world_size=world_size, variant=variant)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,111 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.costs.profile import with_tiers
+from trimtab.costs.traced_mode import StepMode
 from trimtab.costs.traced_step import young_garbage
-from trimtab.errors import PlanError
-from trimtab.runtime.pipeline import Pipeline
-from trimtab.runtime.pipeline.flow import Batch
-from trimtab.runtime.pipeline.stage import PackedStage
-from trimtab.runtime.probe.meter import Meter, storage_bytes
-from trimtab.runtime.recompute.apply import Granularity, apply
+from trimtab.errors import PlanError, UnsupportedPlanError
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.probed import heaviest_packs
+from trimtab.plan.file.reload import ReloadedPlan
+from trimtab.plan.plan import Plan
+from trimtab.runtime.layout import SPLIT_BACKWARD
+from trimtab.runtime.pipeline import Pipeline, PipelineLayout, read_layout
+from trimtab.runtime.pipeline.pipeline import PackedStage
+from trimtab.runtime.pipeline.trace import Batch
+from trimtab.runtime.probe.settings import ProbeSettings
+from trimtab.runtime.ranks import Ranks
+from trimtab.runtime.recompute import Granularity, apply
+from trimtab.runtime.training.loop import autocast, open_run
+from trimtab.runtime.training.settings import TrainSettings
+from trimtab.specs import Stage
+from trimtab.units import format_bytes
+
+# Bytes of a device that a run holds now and held at most.
+#
+# On CUDA the allocator counts. On the CPU the same is counted operation by operation: live storages, as the allocator
+# would have them, weights and optimizer state included. Hooks on saved tensors would not do: they do not see what a
+# recomputed layer computes again, nor gradients.
+
+
+class CudaMeter:
+    """torch's allocator, and beside it what the process and its neighbours take of the device: context, libraries.
+
+    `watch` is a context in which `peak_bytes` is that of the run inside; `static`: all that lives before and after;
+    `inputs`: batches, which the loader holds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.zeros(1, device=device)  # makes the context
+        free, total = torch.cuda.mem_get_info(device)
+        self.outside_bytes = total - free - torch.cuda.memory_reserved(device)
+
+    @contextmanager
+    def watch(self, static: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[None]:  # noqa: ARG002
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+
+    @property
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) + self.outside_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) + self.outside_bytes
+
+
+class CpuMeter:
+    """The same for the CPU: live storages, counted by a dispatch mode; workspaces inside kernels are not seen."""
+
+    def __init__(self) -> None:
+        self._static_bytes = 0
+        self._mode: _HostMode | None = None
+
+    @contextmanager
+    def watch(self, static: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[None]:
+        known = list(static)
+        self._static_bytes = storage_bytes(known)
+        self._mode = _HostMode([*known, *inputs])
+        with self._mode:
+            yield
+
+    @property
+    def held_bytes(self) -> int:
+        assert self._mode is not None, "nothing was watched"
+        gc.collect(0)  # models leave tensors in cycles of Python objects
+        return self._static_bytes + self._mode.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        assert self._mode is not None, "nothing was watched"
+        return self._static_bytes + self._mode.step_peak_bytes
+
+
+class _HostMode(StepMode):  # type: ignore[no-untyped-call]
+    def _see_storage(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != "meta":  # of fake tensors, by which sizes across a cut are found
+            super()._see_storage(storage)
+
+
+Meter = CudaMeter | CpuMeter
+"""Counts one device; the same numbers mean the same on every kind of it."""
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of all their storages, each once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def meter_of(device: torch.device) -> Meter:
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+# One run of a rank's stages under a recompute choice, and what they held.
+
 
 CURES = "give more memory (--budget) or a larger --risk, or plan with more stages or smaller packs"
 
@@ -192,3 +290,133 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+# A plan's stages, packs and schedule, ready to run under any recompute choice: `open_bench`.
+
+
+_OPTIMIZERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "sgd_momentum": ("SGD", {"momentum": 0.9}),
+    "sgd": ("SGD", {}),
+}
+"""What the plan counts, in torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRun:
+    """One run of the pipeline on one pack."""
+
+    what: str
+    pack: int
+    failed_devices: tuple[int, ...]  # whose peak was above the limit
+    peak_bytes: tuple[int, ...]  # of each device
+
+
+@dataclass(kw_only=True, eq=False)
+class Bench:
+    """A plan's stages ready to run under any recompute choice, and the log of what has run."""
+
+    case: Case
+    stages: tuple[Stage, ...]
+    rank: ProbedRank
+    batches: Mapping[int, Batch]  # of the heaviest packs
+    num_steps: int
+    tell: Callable[[str], None]
+    runs: list[ProbeRun] = field(default_factory=list)
+
+    @property
+    def limit_bytes(self) -> int:
+        return int(self.case.budget.fill_bytes)
+
+    def run(self, what: str, stages: Sequence[Stage], pack: int, *, whole: bool = True) -> tuple[Reading, ...]:
+        """What each device held; not `whole`: one step, and the optimizer is left out."""
+        names = [layer.name for layer in self.case.model.layers]
+        choice: dict[str, Granularity] = {
+            names[i]: entry.tier for stage in stages for entry in stage.recompute for i in entry.layers
+        }
+        reading = run_trial(
+            self.rank,
+            choice,
+            self.batches[pack],
+            num_steps=self.num_steps if whole else 1,
+            update=whole,
+        )
+        readings = gather_readings(reading, self.rank)
+        peaks = tuple(x.peak_bytes for x in readings)
+        failed = self.above_limit(readings)
+        self.runs.append(ProbeRun(what=what, pack=pack, failed_devices=failed, peak_bytes=peaks))
+        above = f", above the limit on device {', '.join(map(str, failed))}" if failed else ""
+        self.tell(f"{what}, pack {pack}: at most {format_bytes(max(peaks))}{above}")
+        return readings
+
+    def above_limit(self, readings: Sequence[Reading]) -> tuple[int, ...]:
+        return tuple(device for device, x in enumerate(readings) if x.peak_bytes > self.limit_bytes)
+
+
+def open_bench(
+    settings: ProbeSettings, found: ReloadedPlan, case: Case, ranks: Ranks, tell: Callable[[str], None]
+) -> Bench:
+    training = _training(settings, found.plan)
+    run = open_run(training, found.plan, ranks, layout=_layout(found.plan, case))
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0  # every run is of the same weights
+    packing = case.packing
+    batches = {}
+    for pack in heaviest_packs(case, found.stages):
+        rows = packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist()
+        batches[pack] = run.loader.collate_fn([run.data[row] for row in rows])
+    return Bench(
+        case=_in_reach(case),
+        stages=found.stages,
+        rank=ProbedRank(
+            pipeline=run.pipeline,
+            optimizer=run.optimizer,
+            meter=meter_of(ranks.device),
+            autocast=partial(autocast, training, ranks.device),
+        ),
+        batches=batches,
+        num_steps=settings.num_steps,
+        tell=tell if dist.get_rank() == 0 else lambda _: None,
+    )
+
+
+def _training(settings: ProbeSettings, plan: Plan) -> TrainSettings:
+    planned = plan.inputs.training.optimizer
+    if planned not in _OPTIMIZERS:
+        raise UnsupportedPlanError(
+            f"the plan counts the state of {planned}, which torch.optim has not: plan with --set optimizer "
+            f"{', '.join(_OPTIMIZERS)}"
+        )
+    name, options = _OPTIMIZERS[planned]
+    return TrainSettings(
+        plan=settings.plan,
+        model=settings.model,
+        out=settings.plan,
+        reading=settings.reading,
+        optimizer=name,
+        optimizer_options=options,
+        dtype="float32" if plan.inputs.training.dtype == "fp32" else "bfloat16",
+        random_weights=not any(settings.model.glob("*.safetensors")),
+        device=settings.device,
+        save=False,
+        verify_packing=False,
+        seed=settings.seed,
+    )
+
+
+def _layout(plan: Plan, case: Case) -> PipelineLayout:
+    """The plan's stages without recompute; of 1F1B's micro-batches only as many as fill it, and one more.
+
+    The one more meets gradients that are there already, as most do.
+    """
+    layout = replace(read_layout(plan), recompute=())
+    if layout.schedule != "1F1B":
+        return layout
+    return replace(layout, num_microbatches=min(layout.num_microbatches, case.setting.dims.pp + 1))
+
+
+def _in_reach(case: Case) -> Case:
+    """The case without tiers that torch's schedule of this name cannot run; `_with_all_tiers` gives them back."""
+    tiers = (lambda _: ("full",)) if case.problem.schedule in SPLIT_BACKWARD else None
+    return replace(case, setting=replace(case.setting, profile=with_tiers(case.setting.profile, case.model, tiers)))

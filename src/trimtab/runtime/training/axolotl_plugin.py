@@ -12,7 +12,7 @@ from axolotl.integrations.base import BasePlugin
 
 from trimtab.models.describe import describe
 from trimtab.plan.file.yaml import load_plan
-from trimtab.runtime.training.launchers import planned_samples, run_as_planned
+from trimtab.runtime.training.balanced import planned_samples, run_as_planned
 
 
 class PlannedPacks(BasePlugin):  # type: ignore[misc]  # a class of axolotl, which has no types

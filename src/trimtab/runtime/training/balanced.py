@@ -3,31 +3,100 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
+from transformers.utils import cached_file
 
 from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
 from trimtab.plan.file.yaml import load_plan, unfold_modules
 from trimtab.plan.plan import Plan
-from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.dataset import PlanBatchSampler
+from trimtab.runtime.data.collate import PackedCollator, step_denominator
+from trimtab.runtime.data.conversations import open_conversations
+from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.runtime.data.packing import collator_of, prepare_packing
-from trimtab.runtime.data.packing_runs import sharded, unwrap
+from trimtab.runtime.data.packing_runs import sharded, untouched, unwrap
 from trimtab.runtime.data.tables import PlanTables, open_tables
-from trimtab.runtime.recompute.apply import applied_to
-from trimtab.runtime.recompute.apply import apply as apply_recompute
-from trimtab.runtime.training.loader import StepLoader, refuse_loss_of_its_own, step_loader
+from trimtab.runtime.recompute import applied_to
+from trimtab.runtime.recompute import apply as apply_recompute
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
-from trimtab.runtime.vision.apply import vision_dp_from_plan
-from trimtab.runtime.vision.callback import VisionDataParallelCallback
+from trimtab.runtime.vision.apply import VisionDataParallelCallback, vision_dp_from_plan
+
+# A plan in a loop that is written around `model(**batch).loss` (Accelerate's examples): the loader brings the loss.
+#
+# Models of Transformers divide the sum of token losses by `num_items_in_batch` where a batch holds it. Here it is
+# W / (R M): W labels in the step, R ranks, M micro-batches. The loop divides by M (`accelerator.backward` does) and
+# gradients are averaged over R ranks, so that the step's loss is sum / W, whatever pack a token lies in.
+
+
+class StepLoader(PlanDataLoader):
+    """A `PlanDataLoader` that reads a step's micro-batches before it hands out the first, to know the labels in all."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        deal = self._settle().deal
+        shares = deal.num_microbatches * deal.dp
+        step: list[dict[str, Any]] = []
+        for batch in DataLoader.__iter__(self):
+            step.append(batch)
+            if len(step) < deal.num_microbatches:
+                continue
+            items = step_denominator(step).cpu() / shares
+            for own in step:
+                self._num_used += 1
+                yield self._placed({**own, "num_items_in_batch": items})
+            step = []
+        self._settle()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("microbatches_done"):
+            raise PlanError(
+                "the state was taken inside a step, whose loss needs all of its micro-batches: take states between "
+                "steps, after optimizer.step()"
+            )
+        super().load_state_dict(state)
+
+
+def refuse_loss_of_its_own(model: Any) -> None:
+    """Asks the model: twice the items must give half the loss. Qwen3-VL of Transformers 4.57 to 5.12 reads none."""
+    ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device)
+    with untouched(model), torch.no_grad():
+        once, twice = (
+            float(model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=torch.tensor(float(items))).loss)
+            for items in (1, 2)
+        )
+    if not math.isclose(once, 2 * twice, rel_tol=0.01):
+        raise UnsupportedPlanError(
+            f"model(**batch).loss was to be that of whole steps, and {type(model).__name__} of Transformers "
+            f"{transformers.__version__} does not read num_items_in_batch: use packed_loss in your loop, or a newer "
+            "Transformers"
+        )
+
+
+def step_loader(given: DataLoader[Any], sampler: PlanBatchSampler, collate: Any, device: torch.device) -> StepLoader:
+    """The user's loader, of the plan's packs."""
+    return StepLoader(
+        given.dataset,
+        sampler,
+        device=device,
+        collate_fn=collate,
+        num_workers=given.num_workers,
+        pin_memory=given.pin_memory,
+        persistent_workers=given.persistent_workers,
+        prefetch_factor=given.prefetch_factor,
+    )
+
+
+# `balanced`: one line puts a plan under a Transformers `Trainer`, TRL's among them, or under an Accelerate loop.
+
 
 LOG = logging.getLogger("trimtab")
 
@@ -261,3 +330,19 @@ def _problems_of_plan(own_model: Any, decided: Plan) -> Iterator[str]:
 def _is_changed(model: nn.Module) -> bool:
     """Adapters, packed weights and shards: parameters are then no longer those of the configuration."""
     return sharded(model) or hasattr(model, "peft_config") or getattr(model, "is_quantized", False)
+
+
+# A plan in launchers that make a Trainer of Transformers themselves: LLaMA-Factory, axolotl.
+
+
+def planned_samples(plan: Path | str, model: str) -> PlanDataset:
+    """The plan's samples for the model of this name or folder, tokenized when asked for; unreadable ones are filled."""
+    rows = open_conversations(plan, Path(str(cached_file(model, "config.json"))).parent)
+    return PlanDataset(rows, rows.records.samples, on_error="filler")
+
+
+def run_as_planned(trainer: Any, plan: Path | str) -> None:
+    """Have a Trainer that was made with `planned_samples` train as the plan says, its collator set aside."""
+    config = trainer.model.config
+    trainer.data_collator = PackedCollator(config, attention=config._attn_implementation)
+    balanced(trainer, plan)

@@ -14,7 +14,7 @@ from typing import Any
 from llamafactory.train.sft import workflow
 from llamafactory.train.tuner import run_exp
 
-from trimtab.runtime.training.launchers import planned_samples, run_as_planned
+from trimtab.runtime.training.balanced import planned_samples, run_as_planned
 
 
 def train(plan: str, arguments: dict[str, Any] | None = None) -> None:

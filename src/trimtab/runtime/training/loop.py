@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import tower_bytes, tower_seconds
+from trimtab.costs.adapters import adapt_layer
 from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
+from trimtab.lora import Lora
+from trimtab.models.asking.layers import read_linears
 from trimtab.models.describe import describe
 from trimtab.options import AttentionImplementation
 from trimtab.plan.file.check import verify_plan
@@ -27,23 +31,73 @@ from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.plan.runs import StepRecord
 from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.conversations import open_conversations
+from trimtab.runtime.data.conversations import UnreadableSampleError, open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
-from trimtab.runtime.data.missing import UnreadableSampleError
 from trimtab.runtime.data.packing import prepare_packing_on_ranks
 from trimtab.runtime.pipeline import Pipeline, PipelineLayout, StepResult, build_pipeline, read_layout
+from trimtab.runtime.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
 from trimtab.runtime.training.checkpoint import (
     Progress,
     export_model,
+    find_checkpoint,
+    held_folder,
     load_checkpoint,
     save_checkpoint,
+    words_of,
 )
-from trimtab.runtime.training.lora import add_adapters, merged
-from trimtab.runtime.training.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
-from trimtab.runtime.training.resume import find_checkpoint, held_folder, words_of
 from trimtab.runtime.training.run_recorder import RunRecorder
-from trimtab.runtime.training.settings import TrainSettings
+from trimtab.runtime.training.settings import TrainSettings, refuse_quantised
 from trimtab.samples.problems import shorten
+
+# Adapters in `trimtab train`: PEFT puts them beside the layers that a plan names, an export merges them.
+
+
+_BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"  # PEFT's names
+
+
+def add_adapters(model: Any, folder: Path, lora: Lora) -> None:
+    """Put an adapter beside each linear layer that `lora` names, and freeze everything else.
+
+    `folder` holds the model's config.json. A is drawn by torch's generator, B is 0, as PEFT does it: the first step's
+    loss is only that of the model.
+    """
+    refuse_quantised(lora)
+    try:
+        import peft
+    except ImportError:
+        raise UnsupportedPlanError(
+            f"the plan trains LoRA adapters ({lora}), which PEFT makes, and it is not installed: pip install "
+            "'trimtab[lora]', or plan without --lora"
+        ) from None
+    built = dict(model.named_modules())
+    layers = [replace(x, linears=read_linears(built.get(x.name))) for x in describe(folder).layers]
+    names = [f"{x.name}.{adapter.name}".rstrip(".") for x in layers for adapter in adapt_layer(x, lora, 1)]
+    config = peft.LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=names)
+    peft.inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+
+
+def merged(tensors: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
+    """Tensors of a model with adapters as those of the model itself: W + alpha / r B A, under W's own name.
+
+    `tensors` may be a part of the model, as a pipeline's rank holds it: an adapter lies where its layer does.
+    """
+    scale, found = lora.alpha / lora.r, dict[str, Tensor]()
+    for name, value in tensors.items():
+        if name.endswith((_A, _B)):
+            continue
+        stem, mark, rest = name.rpartition(_BASE)
+        if not mark:
+            found[name] = value
+            continue
+        if rest == ".weight":
+            value = value.detach() + scale * (tensors[stem + _B].detach() @ tensors[stem + _A].detach())
+        found[stem + rest] = value
+    return found
+
+
+# The loop behind `trimtab train`: a plan's packs through a plan's stages, on torch's own parts; read `train`.
 
 
 def train(settings: TrainSettings) -> list[StepRecord]:

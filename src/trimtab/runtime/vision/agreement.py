@@ -21,10 +21,9 @@ from torch import Tensor
 
 from trimtab.balance.images import ImageShares
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision.families import Kind
-from trimtab.runtime.vision.inputs import VisionInputs
+from trimtab.runtime.ranks import Watch, join_words, listed, open_watch
+from trimtab.runtime.vision.inputs import Kind, VisionInputs
 from trimtab.runtime.vision.outputs import Features
-from trimtab.runtime.watch import Watch, join_words, listed, open_watch
 from trimtab.specs import IntArray
 
 _FIRST_BYTES = 256  # of the first exchange: a value that is no longer needs no second one

@@ -16,11 +16,9 @@ from torch import nn
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision.agreement import agree_on_kinds
 from trimtab.runtime.vision.encode import Load, Settings, Sharing, encode_nothing, encode_shared, run_on_nothing
-from trimtab.runtime.vision.families import PIXELS, Family
-from trimtab.runtime.vision.gradients import sum_in_place
-from trimtab.runtime.vision.heartbeat import KINDS, Heartbeat
-from trimtab.runtime.vision.hooks import Hook, PatchedFunction, StandIn, given_by_name
-from trimtab.runtime.vision.inputs import VisionInputs
+from trimtab.runtime.vision.exchange import sum_in_place
+from trimtab.runtime.vision.hooks import KINDS, Heartbeat, Hook, PatchedFunction, StandIn, given_by_name
+from trimtab.runtime.vision.inputs import PIXELS, Family, VisionInputs
 from trimtab.runtime.vision.outputs import touch
 
 _TEXT = ("language_model", "lm_head", "text_model", "embed_tokens")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.balance.cost import LinearCost
+from trimtab.errors import TrimtabError
+from trimtab.models.asking.inputs import first_int, vision_config
 from trimtab.specs import IntArray
+
+# What a call of the vision tower is given, divided into atoms that any rank can encode alone.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,3 +89,289 @@ def join_inputs(inputs: Sequence[VisionInputs]) -> VisionInputs | None:
     known = [name for name in ("patches", "windowed", "entries", "rows") if getattr(first, name) is not None]
     joined: dict[str, Any] = {name: np.concatenate([getattr(x, name) for x in inputs]) for name in known}
     return replace(first, parts=parts, **joined)
+
+
+# How a call of the vision tower divides into atoms: asked of the function that is called.
+#
+# That is `get_image_features` or `get_video_features` of the model, or the tower's own `forward`. Its arguments tell,
+# by the conventions of Transformers: a table `image_grid_thw` counts the patches of each image, which stand in one
+# tensor; without it the first dimension is images. `check_family` decides whether that holds for a model: encoding
+# atoms apart gives what encoding them together gives, features and gradients.
+
+
+Kind = Literal["image", "video", "tower"]
+
+GRIDS: dict[Kind, str] = {"image": "image_grid_thw", "video": "video_grid_thw", "tower": "grid_thw"}
+PIXELS: dict[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+_TEXT_ONLY = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # of the packed text
+_DERIVED = {"vit_metadata"}
+"""Lengths and indices of the whole batch that a host (VeOmni) computes beforehand and a tower makes itself without."""
+_OTHER: dict[Kind, tuple[str, ...]] = {"image": ("video_", "audio_"), "video": ("image_", "audio_"), "tower": ()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridFamily:
+    """Patches of all images in one tensor, and a table of (frames, height, width) in patches.
+
+    `frames`: attention, positions and merging stay inside a frame, so that a clip is as many atoms as it has frames.
+    """
+
+    frames: bool = True
+    merge: str | None = "spatial_merge_size"  # field of the vision configuration: side of the block that one row leaves
+    beside: Mapping[Kind, tuple[str, ...]] | None = None  # further tensors with one row for each image or clip
+
+    def read(self, kind: Kind, given: dict[str, Any], config: Any) -> VisionInputs:
+        pixels, grid_name = _pixels(kind, given), GRIDS[kind]
+        grid = given.pop(grid_name, None)
+        if not isinstance(grid, Tensor):
+            raise TrimtabError(
+                f"the vision tower was called without {grid_name}: it says which patches belong to which image; "
+                f"pass what the processor returned"
+            )
+        table = grid.detach().cpu().numpy().astype(np.int64)
+        clips = table[:, 0] if self.frames else np.ones(len(table), np.int64)
+        atoms = np.repeat(table, clips, axis=0)
+        if self.frames:
+            atoms[:, 0] = 1
+        patches = atoms.prod(axis=1)
+        if int(patches.sum()) != len(pixels.rows):
+            raise TrimtabError(
+                f"{grid_name} counts {int(patches.sum())} patches and {pixels.name} has {len(pixels.rows)}: "
+                f"pass both as the processor returned them, for the same images"
+            )
+        own = np.ones(len(atoms), np.int64)
+        beside = [
+            Part(
+                name=name,
+                rows=torch.as_tensor(given.pop(name)).repeat_interleave(torch.from_numpy(clips), 0),
+                lengths=own,
+            )
+            for name in (self.beside or {}).get(kind, ())
+            if given.get(name) is not None
+        ]
+        side = self.block_side(config)
+        return VisionInputs(
+            parts=(
+                Part(name=pixels.name, rows=pixels.rows, lengths=patches),
+                Part(name=grid_name, rows=torch.from_numpy(atoms).to(grid), lengths=own),
+                *beside,
+            ),
+            patches=patches,
+            windowed=_windowed(atoms, config),
+            entries=clips,
+            rows=patches // side**2 if side else None,
+            fixed=_fixed(kind, given),
+        )
+
+    def smallest(self, inputs: VisionInputs, config: Any) -> VisionInputs:
+        """One block of zeros, where the family has blocks; else the cheapest image at hand."""
+        cheapest, side = inputs.cheapest(), self.block_side(config)
+        pixels, grid, *beside = cheapest.parts
+        if side is None or (not self.frames and int(grid.rows[0, 0]) > 1):
+            return cheapest
+        patches = np.array([side * side])
+        block = Part(name=pixels.name, rows=pixels.rows.new_zeros(side**2, *pixels.rows.shape[1:]), lengths=patches)
+        return replace(
+            cheapest,
+            parts=(block, replace(grid, rows=grid.rows.new_tensor([[1, side, side]])), *beside),
+            patches=patches,
+            windowed=None if cheapest.windowed is None else patches**2,
+            rows=None if cheapest.rows is None else np.ones(1, np.int64),
+        )
+
+    def block_side(self, config: Any) -> int | None:
+        if self.merge is None:
+            return None
+        side = getattr(vision_config(config), self.merge)
+        return int(side if isinstance(side, int) else side[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFamily:
+    """A batch of images of one shape: (images, ...), or (samples, images, ...) padded with images of zeros."""
+
+    beside: tuple[str, ...] = ()  # further tensors with one row for each image
+    padded: bool = False  # the second dimension counts images; all-zero ones are not encoded
+    tiles: Callable[[Any, Any], IntArray] | None = None  # (image_sizes, config) -> tiles of each image
+
+    def read(self, kind: Kind, given: dict[str, Any], config: Any) -> VisionInputs:
+        pixels = _pixels(kind, given)
+        beside = [(name, torch.as_tensor(given.pop(name))) for name in self.beside if given.get(name) is not None]
+        rows, entries = pixels.rows, None
+        if self.padded:
+            real = (rows.flatten(2) != 0).any(-1)
+            real.view(-1)[0] |= ~real.any()  # as the models have it: only black images leave one
+            entries = real.sum(1).cpu().numpy().astype(np.int64)
+            beside = [(name, tensor[real][:, None]) for name, tensor in beside]
+            rows = rows[real][:, None]
+        lengths, tiles = np.ones(len(rows), np.int64), np.ones(len(rows), np.int64)
+        if self.tiles is not None:
+            tiles = self.tiles(dict(beside)["image_sizes"], config)
+            if rows.ndim == 4:  # tiles of all images in a row
+                lengths = tiles
+        own = np.ones(len(tiles), np.int64)
+        _refuse_unequal_samples(given)
+        return VisionInputs(
+            parts=(
+                Part(name=pixels.name, rows=rows, lengths=lengths),
+                *(Part(name=name, rows=tensor, lengths=own) for name, tensor in beside),
+            ),
+            patches=tiles * _patches_of_one(rows, config),
+            entries=own if entries is None else entries,
+            rows=None,
+            fixed=_fixed(kind, given),
+        )
+
+    def smallest(self, inputs: VisionInputs, config: Any) -> VisionInputs:  # noqa: ARG002
+        return inputs.cheapest()
+
+
+Family = GridFamily | BatchFamily
+
+
+def _count_next_tiles(image_sizes: Tensor, config: Any) -> IntArray:
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    side = config.vision_config.image_size
+    counts = [
+        image_size_to_num_patches(image_size=size, grid_pinpoints=config.image_grid_pinpoints, patch_size=side)
+        for size in image_sizes.tolist()
+    ]
+    return np.array(counts, np.int64)
+
+
+_BESIDE = re.compile(r"(image|video|pixel|high_res|tile|spatial|target|merge)_|num_frames")
+"""Arguments with a row for each image or clip, by their names; others describe the whole batch."""
+
+
+def find_family(config: Any, encode: Callable[..., Any] | None = None) -> Family:
+    """Asked of `encode`, the function's function; None: of what the configuration's model class has."""
+    try:
+        return ask_family(config, encode or _encoder_of(config))
+    except TrimtabError as error:
+        model_type = getattr(config, "model_type", None)
+        raise TrimtabError(
+            f"nothing says how a call of the '{model_type}' vision tower divides into images ({error}): pass "
+            "`family=GridFamily(...)` or `BatchFamily(...)`"
+        ) from error
+
+
+def ask_family(config: Any, encode: Callable[..., Any]) -> Family:
+    """What the arguments of the function that encodes images say."""
+    names = list(inspect.signature(inspect.unwrap(encode)).parameters)
+    if not set(GRIDS.values()).isdisjoint(names):
+        if any(name.endswith("merge_sizes") for name in names):  # a side of its own for each image
+            beside: dict[Kind, tuple[str, ...]] = {
+                "image": ("image_merge_sizes",),
+                "video": ("video_merge_sizes",),
+                "tower": ("merge_sizes",),
+            }
+            return GridFamily(merge=None, beside=beside)
+        vision, fields = vision_config(config), ("spatial_merge_size", "merge_kernel_size")
+        return GridFamily(
+            frames=getattr(vision, "temporal_merge_size", 1) == 1,  # else several frames become one
+            merge=next((x for x in fields if hasattr(vision, x)), None),
+        )
+    if not any("pixel_values" in name for name in names):
+        raise TrimtabError("it takes neither pixel_values nor a table of grids")
+    beside_names = tuple(x for x in names if _BESIDE.match(x) and x not in PIXELS.values())
+    tiled = "image_sizes" in names and getattr(config, "image_grid_pinpoints", None)
+    return BatchFamily(
+        beside=beside_names,
+        padded="pixel_attention_mask" in names and "spatial_shapes" not in names,
+        tiles=_count_next_tiles if tiled else None,
+    )
+
+
+def _encoder_of(config: Any) -> Callable[..., Any]:
+    from trimtab.runtime.data.formats import model_classes
+
+    core, outer = model_classes(config)
+    found = getattr(core, "get_image_features", None) or getattr(outer, "get_image_features", None)
+    if found is None:
+        raise TrimtabError("its class has no get_image_features")
+    return found  # type: ignore[no-any-return]
+
+
+def tower_flops(config: Any) -> LinearCost:
+    """Forward multiply-adds of the tower from the widths in its configuration; where no profile is at hand.
+
+    2 (4 d^2 + k d f) per patch and layer, 4 d per pair of patches that attend to one another; k = 2 or, gated, 3.
+    Not counted: patch embedding, merger, projector.
+    """
+    vision = vision_config(config)
+    d = first_int(vision, "hidden_size", "embed_dim", "d_model") or 1024
+    if hasattr(vision, "embed_dim") and hasattr(vision, "mlp_ratio"):  # there hidden_size is the language model's
+        d = int(vision.embed_dim)
+    f = first_int(vision, "intermediate_size") or int(d * getattr(vision, "mlp_ratio", 4))
+    layers = first_int(vision, "depth", "num_hidden_layers") or 24
+    matrices = 3 if str(getattr(vision, "hidden_act", "")) in ("silu", "swish") else 2
+    whole = getattr(vision, "fullatt_block_indexes", None)
+    num_whole = layers if whole is None else len(whole)
+    return LinearCost(
+        patches=2.0 * layers * (4 * d * d + matrices * d * f),
+        patches_sq=4.0 * d * num_whole,
+        patches_windowed=4.0 * d * (layers - num_whole),
+    )
+
+
+def _windowed(atoms: IntArray, config: Any) -> IntArray | None:
+    """Sum over attention windows of squared rows, for towers that have windows of `window_size` pixels."""
+    vision = vision_config(config)
+    if not getattr(vision, "window_size", None) or not hasattr(vision, "fullatt_block_indexes"):
+        return None
+    side = int(vision.window_size // vision.patch_size)
+
+    def squares(lengths: IntArray) -> IntArray:
+        return lengths // side * side**2 + (lengths % side) ** 2
+
+    return atoms[:, 0] * squares(atoms[:, 1]) * squares(atoms[:, 2])
+
+
+def _patches_of_one(rows: Tensor, config: Any) -> int:
+    size = getattr(vision_config(config), "patch_size", 14)
+    side = int(size if isinstance(size, int) else size[0])
+    if rows.ndim < 4:  # patches already
+        return int(rows.shape[1])
+    return max(1, int(rows.shape[-2] // side) * int(rows.shape[-1] // side))
+
+
+def _pixels(kind: Kind, given: dict[str, Any]) -> Part:
+    """The tensor of pixels, taken out of `given`; at the tower it is the first argument, whatever its name."""
+    name = PIXELS.get(kind) or next(iter(given))
+    pixels = given.pop(name, None)
+    if not isinstance(pixels, Tensor):
+        raise TrimtabError(
+            f"{name} is {type(pixels).__name__}, not one tensor: only tensors can be shared among ranks; "
+            f"stack the images as the processor does with return_tensors='pt'"
+        )
+    return Part(name=name, rows=pixels, lengths=np.empty(0, np.int64))
+
+
+def _refuse_unequal_samples(given: dict[str, Any]) -> None:
+    counts = given.pop("batch_num_images", None)
+    if counts is not None and any(int(count) != 1 for count in counts):
+        raise TrimtabError(
+            "batch_num_images has samples of several images, which the tower treats differently from single ones: "
+            "images then cannot be encoded apart; leave it out, or run without vision data parallel"
+        )
+
+
+def _fixed(kind: Kind, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that go to every rank as they are; refuses what describes or returns the whole batch."""
+    fixed = {
+        name: value
+        for name, value in given.items()
+        if value is not None and name not in _TEXT_ONLY | _DERIVED and not name.startswith(_OTHER[kind])
+    }
+    if captured := sorted(name for name in ("output_hidden_states", "output_attentions") if fixed.get(name)):
+        raise TrimtabError(
+            f"{' and '.join(captured)} asks the vision tower for the states of all images, and each rank computes some "
+            f"of them: leave it out, or call inside `with handle.paused():`"
+        )
+    if whole := sorted(name for name, value in fixed.items() if isinstance(value, Tensor)):
+        raise TrimtabError(
+            f"{', '.join(whole)} describes all images of the batch, and each rank encodes some of them: "
+            f"leave it out and let the tower compute it for its own"
+        )
+    return fixed

@@ -1,13 +1,13 @@
-"""Rules at work: under a user's own limits, on images that share a sample."""
+"""Image rules under a user's own limits and on images that share a sample, and rules as text for a table of sizes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from trimtab.errors import ConfigError, quote
-from trimtab.models.images.native import GlmSmartResize, SmartResize
-from trimtab.models.images.tiles import DynamicTiling
-from trimtab.models.images.unsettled import UnsettledRule
+from trimtab.models.images.rules import DynamicTiling, GlmSmartResize, SmartResize, UnsettledRule
 from trimtab.specs import ImageRule
 
 
@@ -48,3 +48,30 @@ def rule_in_sample(rule: ImageRule, num_images: int) -> ImageRule:
 
 def _no_such_limit(rule: ImageRule, what: str, value: int, whose: str) -> ConfigError:
     return ConfigError(f"cannot set {what} {value} on image rule {rule.name}: {whose}: leave {what} out")
+
+
+# -- a rule as text ---------------------------------------------------------------------------------------------------
+
+
+_MOST_SHOWN = 60  # characters of a setting in a message
+
+
+def write_rule(rule: ImageRule) -> str:
+    """Kind and settings as JSON; equal rules give equal text."""
+    settings: dict[str, Any] = (
+        {f.name: getattr(rule, f.name) for f in fields(rule) if f.compare} if is_dataclass(rule) else {}
+    )
+    return json.dumps({"name": rule.name, **settings, "kind": type(rule).__name__}, sort_keys=True, default=repr)
+
+
+def tell_apart(saved: str, own: str) -> tuple[str, str]:
+    """What two unequal rules, as `write_rule` wrote them, say otherwise: settings, or the rules' names."""
+    try:
+        first, second = json.loads(saved), json.loads(own)
+    except ValueError:
+        return "an earlier version of trimtab", "this one"
+    if first["kind"] != second["kind"]:
+        return f"the rule {first['name']}", f"the rule {second['name']}"
+    unlike = [name for name in first if first[name] != second[name]]
+    said = [", ".join(f"{name} {rule[name]}"[:_MOST_SHOWN] for name in unlike) for rule in (first, second)]
+    return said[0], said[1]

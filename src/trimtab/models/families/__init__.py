@@ -1,1 +1,0 @@
-"""One file per family: what its configuration says, as layers in forward order."""

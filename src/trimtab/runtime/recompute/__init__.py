@@ -1,1 +1,0 @@
-"""Recompute of the layers that a plan names."""
