@@ -102,7 +102,7 @@ def _members(
         members, _ = list_members(model, samples, cluster, options, budget, dims)
     except PlanError:
         return []
-    smallest = {x.series: x for x in sorted(members, key=lambda x: x.packs.num_microbatches)}
+    smallest = {x.series: x for x in sorted(members, key=lambda x: -x.packs.samples_per_pack)}
     found = [x for x in smallest.values() if x.options.schedule in ("1F1B", options.schedule)]
     found.sort(key=lambda x: (-x.options.sharding, -x.profile.dims.pp * x.profile.dims.tp * x.profile.dims.cp))
     return found[:_MOST_MEMBERS]

@@ -353,7 +353,7 @@ def price_members(
     """
     found, refusals = dict[int, Priced | None](), list[Refusal]()
     series = dict[object, list[int]]()  # members of one series, the largest packs first
-    for number in sorted(range(len(members)), key=lambda i: members[i].packs.num_microbatches):
+    for number in sorted(range(len(members)), key=lambda i: -members[i].packs.samples_per_pack):
         series.setdefault(members[number].series, []).append(number)
 
     best, listed, above = math.inf, set[object](), dict[object, float]()

@@ -48,6 +48,10 @@ class TriedPacks:
     def num_microbatches(self) -> int:
         return int(self.packed.schedule.table.shape[2])
 
+    @property
+    def samples_per_pack(self) -> float:
+        return self.samples_per_step / self.packed.schedule.table[0].size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tried:
