@@ -1,4 +1,4 @@
-"""What each number of `balance/aim.py` is worth: packs of drawn lengths with one number changed at a time.
+"""What each number of `balance/balanced.py` is worth: packs of drawn lengths with one number changed at a time.
 
     python bench/aim_sweep.py [--samples 40000] [--dp 8 64]
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lengths import NATIVE_COST, draw_lengths, generate_native
-from trimtab.balance import aim
+from trimtab.balance import balanced as aim
 from trimtab.balance.cost import TILE_COST, LinearCost
 from trimtab.balance.packing import PackResult, pack_samples, report_packing, warm_up
 from trimtab.specs import SampleTable

@@ -1,20 +1,27 @@
-"""Code lines of the source tree, without comments, docstrings and blank lines: a folder a row, the longest files last.
+"""The size of the project: code lines and characters by room, files, tests, bench, public names, options.
 
-A line counts if it holds a token that is neither a comment nor part of a docstring; strings over several lines that are
-no docstring count whole. Then every file of more than 350 and every function of more than 60.
-Run: python bench/count_lines.py [FOLDER ...]   (default: src and tests; a few seconds)
+A line counts if it holds a token that is neither a comment nor part of a docstring. Then every file of more than 400
+and every function of more than 60 such lines.
+Run: python bench/count_lines.py [--against COMMIT]   (a few seconds; COMMIT: its figures stand first)
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
-import sys
+import subprocess
+import tempfile
 import tokenize
-from collections import Counter
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
+from tarfile import open as open_archive
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 350, 60  # of code; the house's own rule
+ROOT = Path(__file__).parents[1]
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60  # of code; the house's own rule
+GOALS = {"src": 34_500, "characters a line": 42.0, "src files": 220, "tests": 25_000, "bench": 6_500}
+GOALS |= {"public names": 45, "options": 200}
 _NOTHING = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -24,6 +31,20 @@ _NOTHING = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
+_OPTIONS = """
+import typer
+try:
+    from trimtab.cli.app import app
+except ImportError:
+    from trimtab.cli.main import app
+def count(command, context):
+    names = getattr(command, "list_commands", lambda _: ())(context)
+    if not names:
+        return sum(one.param_type_name == "option" for one in command.params)
+    return sum(count(command.get_command(context, name), context) for name in names)
+group = typer.main.get_command(app)
+print(count(group, typer.Context(group)))
+"""
 
 
 def code_lines(text: str) -> set[int]:
@@ -46,35 +67,107 @@ def code_lines(text: str) -> set[int]:
     return found - docstrings
 
 
-def long_functions(path: Path) -> list[str]:
-    """Functions of more than `MAX_FUNCTION_LINES` lines of code, as "path:line name lines"."""
-    text = path.read_text()
-    code = code_lines(text)
+@dataclass
+class Size:
+    """Files of one room, their code lines and the characters on these lines, without indents."""
+
+    files: int = 0
+    lines: int = 0
+    characters: int = 0
+
+    def add(self, text: str) -> None:
+        rows, code = text.split("\n"), code_lines(text)
+        self.files += 1
+        self.lines += len(code)
+        self.characters += sum(len(rows[line - 1].strip()) for line in code)
+
+
+def count_rooms(root: Path) -> dict[str, Size]:
+    """Sizes of src by room, of src as a whole, of tests and of bench."""
+    rooms: dict[str, Size] = defaultdict(Size)
+    source = root / "src" / "trimtab"
+    for path in sorted(source.rglob("*.py")):
+        inside = path.relative_to(source).parts
+        for room in (inside[0] if len(inside) > 1 else "(floor 0)", "src"):
+            rooms[room].add(path.read_text(encoding="utf-8"))
+    for folder in ("tests", "bench"):
+        for path in sorted((root / folder).rglob("*.py")):
+            rooms[folder].add(path.read_text(encoding="utf-8"))
+    return rooms
+
+
+def count_public_names(root: Path) -> int:
+    """Names at the top of the package."""
+    stub = ast.parse((root / "src" / "trimtab" / "__init__.pyi").read_text(encoding="utf-8"))
+    return sum(len(node.names) for node in stub.body if isinstance(node, ast.ImportFrom))
+
+
+def count_options(root: Path) -> int:
+    """Options of all verbs, counted once a verb."""
+    import os
+    import sys
+
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    done = subprocess.run([sys.executable, "-c", _OPTIONS], env=environment, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+def figures(root: Path) -> dict[str, float]:
+    """What there are goals for."""
+    rooms = count_rooms(root)
+    source = rooms["src"]
+    return {
+        **{name: size.lines for name, size in rooms.items() if name not in GOALS},
+        "src": source.lines,
+        "characters a line": source.characters / source.lines,
+        "src files": source.files,
+        "tests": rooms["tests"].lines,
+        "bench": rooms["bench"].lines,
+        "public names": count_public_names(root),
+        "options": count_options(root),
+    }
+
+
+def long_parts(root: Path) -> list[str]:
+    """Files and functions that are too long."""
     found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            count = sum(node.lineno <= line <= (node.end_lineno or node.lineno) for line in code)
-            if count > MAX_FUNCTION_LINES:
-                found.append(f"{path}:{node.lineno} {node.name} {count}")
+    for path in sorted((root / "src").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        code, place = code_lines(text), path.relative_to(root)
+        if len(code) > MAX_FILE_LINES:
+            found.append(f"{place}: {len(code)} lines, more than {MAX_FILE_LINES}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = sum(node.lineno <= line <= (node.end_lineno or node.lineno) for line in code)
+                if count > MAX_FUNCTION_LINES:
+                    found.append(f"{place}:{node.lineno} {node.name}: {count} lines, more than {MAX_FUNCTION_LINES}")
     return found
 
 
-def print_folder(root: Path) -> None:
-    counts = {path: len(code_lines(path.read_text())) for path in sorted(root.rglob("*.py"))}
-    rooms: Counter[str] = Counter()
-    for path, count in counts.items():
-        inside = path.relative_to(root).parts[:-1]
-        rooms["/".join((str(root), *inside[:2]))] += count
-    for name, count in sorted(rooms.items()):
-        print(f"{count:8,d}  {name}")
-    print(f"{sum(counts.values()):8,d}  {root}, {len(counts)} files")
-    for path, count in counts.items():
-        if count > MAX_FILE_LINES:
-            print(f"          {path}: {count} lines, more than {MAX_FILE_LINES}")
-    for line in (line for path in counts for line in long_functions(path)):
-        print(f"          {line} lines, more than {MAX_FUNCTION_LINES}")
+def figures_of(commit: str) -> dict[str, float]:
+    """The same of a commit, from its own files."""
+    packed = subprocess.run(
+        ["git", "archive", commit, "src", "tests", "bench"], cwd=ROOT, capture_output=True, check=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        with open_archive(fileobj=io.BytesIO(packed.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+        return figures(Path(folder))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", help="A commit whose figures stand first.")
+    commit = parser.parse_args().against
+    after = figures(ROOT)
+    before = {} if commit is None else figures_of(commit)
+    print(f"{'':20}{commit or '':>12}{'now':>12}{'goal':>12}")
+    for name in dict.fromkeys([*before, *after]):
+        digits = ".1f" if name == "characters a line" else ",.0f"
+        first, now = (format(found[name], digits) if name in found else "" for found in (before, after))
+        print(f"{name:20}{first:>12}{now:>12}{'<= ' + format(GOALS[name], digits) if name in GOALS else '':>12}")
+    print("\n".join(long_parts(ROOT)))
 
 
 if __name__ == "__main__":
-    for folder in sys.argv[1:] or ["src", "tests"]:
-        print_folder(Path(folder))
+    main()

@@ -28,8 +28,8 @@ import numpy as np
 from numba import njit
 
 from lengths import DEFAULT_DATA, NATIVE_COST, draw_lengths, draw_shape, generate_native, read_mixture, read_real
-from trimtab.balance.bound import lower_bound_packs
 from trimtab.balance.cost import PATCH_COST, TILE_COST, LinearCost
+from trimtab.balance.metrics import lower_bound_packs
 from trimtab.balance.packing import pack_samples, report_packing, warm_up
 from trimtab.balance.step import share_step
 from trimtab.specs import SampleTable
@@ -294,7 +294,7 @@ def show_scale(arguments: argparse.Namespace) -> None:
             mapped = np.lib.format.open_memmap(path, mode="w+", dtype=np.int32, shape=(arguments.samples,))
             for first in range(0, arguments.samples, 1 << 22):
                 rows = random.integers(0, len(mixture), min(1 << 22, arguments.samples - first))
-                mapped[first : first + 1 << 22] = getattr(mixture, name)[rows]
+                mapped[first : first + (1 << 22)] = getattr(mixture, name)[rows]
             del mapped
             columns[name] = np.load(path, mmap_mode="r")
         none = np.broadcast_to(np.int32(0), arguments.samples)

@@ -14,8 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from trimtab.balance.cost import LinearCost
-from trimtab.balance.image_pools import share_pools
-from trimtab.balance.images import tower_seconds
+from trimtab.balance.images import share_pools, tower_seconds
 from trimtab.costs.devices import find_device, parse_cluster
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe

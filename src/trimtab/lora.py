@@ -10,6 +10,8 @@ ALL_LINEAR = "all-linear"
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Of a weight as bitsandbytes stores NF4 with double quantisation (arXiv 2305.14314, section 3): four bits; one byte of
 scale for a block of 64; four bytes of scale of scales for 256 blocks. Not counted: 1,096 bytes of tables a matrix."""
+FOUR_BITS = ("bnb-nf4", "bnb-nf4-double", "awq")
+"""Formats of stored weights, as `ModelSpec.stored_as` names them, that adapters are trained over."""
 _MOST_RANK = 2**20  # no matrix is so wide
 _SAID = "write it as in r=16,targets=q_proj+v_proj,alpha=32,towers=language,bits=4"
 

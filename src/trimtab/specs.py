@@ -244,6 +244,8 @@ class ModelSpec:
     clip_rule: ClipRule | None = None  # None: no file of its processor is known
     image_markup: ImageMarkup | None = None  # asked of the processor; None: that of the family, or of the template
     tied: tuple[tuple[str, str], ...] = ()  # (owner, borrower) module paths that share one weight
+    max_positions: int | None = None  # tokens of a sample that its positions reach; None: its configuration is silent
+    stored_as: str | None = None  # format of quantised weights, as `placement.machine.QUANTS` names it; None: 16 bits
     forbidden_cuts: frozenset[int] = frozenset()
     forbidden_cut_reason: str | None = None
     joined_cuts: frozenset[int] | None = None  # cuts that a device map does not make either; None: all forbidden ones

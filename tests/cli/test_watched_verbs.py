@@ -31,7 +31,7 @@ COMMANDS = {  # of each verb one that reads what came from outside; {word} as in
     "image-size": "image-size Qwen2.5-VL-7B 640x480",
     "profile": "profile Qwen2.5-VL-7B --device A100-80GB",
     "size": "size {hostile} --model {model} --media-root {media} --on-bad skip",
-    "pack": "pack {table} --max-patches 60000 --max-tokens 60000 --ranks 2",
+    "pack": "pack {table} --max-patches 60000 --max-tokens 60000 --dp 2",
     "uneven": "uneven Qwen2.5-VL-7B",
     "export": "export jsonl {plan} --out {out}/x.jsonl",
 }

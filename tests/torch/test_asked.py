@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,13 +13,15 @@ from real_parameters import assert_same_parameters, build, layer
 from tiny_models import ODD_CONFIGS, as_saved, odd_config, preprocessor_of
 
 from trimtab import ask
-from trimtab.costs.devices import DEVICES
+from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.models.asking import child, model
 from trimtab.models.asking.model import complete, describe_fields
 from trimtab.models.describe import describe
-from trimtab.specs import WORK_TERMS, ParallelDims
+from trimtab.plan.build import make_plan
+from trimtab.plan.options import PlanOptions
+from trimtab.specs import WORK_TERMS, ParallelDims, SampleTable
 
 # -- folders as save_pretrained writes them ---------------------------------------------------------------------------
 
@@ -193,6 +196,19 @@ def test_layers_that_cannot_be_run_or_explained_have_no_price():
         profile_model(spec, DEVICES["H200"])
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text", "qwen3_moe"])
+def test_text_models_are_described_and_planned(model_type, in_process):
+    spec = describe({"model_type": model_type, "num_hidden_layers": 2})
+    assert {x.tower for x in spec.layers} == {"language"}
+    with pytest.raises(ConfigError, match="text model"):
+        spec.image_rule.count(100, 100)
+    none, tokens = np.zeros(64, np.int64), np.full(64, 700)
+    pixels = dict.fromkeys(("num_images", "num_patches", "patches_sq", "patches_windowed"), none)
+    samples = SampleTable(num_tokens=tokens, source=none.astype(np.int32), **pixels)
+    details = make_plan(spec, samples, parse_cluster("4xA100-80GB"), PlanOptions(pp=2))
+    assert sum(len(stage.modules) for stage in details.plan.decisions.stages) > 0
+
+
 # -- the child process ------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +272,7 @@ def test_the_child_refuses_what_describing_does_not_need(event):
     [
         ({"model_type": "nonsense"}, "has no such model: correct `model_type`, or update Transformers"),
         ({"model_type": "nonsense", "auto_map": {}}, "its own code is never run: build it in Python"),
-        ({"model_type": "gpt2"}, "has no model of it that reads images and writes text"),
+        ({"model_type": "clip"}, "has no model of it that writes text"),
         ({"model_type": "smolvlm", "text_config": 3}, "makes no configuration of this config.json of smolvlm"),
         ({"model_type": "aya_vision"}, "builds no model of this config.json of aya_vision .*divisible by num_heads"),
     ],

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.balance.cost import LinearCost
-from trimtab.balance.image_search import lower_bound
 from trimtab.balance.images import (
     keep_at_home,
+    lower_bound,
     share_images,
     tower_bytes,
     tower_seconds,

@@ -1,4 +1,4 @@
-"""Tests of balance/bound.py: the fewest packs that samples need, against every packing of a few of them."""
+"""Tests of balance/metrics.py: the fewest packs that samples need, against every packing of a few of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.balance.bound import counted_columns, lower_bound_packs, rounded_sizes
+from trimtab.balance.metrics import counted_columns, lower_bound_packs, rounded_sizes
 
 
 def fewest(sizes: list[tuple[int, int]], limits: tuple[int, int]) -> int:

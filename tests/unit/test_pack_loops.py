@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trimtab.balance import pair, rng, stream, window
+from trimtab import compiled
+from trimtab.balance import pair, stream, window
 
 
 def put(sizes, packs, i, p):
@@ -43,11 +44,11 @@ def test_sharing_a_pair_matches_brute_force():
             return float((goal["weight"] * e * e + over + above).sum())
 
         if r.random() < 0.5:  # as `polish` finds them: even already, and then the mean counts as well
-            pair.share_pairs(columns, packs, 1, level, 1.0, pair.MAX_FREE, rng.make_stream(0), scratch)
+            pair.share_pairs(columns, packs, 1, level, 1.0, pair.MAX_FREE, compiled.make_stream(0), scratch)
         before = score(packs.sums[0])
         ways = ((np.arange(2**n)[:, None] >> np.arange(n)) & 1) @ columns
         best = min(score(way) for way in ways)
-        moved = pair.share_pairs(columns, packs, 1, goal, 1.0, pair.MAX_FREE, rng.make_stream(0), scratch)
+        moved = pair.share_pairs(columns, packs, 1, goal, 1.0, pair.MAX_FREE, compiled.make_stream(0), scratch)
         after = score(packs.sums[0])
         assert after <= best * (1 + 1e-4) + 1e-6
         assert moved == (after < before)
@@ -65,7 +66,7 @@ def test_sharing_many_samples_never_makes_it_worse():
     goal = pair.make_goal(np.array([200.0, 20000.0, np.inf]), 1 / columns.sum(axis=0) ** 2, none, none, none)
     scratch = pair.make_scratch(2, n, 3)
     scratch.pairs[0] = 0, 1
-    state, last = rng.make_stream(2), np.inf
+    state, last = compiled.make_stream(2), np.inf
     for _ in range(30):
         pair.share_pairs(columns, packs, 1, goal, 1.0, 8, state, scratch)
         e = (packs.sums[0] - packs.sums[1]) / 2
@@ -95,7 +96,7 @@ def test_sharing_sizes_that_float32_cannot_tell_apart_never_makes_it_worse():
             return 1e-4 * (half_differences**2).sum() + 1e-3 * max(0.0, larger[0] - limit)
 
         before = score()
-        moved = pair.share_pairs(sizes, packs, 1, goal, 1.0, pair.MAX_FREE, rng.make_stream(0), scratch)
+        moved = pair.share_pairs(sizes, packs, 1, goal, 1.0, pair.MAX_FREE, compiled.make_stream(0), scratch)
         assert moved == (score() < before)
         assert moved or score() == before
         wins += moved
@@ -115,7 +116,7 @@ def test_polishing_ends_once_few_packs_get_better():
         (40, 1.1, False),
         (40, 0.5, True),
     ):
-        packs, scratch, state = pair.make_packs(P, n, 2), pair.make_scratch(P, n, 2), rng.make_stream(0)
+        packs, scratch, state = pair.make_packs(P, n, 2), pair.make_scratch(P, n, 2), compiled.make_stream(0)
         for i in range(P if one_each else n):
             put(columns, packs, i, min(i, r.integers(0, P)) if not one_each else i)
         mean = packs.sums.mean(axis=0)
@@ -123,7 +124,7 @@ def test_polishing_ends_once_few_packs_get_better():
         effort = window.Effort(4, 4, 0.004, 3, 8, num_polished=num_polished, tail=0.25, polish_free=8, stuck=stuck)
         before = packs.sums.copy()
         window.polish(columns, packs, goal, effort, state, scratch)
-        draws = (int(state[0]) - int(rng.make_stream(0)[0])) * pow(0x9E3779B97F4A7C15, -1, 2**64) % 2**64
+        draws = (int(state[0]) - int(compiled.make_stream(0)[0])) * pow(0x9E3779B97F4A7C15, -1, 2**64) % 2**64
         found.append((draws, bool((packs.sums != before).any())))
     assert found[0] == (0, False)
     assert found[1][1]
@@ -144,7 +145,7 @@ def test_repair_keeps_every_sample_and_evict_keeps_every_limit():
         packs.num_held[p] += 1
         packs.sums[p] += columns[i]
     goal = pair.make_goal(bounds, np.ones(3), 1e3 / bounds, np.zeros(3), np.zeros(3))
-    state = rng.make_stream(3)
+    state = compiled.make_stream(3)
     window.repair(columns, packs, goal, state, pair.make_scratch(P, n, 3))
     out = window.evict(columns, packs, goal, np.zeros(n, np.int64))
     members, counts = window.unload(packs, state)
@@ -200,7 +201,7 @@ def test_the_sample_that_leaves_a_pack_is_the_youngest_then_the_smallest():
 def test_shuffle_is_even():
     counts = np.zeros((6, 6))
     for seed in range(3000):
-        for place, item in enumerate(rng.permutation(6, seed)):
+        for place, item in enumerate(compiled.permutation(6, seed)):
             counts[place, item] += 1
     assert abs(counts / 3000 - 1 / 6).max() < 0.03
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.balance import balanced, packing, rng, stream, window
+from trimtab import compiled
+from trimtab.balance import balanced, packing, stream, window
 from trimtab.balance.cost import PATCH_COST, TILE_COST, LinearCost, default_cost
-from trimtab.balance.groups import Groups, insert_singles, split_packs
 from trimtab.balance.packing import METHODS, PADDED_METHODS, pack_samples, report_packing
+from trimtab.balance.schedule import Groups, insert_singles, split_packs
 from trimtab.errors import PackingError
 from trimtab.specs import SampleTable
 
@@ -233,7 +234,7 @@ def test_samples_are_not_carried_on_for_ever():
         window_packs=64,
         effort=window.Effort(4, 4, 0.004, 3, 8, num_polished=1, tail=0.1, polish_free=8, stuck=0.1),
         fill=0.9955,
-        state=rng.make_stream(1),
+        state=compiled.make_stream(1),
     )
     assert sorted(streamed.members.tolist()) == list(range(n))
     assert len(streamed.offsets) - 1 == n

@@ -17,8 +17,7 @@ from vision_cases import CLUSTER, OPTIONS, QWEN, TILES, image_samples, table_of,
 
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import export_plan
-from trimtab.balance.image_pools import share_pools
-from trimtab.balance.images import share_images, tower_seconds
+from trimtab.balance.images import share_images, share_pools, tower_seconds
 from trimtab.costs.devices import parse_cluster
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import Case

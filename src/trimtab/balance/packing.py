@@ -7,13 +7,10 @@ from typing import get_args
 
 import numpy as np
 
-from trimtab.balance.aim import Aim
-from trimtab.balance.balanced import aim_for, pack_balanced
-from trimtab.balance.bound import above_limits
+from trimtab.balance.balanced import Aim
 from trimtab.balance.cost import LinearCost, default_cost
-from trimtab.balance.groups import Groups, complete_rows
-from trimtab.balance.metrics import BalanceReport, report_balance
-from trimtab.balance.schedule import TOLERANCE, schedule_packs
+from trimtab.balance.metrics import BalanceReport, above_limits, report_balance
+from trimtab.balance.schedule import TOLERANCE, Groups, complete_rows, schedule_packs
 from trimtab.errors import PackingError, join_problems, refuse_type
 from trimtab.options import Order, Oversize, PackMethod
 from trimtab.shown import html_table, three_lines
@@ -101,7 +98,8 @@ def pack_samples(
     >>> packed.num_packs, int(packed.sums(tiles).max())
     (4, 6)
     """
-    from trimtab.balance.rng import scatter  # loads numba
+    from trimtab.balance.balanced import aim_for, pack_balanced  # loads numba
+    from trimtab.compiled import scatter
 
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
@@ -116,7 +114,7 @@ def pack_samples(
     num_parts = max(1, -(-len(samples) // SHARD_SAMPLES)) if method == "balanced" else 1
     rows, starts = scatter(len(samples), num_parts, seed, epoch)
     aim: Aim | float | None = fill
-    counts, pack_sums = [np.empty(0, np.int64)], [np.empty((0, 3 if order != "random" or num_microbatches > 1 else 0))]
+    counts, pack_sums = [np.empty(0, np.int32)], [np.empty((0, 3 if order != "random" or num_microbatches > 1 else 0))]
     num_packed, rows_alike = 0, order != "random"
     for part in range(num_parts):
         # 2. its samples; those above a limit are packs of their own, or nobody's
@@ -143,7 +141,7 @@ def pack_samples(
                 **keys,
             )
         elif method == "isf":
-            from trimtab.balance.isf import pack_isf
+            from trimtab.balance.published import pack_isf
 
             groups = pack_isf(columns, limits=limits, filters=filters, iterations=iterations, **keys)
         else:
@@ -152,13 +150,16 @@ def pack_samples(
         # 4. in the place of the samples that they hold
         rows[num_packed : num_packed + len(groups.members)] = own[groups.members]
         num_packed += len(groups.members)
-        counts.append(np.diff(groups.offsets))
+        counts.append(np.diff(groups.offsets).astype(np.int32))
         if pack_sums[0].shape[1]:
             summed = np.column_stack([sizes, per_sample])[groups.members]
             pack_sums.append(np.add.reduceat(summed, groups.offsets[:-1]) if groups.num_packs else summed[:0])
 
+    offsets = np.zeros(1 + sum(map(len, counts)), np.int64)
+    np.cumsum(np.concatenate(counts), out=offsets[1:])
+    del counts
     packing = Packing(
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64),
+        offsets=offsets,
         indices=rows[:num_packed],
         limits=tuple(limits),
         oversize=large if oversize == "skip" else np.empty(0, np.int64),
@@ -263,7 +264,7 @@ def find_problems(fill: float | None, oversize: str, **counts: float) -> list[st
 
 
 def _batch(method: PackMethod, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
-    from trimtab.balance.baselines import batch_by_device, batch_by_length, batch_randomly
+    from trimtab.balance.published import batch_by_device, batch_by_length, batch_randomly
 
     if method == "random":
         return batch_randomly(len(lengths), batch_size=batch_size, dp=dp, seed=seed, epoch=epoch)

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from trimtab.balance.rng import UIntArray, below
-from trimtab.compiled import inlined
+from trimtab.compiled import UIntArray, below, inlined
 from trimtab.specs import FloatArray, IntArray
 
 MAX_FREE = 12

@@ -1,14 +1,19 @@
-"""Packs to ranks and steps: in the order of the shuffle, or alike packs together at a price in randomness."""
+"""Packs to whole rows, ranks and steps: in the order of the shuffle, or alike ones together for a price."""
 
 from __future__ import annotations
 
-from typing import get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from trimtab.errors import PackingError
 from trimtab.options import Order
 from trimtab.specs import FloatArray, IntArray, Schedule
+
+if TYPE_CHECKING:
+    from trimtab.compiled import UIntArray
+
 
 ORDERS: tuple[Order, ...] = get_args(Order)
 
@@ -72,7 +77,7 @@ def schedule_packs(
 
 def _group_in_steps(columns: FloatArray, sequence: IntArray, dp: int, per_step: int, keys: tuple[int, int]) -> None:
     """Rows of alike packs within each `per_step` packs in a row, which stay those packs; rows and ranks shuffled."""
-    from trimtab.balance.rng import make_stream, shuffle
+    from trimtab.compiled import make_stream, shuffle
 
     group_alike(columns, sequence, dp, STEP_EMPHASIS, run=per_step)
     state = make_stream(*keys, 0x7264)
@@ -106,13 +111,12 @@ def order_packs(
     epoch: int = 0,
     tolerance: float = TOLERANCE,
     block_steps: int = BLOCK_STEPS,
-    first_block: int = 0,
 ) -> IntArray:
-    """Packs in the order in which they run, row after row of dp; `first_block` numbers the blocks of a part."""
+    """Packs in the order in which they run, row after row of dp."""
     sequence = np.arange(len(columns), dtype=np.int64)
     if order != "random":
         block = max(1, block_steps) * dp
-        for number, start in enumerate(range(0, len(columns), block), first_block):
+        for number, start in enumerate(range(0, len(columns), block)):
             part = sequence[start : start + block]
             chosen = part if order == "sorted" else _outliers(columns, part, dp, tolerance)
             sequence[start : start + block] = _regroup(columns, part, chosen, dp, (seed, epoch, number))
@@ -133,7 +137,7 @@ def _outliers(columns: FloatArray, packs: IntArray, dp: int, tolerance: float) -
 
 def _regroup(columns: FloatArray, packs: IntArray, chosen: IntArray, dp: int, keys: tuple[int, int, int]) -> IntArray:
     """`packs` as rows of dp: rows of alike `chosen` packs at random places among the rows of the others, in order."""
-    from trimtab.balance.rng import make_stream, shuffle
+    from trimtab.compiled import make_stream, shuffle
 
     state = make_stream(*keys, 0x6469)
     others = packs[~np.isin(packs, chosen)]
@@ -204,3 +208,112 @@ def _means(values: FloatArray, length: int) -> FloatArray:
     means = [np.cumsum(full.reshape(num_full, length, -1) / length, axis=1)[:, -1]] if num_full else []
     means += [np.cumsum(rest / len(rest), axis=0)[-1:]] if len(rest) else []
     return np.concatenate(means) if means else values
+
+
+# -- packs as plain arrays while they are made, and the changes that whole rows ask for -----------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Samples in packs: pack p holds members[offsets[p]:offsets[p + 1]]."""
+
+    members: IntArray
+    offsets: IntArray
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.offsets) - 1
+
+
+def split_packs(groups: Groups, sizes: IntArray, limits: tuple[int, ...], extra: int) -> Groups:
+    """`extra` packs more: those with the most samples are cut in two where the samples reach half of
+    what they fill, each by its fullest column (`sizes` is (n, k)).
+
+    The halves go to the end, so that they meet in the same steps. Unchanged if there are too few samples for so many.
+    """
+    if groups.num_packs + extra > len(groups.members):
+        return groups
+    while extra > 0:
+        counts = np.diff(groups.offsets)
+        chosen = np.argsort(-counts, kind="stable")[:extra]
+        chosen = chosen[counts[chosen] >= 2]
+        stays = np.ones(groups.num_packs, np.bool_)
+        stays[chosen] = False
+        halves: list[IntArray] = []
+        for p in chosen:
+            pack = groups.members[groups.offsets[p] : groups.offsets[p + 1]]
+            filled = np.cumsum((sizes[pack] / np.array(limits)).max(axis=1))
+            cut = min(int(np.searchsorted(filled, filled[-1] / 2)) + 1, len(pack) - 1)
+            halves += [pack[:cut], pack[cut:]]
+        whole = reorder(groups, np.flatnonzero(stays))
+        held = np.concatenate([counts[stays], [len(half) for half in halves]])
+        groups = Groups(np.concatenate([whole.members, *halves]), _offsets_of(held))
+        extra -= len(chosen)
+    return groups
+
+
+def insert_singles(groups: Groups, singles: IntArray, places: IntArray) -> Groups:
+    """Each of `singles` as a pack of its own, before the pack whose number `places` gives."""
+    starts = np.append(groups.offsets[:-1], groups.offsets[-1])[places]
+    counts = np.insert(np.diff(groups.offsets), places, 1)
+    return Groups(np.insert(groups.members, starts, singles), _offsets_of(counts))
+
+
+def complete_rows(
+    groups: Groups,
+    small: IntArray,
+    large: IntArray,
+    sizes: IntArray,
+    limits: tuple[int, ...],
+    *,
+    dp: int,
+    keys: tuple[int, int],
+    shard: int = 0,
+) -> Groups:
+    """Packs of all samples, a multiple of dp where there are samples enough.
+
+    `groups` packs the rows of `small`, whose columns are `sizes`; each of `large` is a pack alone, somewhere among the
+    others: where a shuffle would put it.
+    """
+    num_alone = len(large)
+    missing = -(groups.num_packs + num_alone) % dp  # packs short of whole rows: balanced plans for them, others do not
+    if missing:
+        groups = split_packs(groups, sizes, limits, missing)
+    groups = Groups(small[groups.members], groups.offsets)
+    if num_alone:
+        from trimtab.compiled import permutation
+
+        keys_of_shard = (*keys, shard) if shard else keys
+        slots = np.sort(permutation(groups.num_packs + num_alone, *keys_of_shard, 3)[:num_alone])
+        shuffled = large[permutation(num_alone, *keys_of_shard, 4)]
+        groups = insert_singles(groups, shuffled, slots - np.arange(num_alone))
+    return groups
+
+
+def shuffle_rows(groups: Groups, dp: int, state: UIntArray) -> Groups:
+    """The same rows of dp packs in random order, an incomplete last one still last.
+
+    Packs made together share out the same samples: steps of one window are more alike than chance would make them, and
+    differ from those of the next. Shuffled, they follow each other as random batches do.
+    """
+    from trimtab.compiled import shuffle
+
+    num_packs = groups.num_packs
+    rows = np.arange(num_packs // dp, dtype=np.int64)
+    shuffle(rows, state)
+    sequence = np.arange(num_packs, dtype=np.int64)
+    sequence[: len(rows) * dp] = (rows[:, None] * dp + np.arange(dp)).reshape(-1)
+    return reorder(groups, sequence)
+
+
+def reorder(groups: Groups, sequence: IntArray) -> Groups:
+    """The same packs in another order."""
+    counts = np.diff(groups.offsets)[sequence]
+    offsets = _offsets_of(counts)
+    moved = np.repeat(groups.offsets[sequence] - offsets[:-1], counts)  # of each sample, by how much
+    moved += np.arange(len(moved))
+    return Groups(groups.members[moved], offsets)
+
+
+def _offsets_of(counts: IntArray | list[int]) -> IntArray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

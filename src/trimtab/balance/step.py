@@ -10,13 +10,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from trimtab.balance.bound import above_limits, lower_bound_packs, sum_columns
 from trimtab.balance.cost import LinearCost
+from trimtab.balance.metrics import above_limits, lower_bound_packs, sum_columns
 from trimtab.balance.packing import PackResult, cost_column, describe_oversize, find_problems
 from trimtab.balance.pair import Goal, Packs, Scratch, make_goal, make_packs, make_scratch, share_pairs
-from trimtab.balance.rng import UIntArray, below, make_stream, next_u64, permutation
 from trimtab.balance.window import deal, pair_extremes, repair
-from trimtab.compiled import compiled, inner
+from trimtab.compiled import UIntArray, below, compiled, inner, make_stream, next_u64, permutation
 from trimtab.errors import PackingError, join_problems
 from trimtab.options import Oversize
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trimtab.balance.bound import sum_columns
+from trimtab.balance.metrics import sum_columns
 from trimtab.balance.pair import Packs, make_goal, make_packs, make_scratch
-from trimtab.balance.rng import UIntArray, permute
 from trimtab.balance.window import (
     Effort,
     Pull,
@@ -23,6 +22,7 @@ from trimtab.balance.window import (
     fit,
     unload,
 )
+from trimtab.compiled import UIntArray, permute
 from trimtab.specs import FloatArray, IntArray
 
 PENALTY = 1e3

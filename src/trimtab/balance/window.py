@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.balance.pair import MAX_FREE, Goal, Packs, Scratch, share_pairs
-from trimtab.balance.rng import UIntArray, below, next_u64, permute
-from trimtab.compiled import compiled, inner
+from trimtab.compiled import UIntArray, below, compiled, inner, next_u64, permute
 from trimtab.specs import FloatArray, IntArray
 
 NUM_BUCKETS = 4096

@@ -54,10 +54,11 @@ def map_model(
     as_json: JsonOption = False,
 ) -> None:
     """Place CONFIG on GPUs for inference: device map, and the bytes of each device by kind."""
-    from trimtab.placement.machine import parse_machine
+    from trimtab.placement.machine import parse_machine, stored_workload
     from trimtab.placement.place import place, place_unasked
 
     model = counting.describe(config)
+    workload = stored_workload(model, workload)
     machine = parse_machine(gpus, cpu=cpu, disk=disk is not None, kept_share=reserve / 100)
     if objective == "auto":
         placement = place_unasked(model, machine, workload)

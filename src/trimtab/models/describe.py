@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from trimtab.models.images.limits import with_limits
 from trimtab.models.images.reading import Fields, LackingFileError
 from trimtab.models.images.rules import FixedImage, UnsettledRule
 from trimtab.models.shipped import fill_silent, find_same, find_shipped, read_shipped, shipped_models, suggest_shipped
+from trimtab.models.stored import stored_format, stored_names
 from trimtab.options import VideoOptions
 from trimtab.specs import ImageMarkup, ImageRule, ModelOrigin, ModelSpec
 from trimtab.typed_json import parse_json
@@ -32,6 +33,7 @@ NO_FILES = (
     "images of this model cannot be counted: the files of its processor were not given: put preprocessor_config.json "
     "or processor_config.json beside config.json, or pass --set preprocessor=FILE"
 )
+TEXT_ONLY = "this is a text model, which reads no images: leave samples with images out, or name the whole model"
 
 
 def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] | None = None) -> ImageRule:
@@ -166,8 +168,40 @@ def describe(
     if not isinstance(source, Mapping) and not isinstance(preprocessor, Mapping):
         other = None if preprocessor is None else str(preprocessor)
         origin = ModelOrigin(config=str(source), preprocessor=other, max_pixels=max_pixels, max_tiles=max_tiles)
-    model = replace(model, name=name or model.name, image_rule=rule, origin=origin)
+    model = _as_stored(replace(model, name=name or model.name, image_rule=rule, origin=origin), config, path)
     return replace(model, clip_rule=clip_rule_of(model, VideoOptions()))
+
+
+def _as_stored(model: ModelSpec, config: Config, path: Path | None) -> ModelSpec:
+    """`model` with what its weights on disk say: in which format they lie, and that a head of its own is not tied."""
+    if "description_version" in config:
+        return model
+    model = replace(model, max_positions=_positions(config))
+    if (quantised := config.get("quantization_config")) is not None:
+        model = replace(model, stored_as=stored_format(quantised))
+    if model.tied and path is not None and path.name == "config.json":
+        names = stored_names(path.parent)
+        owners = {owner for owner, borrower in model.tied if _stores(names, owner) and _stores(names, borrower)}
+        if owners:
+            apart = {borrower: owner for owner, borrower in model.tied if owner in owners}
+            layers = tuple(
+                replace(x, num_params=x.num_params + x.num_matmul_params) if x.name in apart else x
+                for x in model.layers
+            )
+            model = replace(model, layers=layers, tied=tuple(x for x in model.tied if x[1] not in apart))
+    return model
+
+
+def _positions(config: Config) -> int | None:
+    sections = [config, *(x for name in ("text_config", "llm_config") if isinstance(x := config.get(name), Mapping))]
+    found = [x for section in sections if type(x := section.get("max_position_embeddings")) is int and x > 0]
+    return found[-1] if found else None
+
+
+def _stores(names: Collection[str], layer: str) -> bool:
+    """Whether a weight of this layer lies in the files, under its own name or an older prefix."""
+    last = f"{layer.rpartition('.')[2]}.weight"
+    return any(name == last or name.endswith(f".{last}") for name in names)
 
 
 def _read_described(config: Config, settings: Config | None, files: Files, *, whence: str) -> ModelSpec:
@@ -211,6 +245,8 @@ def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
     """The description that Transformers gives, with the image rule of its processor."""
     answer = ask_transformers(config, "describe")
     model = read_description(answer, whence=f"the answer on model_type {quote(config.get('model_type'))}")
+    if not model.indices("vision"):
+        return replace(model, image_rule=UnsettledRule(reason=TEXT_ONLY))
     assumed = {"image_seq_length"} - set(config)  # of the class's own image size, not of this model's
     whole = {**config, **{key: value for key, value in answer["config"].items() if key not in assumed}}
     rule, markup = image_rule_by_processor(whole, files, settings)
@@ -285,7 +321,7 @@ def _read_processor(
         return None, {}
     paths = [beside.parent / name for name in (*_OF_IMAGES, "video_preprocessor_config.json")]
     files = {path.name: _read_json(path) for path in paths if path.is_file()}
-    settings = next((files[name] for name in _OF_IMAGES if name in files), None)
+    settings = _image_settings(files)
     if settings is None:
         return None, {}
     tokenizer = beside.parent / "tokenizer_config.json"
@@ -295,6 +331,13 @@ def _read_processor(
         named = {**(extra if isinstance(extra, Mapping) else {}), **content}
         files[tokenizer.name] = {k: v for k, v in named.items() if k.endswith("_token") or k == "processor_class"}
     return settings, files
+
+
+def _image_settings(files: Mapping[str, Config]) -> Config | None:
+    """Return what `AutoImageProcessor` reads: the nested section where there is one, else the older file."""
+    older, newer = (files.get(name) for name in _OF_IMAGES)
+    nested = None if newer is None else newer.get("image_processor")
+    return nested if isinstance(nested, Mapping) else older
 
 
 def _read_given(preprocessor: str | Path | Config) -> Config:

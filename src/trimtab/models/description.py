@@ -96,6 +96,8 @@ class DescriptionFile:
     vocab_size: int
     image_markup: ImageMarkup | None = None
     tied: tuple[tuple[str, str], ...] = ()
+    max_positions: int | None = None
+    stored_as: str | None = None
     forbidden_cuts: tuple[tuple[int, int], ...] = ()  # first and last of each run
     forbidden_cut_reason: str | None = None
     joined_cuts: tuple[tuple[int, int], ...] | None = None  # as forbidden_cuts

@@ -10,7 +10,7 @@ import numpy as np
 from trimtab.errors import PartitionError
 from trimtab.placement.chain import Unit
 from trimtab.placement.live import Serving, decode_bytes, held_bytes, prefill_bytes, stacked_bytes
-from trimtab.placement.machine import QUANTS, Batch, Workload, count_batch
+from trimtab.placement.machine import QUANTS, Batch, Workload, count_batch, stored_workload
 from trimtab.specs import IntArray, LayerSpec, ModelSpec
 
 
@@ -42,6 +42,7 @@ def inference_table(model: ModelSpec, workload: Workload, batch: Batch | None = 
     is counted on them together with the weights; not counted: workspace inside kernels, the allocator's rounding.
     `batch`: the workload's rows, where images are counted elsewhere.
     """
+    workload = stored_workload(model, workload)
     serving = Serving.of(model, workload, count_batch(model, workload) if batch is None else batch)
     costs = [_layer_bytes(layer, serving) for layer in model.layers]
     columns = np.array(costs, dtype=np.float64).reshape(len(costs), -1)

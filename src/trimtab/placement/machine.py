@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
-from trimtab.errors import ImageError, PartitionError, TrimtabError, join_problems, refuse_type
+from trimtab.errors import ImageError, PartitionError, TrimtabError, join_problems, quote, refuse_type
 from trimtab.lora import NF4_BYTES
 from trimtab.options import ITEM_BYTES, Attention, DType, Option, Tower, option_problems
 from trimtab.units import MIB, parse_bytes
@@ -209,6 +209,18 @@ class Workload:
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
+
+
+def stored_workload(model: "ModelSpec", workload: Workload) -> Workload:
+    """Return `workload` in the format that the model's weights lie in, unless it names one itself."""
+    if model.stored_as is None or workload.quant is not None:
+        return workload
+    if model.stored_as not in QUANTS:
+        raise PartitionError(
+            f"the weights of {model.name} are stored as {quote(model.stored_as)}, which has no formula: give --quant "
+            f"with the nearest of {', '.join(QUANTS)}, or the folder that it was made from"
+        )
+    return replace(workload, quant=model.stored_as)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

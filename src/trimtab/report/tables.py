@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
-from trimtab.balance.metrics import BalanceReport
 from trimtab.plan.file.yaml import fold_modules
 from trimtab.report.table import Column, Table, numeric, print_table
 from trimtab.report.words import balance_rows
-from trimtab.samples.table import SizingResult
-from trimtab.specs import IntArray, LayerSpec, ModelSpec, SampleTable
 from trimtab.units import format_count, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trimtab.balance.metrics import BalanceReport
+    from trimtab.samples.table import SizingResult
+    from trimtab.specs import IntArray, LayerSpec, ModelSpec, SampleTable
 
 
 def print_model(model: ModelSpec, console: Console) -> None:

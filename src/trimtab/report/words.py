@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from trimtab.balance.metrics import BalanceReport
-from trimtab.plan.decide.compare import Variant
-from trimtab.plan.file.figures import PlanDetails
-from trimtab.plan.plan import BalanceEstimate, VisionDecision
 from trimtab.specs import FloatArray, LayerSpec, ModelSpec, Stage, tiers_of
 from trimtab.units import GIB, KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trimtab.balance.metrics import BalanceReport
+    from trimtab.plan.decide.compare import Variant
+    from trimtab.plan.file.figures import PlanDetails
+    from trimtab.plan.plan import BalanceEstimate, VisionDecision
 
 MAX_TEXT = 400  # characters of a text from outside that are shown
 MAX_SUMMARY = 2000  # those of a plan's summary: it is our own, and the longest there is has about 900

@@ -106,7 +106,7 @@ class _SizingChild:
             self._child = None
             raise ConfigError(
                 f"the tokenizer or its chat template cannot be used: {error.reason}; name another with --tokenizer or "
-                "--chat-template"
+                "--set chat_template"
             ) from None
         return assumptions
 

@@ -66,17 +66,18 @@ def configured(fields: Mapping[str, object], make: Callable[[], Any]) -> Any:
 
 
 def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | None = None) -> Any:
-    """The image-text model of a configuration on the meta device, in evaluation mode.
+    """The image-text model of a configuration, or its text model, on the meta device, in evaluation mode.
 
     attention: as Transformers names it; eager where the model has no code for it.
     """
-    autos = [getattr(transformers, x, None) for x in ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")]
+    names = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")  # the last: text alone
+    autos = [getattr(transformers, name, None) for name in names]
     kinds = type(config).__mro__[:2]  # a published format is a kind of Transformers' own
     known = [x._model_mapping[kind] for x in autos if x is not None for kind in kinds if kind in x._model_mapping]
     if not known:
         raise UnknownModelError(
             f"model_type {quote(config.model_type)} cannot be described: Transformers {transformers.__version__} has "
-            "no model of it that reads images and writes text: give the configuration of one"
+            "no model of it that writes text: give the configuration of one"
         )
     try:
         with torch.device("meta"):

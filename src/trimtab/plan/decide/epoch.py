@@ -9,6 +9,7 @@ import numpy as np
 
 from trimtab.balance.packing import PackResult, describe_oversize
 from trimtab.errors import PackingError, PlanError, join_problems
+from trimtab.lora import FOUR_BITS, Lora
 from trimtab.plan.decide.work import in_patches, select_rows
 from trimtab.plan.options import PlanOptions, Weights, weight_problems
 from trimtab.plan.plan import MixedSource
@@ -51,7 +52,15 @@ def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> 
     """What one epoch holds: samples in the model's patches, as often as their weights draw them, none over a limit."""
     if len(samples) == 0:
         raise PlanError("there is no sample to plan: give a data set that holds some")
+    refuse_stored(model, options.lora)
     notes = TILES_ASSUMPTION if samples.patch_unit == "tiles" else ()
+    most = model.max_positions
+    if most is not None and (too_long := int((samples.num_tokens > most).sum())):
+        notes = (
+            *notes,
+            f"{too_long:,} samples have more tokens than the model's {most:,} positions, the longest "
+            f"{int(samples.num_tokens.max()):,}.",
+        )
     epoch = draw_epoch(
         in_patches(samples, model), options.weights, num_drawn=options.num_drawn, seed=options.seed, notes=notes
     )
@@ -62,6 +71,19 @@ def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> 
         )
     refuse_oversize(epoch, options)
     return epoch
+
+
+def refuse_stored(model: ModelSpec, lora: Lora | None) -> None:
+    """Refuse to train what lies in fewer bits: only adapters over 4-bit weights have a formula."""
+    stored = model.stored_as
+    if stored is None or (lora is not None and lora.bits == 4 and stored in FOUR_BITS):
+        return
+    cure = "the checkpoint in 16 bits that it was made from"
+    if stored in FOUR_BITS:
+        cure = f"--lora r=16,bits=4, or {cure}"
+    raise PlanError(
+        f"the weights of {model.name} are stored as {stored}, and are not trained in that format: give {cure}"
+    )
 
 
 def refuse_oversize(epoch: Epoch, options: PlanOptions) -> None:
@@ -122,7 +144,7 @@ def share_exactly(total: int, shares: FloatArray) -> IntArray:
 
 def _draw(num_rows: int, count: int, seed: int, source: int) -> IntArray:
     """(num_rows,) how often each row of a source is drawn: the first `count` of its shuffle, which repeats for ever."""
-    from trimtab.balance.rng import permutation
+    from trimtab.compiled import permutation
 
     whole, rest = divmod(count, num_rows)
     times = np.full(num_rows, whole, np.int64)

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.balance.cost import LinearCost
-from trimtab.balance.image_pools import share_pools
-from trimtab.balance.images import keep_at_home, share_images, tower_bytes, tower_seconds
+from trimtab.balance.images import keep_at_home, share_images, share_pools, tower_bytes, tower_seconds
 from trimtab.costs.adapters import adapt_layer
 from trimtab.costs.settings import ITEM_BYTES, Efficiency
 from trimtab.errors import TrimtabError

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.packing import PackResult, pack_samples, refuse_empty
-from trimtab.balance.rng import permutation
 from trimtab.balance.schedule import fill_table, schedule_packs
 from trimtab.balance.step import pack_steps
+from trimtab.compiled import permutation
 from trimtab.costs.exchange import document_multiple
 from trimtab.errors import PackingError, PartitionError
 from trimtab.options import Oversize

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trimtab.balance.isf import default_filters, pack_isf
-from trimtab.balance.rng import make_stream, shuffle
+from trimtab.balance.published import default_filters, pack_isf
+from trimtab.compiled import make_stream, shuffle
 
 
 def restate_isf(sizes, limits, filters, iterations, state):
