@@ -50,7 +50,7 @@ class TriedPacks:
 
     @property
     def samples_per_pack(self) -> float:
-        return self.samples_per_step / self.packed.schedule.table[0].size
+        return self.samples_per_step / int(self.packed.schedule.table[0].size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
