@@ -253,3 +253,23 @@ def train_sharing_images(rank: int, folder: Path) -> None:
         assert sharing.handle is not None
         assert 0 < sharing.handle.load.share < 1
         assert not any("get_image_features" in module.__dict__ for module in trainer.model.modules())
+
+
+def train_without_plan(rank: int, folder: Path) -> None:
+    """Two ranks, two micro-batches: the Trainer's own batches, and so its weights."""
+    from rounding import assert_close
+
+    from trimtab.runtime.training.balanced import balanced
+
+    made = []
+    for name in ("plain", "shared"):
+        trainer = transformers.Trainer(
+            model=make_model("internvl"),
+            args=arguments(folder / name, per_device_train_batch_size=1),
+            train_dataset=Raw(),
+            data_collator=Collator("internvl"),
+        )
+        (balanced(trainer, verify=False) if name == "shared" else trainer).train()
+        made.append(dict(trainer.model.named_parameters()))
+    for name, own in made[1].items():
+        assert_close(own, made[0][name], name)

@@ -16,11 +16,13 @@ import torch
 import transformers
 from balanced_cases import Collator, Raw, arguments, make_model, noted, plain_of, tables_of
 from gloo_ranks import on_ranks
+from rounding import assert_close
 from safetensors.torch import load_file, save_file
 
 from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
 from trimtab.runtime.training import trainer as restore
 from trimtab.runtime.training.balanced import balanced
+from trimtab.runtime.training.shared import SampleSize, SharedSampler, steps_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,6 +42,50 @@ def test_one_line_gives_the_losses_of_the_plain_loop(family: str, tmp_path: Path
     trainer.train()
     assert trainer.losses == pytest.approx(plain_of(family), rel=1e-5)
     assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "accumulation"), [("qwen2_5_vl", 1), ("qwen3_vl", 1), ("internvl", 1), ("internvl", 3)]
+)
+def test_without_a_plan_training_is_the_trainers_own(family: str, accumulation: int, tmp_path: Path) -> None:
+    """Two epochs of the same batches, the last of each smaller: the same weights. (Qwen's own Trainer weighs tokens
+    alike inside a micro-batch alone, so its steps have one.)"""
+    more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
+    plain, shared = (make_trainer(tmp_path / name, family, **more) for name in ("plain", "shared"))
+    plain.train()
+    assert balanced(shared).train().global_step == plain.state.global_step
+    for (name, own), expected in zip(shared.model.named_parameters(), plain.model.parameters(), strict=True):
+        assert_close(own, expected, name)
+
+
+def test_without_a_plan_steps_are_shared_evenly_and_hold_the_trainers_rows(tmp_path: Path) -> None:
+    own = make_trainer(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=1).get_train_dataloader()
+    sizes = {row: SampleSize(tokens=row + 1, patches=0, flops=float(row + 1)) for row in range(7)}
+    asked = {"own": own, "data": Raw(), "size_of": None, "rank": 0, "num_ranks": 1, "seed": 0, "sizes": sizes}
+    sampler = SharedSampler(**asked, num_microbatches=2)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        found = list(sampler)
+        sampler.set_epoch(epoch)
+        first, second = steps_of(own, 1, 2)
+        assert sorted(found[0] + found[1]) == sorted(first[0] + first[1])
+        assert found[2:] == second
+        loads = [sum(row + 1 for row in rows) for rows in found[:2]]
+        assert abs(loads[0] - loads[1]) <= 1
+
+
+@pytest.mark.integration
+def test_without_a_plan_two_ranks_have_the_weights_of_the_trainers_own(tmp_path: Path) -> None:
+    on_ranks(balanced_cases.train_without_plan, tmp_path, num_ranks=2)
+
+
+def test_without_a_plan_a_run_resumes_inside_an_epoch(tmp_path: Path) -> None:
+    more = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 2}
+    whole = balanced(make_trainer(tmp_path, save_strategy="steps", save_steps=1, **more))
+    whole.train()
+    again = balanced(make_trainer(tmp_path, **more))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.parts == pytest.approx(whole.parts[2:], rel=1e-6)
 
 
 def saved(folder: Path, family: str = "qwen2_5_vl", **more: Any) -> Any:
@@ -163,12 +209,11 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gradient_accumulation_steps": 4}, r"a step of the plan has 2 packs \(1 ranks x 2 .*, and the trainer's has "
-         r"4 \(1 x gradient_accumulation_steps=4\): set gradient_accumulation_steps=2, or plan with --set num_m"),
+        ({"gradient_accumulation_steps": 4}, "2 packs .*gradient_accumulation_steps=2, .*num_microbatches=4"),
         ({"label_smoothing_factor": 0.1}, "label smoothing or compute_loss_func was asked for"),
         ({"given": {"compute_loss_func": lambda *_, **__: 0}}, "label smoothing or compute_loss_func was asked for"),
         ({"kind": OwnLoss}, "OwnLoss.compute_loss is a loss of your own, and OwnLoss was to have the loss of packs"),
-        ({"given": {"train_dataset": None}}, "takes samples by their row, and there is no train_dataset: give"),
+        ({"given": {"train_dataset": None}}, "by their row, and there is no train_dataset"),
         ({"given": {"train_dataset": [1] * 6}}, "the plan packs row 6, train_dataset has 6 samples: give the data set"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size would change the batches"),
     ],

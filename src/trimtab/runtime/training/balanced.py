@@ -105,14 +105,23 @@ _HOSTS = ("transformers", "trl", "llamafactory", "swift", "axolotl")
 
 
 def balanced(
-    trainer: Any, plan: PlanTables | Path | str, *, model: Any = None, reshuffle: bool = True, verify: bool = True
+    trainer: Any,
+    plan: PlanTables | Path | str | None = None,
+    *,
+    model: Any = None,
+    reshuffle: bool = True,
+    verify: bool = True,
 ) -> Any:
-    """Call this on a Trainer that you have made, before `train()`: it then trains as the plan says. The same object.
+    """Call this on a Trainer that you have made, before `train()`: its ranks then have even work. The same object.
 
-    `trainer = trimtab.balanced(trainer, "plan-folder")` is the whole change. The plan's packs come in the plan's order,
-    made of the samples that your own collator makes of `train_dataset`, whose row i is the plan's; the layers that the
-    plan recomputes do, and nothing else; images are shared over the data-parallel ranks where the plan says so; the
-    loss weighs every token of a step alike (or as the collator says); checkpoints know the place in the plan. Losses
+    `trainer = trimtab.balanced(trainer)` is the whole change. Each optimizer step keeps exactly the samples that the
+    Trainer draws for it; they are shared evenly among ranks and micro-batches and packed without padding. Sizes are
+    asked of the trainer's own data set through its own collator, once a row.
+
+    With a plan, `trimtab.balanced(trainer, "plan-folder")`, it trains as the plan says. The packs come in the plan's
+    order, made of the samples that your own collator makes of `train_dataset`, whose row i is the plan's; the layers
+    that the plan recomputes do, and nothing else; images are shared over the data-parallel ranks where the plan says
+    so; the loss weighs every token of a step alike (or as the collator says); checkpoints know their place. Losses
     equal those of the plain loop (docs/howto-trainer.md) to five digits. Transformers 4.57 and later, on any number of
     ranks: DDP, FSDP, DeepSpeed.
 
@@ -141,15 +150,17 @@ def balanced(
         )
     if isinstance(trainer, PlannedTrainer):
         raise UnsupportedPlanError("this trainer was to be balanced, and it is already: call balanced once")
-    tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
-    decided = None if isinstance(plan, PlanTables) else _plan_of(Path(plan))
+    tables = plan if plan is None or isinstance(plan, PlanTables) else open_tables(plan)
+    decided = None if plan is None or isinstance(plan, PlanTables) else _plan_of(Path(plan))
     problems = [*_problems_of_trainer(trainer), *_problems_of_data(trainer.train_dataset, tables, decided)]
-    problems += _problems_of_steps(trainer, tables)
+    if tables is not None:
+        problems += _problems_of_steps(trainer, tables)
     if decided is not None:
         problems += _problems_of_plan(trainer.model, decided)
     if problems:
         raise PlanError(join_problems(problems))
-    _switch_on(trainer, decided)
+    if tables is not None:
+        _switch_on(trainer, decided)
     pack = _pack_of(trainer.data_collator, trainer.model, max(1, trainer.args.world_size))
     trainer._feed = _feed_of(tables, decided, pack, reshuffle=reshuffle, verify=verify)
     trainer.model_accepts_loss_kwargs = True  # before Transformers 5 this says that the loss is scaled
@@ -165,8 +176,13 @@ def _plan_of(path: Path) -> Plan | None:
 
 
 def _balanced_loader(
-    loader: DataLoader[Any], plan: PlanTables | Path | str, model: Any, *, reshuffle: bool, verify: bool
+    loader: DataLoader[Any], plan: PlanTables | Path | str | None, model: Any, *, reshuffle: bool, verify: bool
 ) -> StepLoader:
+    if plan is None:
+        raise UnsupportedPlanError(
+            "a DataLoader was to be balanced without a plan, and nothing says which of its batches are a step: give "
+            "the Trainer, or a plan"
+        )
     if model is None:
         raise UnsupportedPlanError("a DataLoader was to be balanced, and packs are made for a model: give model= too")
     tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
@@ -205,7 +221,9 @@ def _pack_of(given: Any, model: Any, num_ranks: int) -> PackedCollator:
     return replace(alone, vision_in_every_pack=alone.family.smallest is not None or must)
 
 
-def _feed_of(tables: PlanTables, decided: Plan | None, pack: PackedCollator, *, reshuffle: bool, verify: bool) -> Feed:
+def _feed_of(
+    tables: PlanTables | None, decided: Plan | None, pack: PackedCollator, *, reshuffle: bool, verify: bool
+) -> Feed:
     limit = None if decided is None else decided.decisions.packing.max_tokens
     return Feed(plan=tables, reshuffle=reshuffle, verify=verify, pack=pack, max_tokens=limit)
 
@@ -270,10 +288,12 @@ def _problems_of_trainer(trainer: Any) -> Iterator[str]:
         )
 
 
-def _problems_of_data(data: Any, tables: PlanTables, decided: Plan | None) -> Iterator[str]:
+def _problems_of_data(data: Any, tables: PlanTables | None, decided: Plan | None) -> Iterator[str]:
     if data is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         what = "no train_dataset" if data is None else f"a train_dataset without rows ({type(data).__name__})"
-        yield f"the plan takes samples by their row, and there is {what}: give a data set with len() and [row]"
+        yield f"samples are taken by their row, and there is {what}: give a data set with len() and [row]"
+        return
+    if tables is None:
         return
     last = int(tables.indices.max(initial=-1))  # a mixture may draw rows several times, or not at all
     if len(data) <= last:

@@ -9,7 +9,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from trimtab.runtime.data.packing import prepare_packing
 from trimtab.runtime.data.packing_runs import sharded, unwrap
 from trimtab.runtime.data.tables import Cursor, Deal, PlanTables, cursor_from_state, cursor_to_state
 from trimtab.runtime.ranks import Watch, open_watch
+from trimtab.runtime.training.shared import SharedSampler, size_of_sample
 from trimtab.samples.problems import shorten
 
 # Restore the weights of a Trainer's checkpoint, by the mapping that `from_pretrained` uses, and prove it.
@@ -138,12 +139,25 @@ class TrainerPlanSampler(PlanBatchSampler):
         start = self.deal.advance(self.cursor, num_unread)
         return chain(([] for _ in range(num_unread)), self.deal.microbatches(self.rank, start))
 
+    def begin_at(self, global_step: int) -> tuple[int, int]:
+        """The epoch of a step, and how many of its batches have run."""
+        cursor = self._cursor_at(global_step)
+        return cursor.epoch, cursor.packs_done // self.deal.dp
+
+    def state_at(self, global_step: int) -> dict[str, Any]:
+        """What a checkpoint holds of the place in the plan."""
+        return dict(cursor_to_state(self.deal, self._cursor_at(global_step)))
+
+    def _cursor_at(self, global_step: int) -> Cursor:
+        epoch, step = divmod(global_step, max(1, self.deal.num_steps_left(Cursor())))
+        return Cursor(epoch=epoch, packs_done=step * self.deal.packs_per_step)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feed:
     """What a balanced Trainer runs."""
 
-    plan: PlanTables
+    plan: PlanTables | None  # None: the Trainer's own batches, shared
     reshuffle: bool
     verify: bool  # that the model keeps samples of a pack apart, before the first step
     pack: PackedCollator
@@ -188,7 +202,8 @@ class PlannedTrainer:
             folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
             try:
                 chosen = _newest_whole(folder) if given is True else _refuse_torn(Path(str(given)))
-                _check_state(self._make_sampler().deal, chosen / STATE_FILE)
+                if self._feed.plan is not None:
+                    _check_state(self._plan_sampler(self._feed.plan).deal, chosen / STATE_FILE)
                 found = [(str(chosen), None)]
             except PlanError as problem:
                 found = [("", problem)]
@@ -225,10 +240,10 @@ class PlannedTrainer:
         else:
             self._load_from_checkpoint(folder)
 
-    def _make_sampler(self) -> TrainerPlanSampler:
+    def _plan_sampler(self, plan: PlanTables) -> TrainerPlanSampler:
         arguments = self.args  # type: ignore[attr-defined]
         return TrainerPlanSampler(
-            self._feed.plan,
+            plan,
             dp=max(1, arguments.world_size),
             rank=arguments.process_index,
             num_microbatches=arguments.gradient_accumulation_steps,
@@ -238,7 +253,8 @@ class PlannedTrainer:
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This rank's packs, not to be prepared: they are this rank's already, and the Trainer moves them itself."""
         trainer: Any = self
-        arguments, sampler = trainer.args, self._make_sampler()
+        arguments, plan = trainer.args, self._feed.plan
+        sampler = self._shared_sampler() if plan is None else self._plan_sampler(plan)
         trainer.remove_callback(_FollowEpochs)  # of an earlier call of train
         trainer.add_callback(_FollowEpochs(sampler))
         trainer.remove_callback(_WatchRanks)
@@ -254,6 +270,24 @@ class PlannedTrainer:
             pin_memory=arguments.dataloader_pin_memory and arguments.device.type != "cpu",
             persistent_workers=arguments.dataloader_persistent_workers,
             prefetch_factor=arguments.dataloader_prefetch_factor,
+        )
+
+    def _shared_sampler(self) -> SharedSampler:
+        """Of the batches that the Trainer's own loader draws."""
+        trainer: Any = self
+        own, arguments = super().get_train_dataloader(), trainer.args  # type: ignore[misc]
+        without_fillers = replace(self._feed.pack, vision_in_every_pack=False)
+        given = trainer.data_collator
+        alone = without_fillers if isinstance(given, PackedCollator) else AloneThenPacked(given, without_fillers)
+        return SharedSampler(
+            own=own,
+            data=trainer.train_dataset if not hasattr(trainer.train_dataset, "column_names") else own.dataset,
+            size_of=size_of_sample(trainer.model, alone),
+            rank=arguments.process_index,
+            num_ranks=max(1, arguments.world_size),
+            num_microbatches=arguments.gradient_accumulation_steps,
+            seed=arguments.seed,
+            num_workers=arguments.dataloader_num_workers,
         )
 
     def get_batch_samples(
@@ -347,7 +381,7 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
     hide the sampler from it, and the epoch would run in the order of epoch 0.
     """
 
-    def __init__(self, sampler: TrainerPlanSampler) -> None:
+    def __init__(self, sampler: TrainerPlanSampler | SharedSampler) -> None:
         self._sampler = sampler
         self._begins = False
 
@@ -355,10 +389,10 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
         self._begins = True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        cursor = self._cursor(state.global_step)
-        self._sampler.set_epoch(cursor.epoch)
+        epoch, num_done = self._sampler.begin_at(state.global_step)
+        self._sampler.set_epoch(epoch)
         if self._begins and not args.ignore_data_skip:  # a resumed run: the Trainer skips what it has of this epoch
-            self._sampler.num_unread = cursor.packs_done // self._sampler.deal.dp
+            self._sampler.num_unread = num_done
         self._begins = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -370,14 +404,9 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
             dist.barrier()  # every rank has written its part
         if state.is_world_process_zero:
             folder = _checkpoint_of(args, state)
-            place = cursor_to_state(self._sampler.deal, self._cursor(state.global_step))
+            place = self._sampler.state_at(state.global_step)
             files = {str(x.relative_to(folder)): x.stat().st_size for x in sorted(folder.rglob("*")) if x.is_file()}
             write_atomically(folder / STATE_FILE, json.dumps({**place, "files": files}) + "\n")
-
-    def _cursor(self, global_step: int) -> Cursor:
-        deal = self._sampler.deal
-        epoch, step = divmod(global_step, max(1, deal.num_steps_left(Cursor())))
-        return Cursor(epoch=epoch, packs_done=step * deal.packs_per_step)
 
 
 class _WatchRanks(TrainerCallback):  # type: ignore[misc]
