@@ -181,8 +181,6 @@ def _check(global_batch: int, dp: int, num_microbatches: int, limits: tuple[int,
         )
     if limits is not None and (len(limits) != 2 or any(not 1 <= limit <= MOST_LIMIT for limit in limits)):
         problems.append(f"limits {limits} are not two whole numbers from 1 to 2^53 - 1: give patches and tokens")
-            f"limits {limits} are not two whole numbers from 1 to 2^53 - 1: give max_patches and max_tokens"
-        )
     if problems:
         raise PackingError(join_problems(problems))
 
