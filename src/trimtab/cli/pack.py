@@ -82,7 +82,7 @@ def pack(
 
     from trimtab.balance.packing import pack_samples, refuse_empty, report_packing, warm_up
     from trimtab.files import write_atomically, written_together
-    from trimtab.samples.read import read_lengths
+    from trimtab.samples.lengths import read_lengths
 
     samples = read_lengths(sizes)
     epoch = None
