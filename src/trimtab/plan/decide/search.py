@@ -294,7 +294,7 @@ def _filled_packs(
     reason: PartitionError | None = None
     for per_pack, packed, extremes in made:
         count = options.num_microbatches or max(1, round(global_batch / (dims.dp * per_pack * unit))) * unit
-        over = options.num_microbatches is None and dims.dp * per_pack > 1.25 * global_batch
+        over = options.num_microbatches is None and dims.dp * unit * per_pack > 1.25 * global_batch
         if over and found:
             break  # larger steps than other settings are priced with would look like speed
         if refused := refuse_over(options, dims, per_pack):
