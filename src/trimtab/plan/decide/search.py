@@ -169,7 +169,10 @@ def list_members(
     members, refusals = list[Member](), list[Refusal]()
     packs_of: PacksOf | None = None
     global_batch = default_global_batch(cluster, options, len(samples))
+    num_blocks = sum(layer.kind == "block" for layer in model.layers)
     for dims in divisions:
+        if options.pp is None and dims.pp > num_blocks:
+            continue
         if dims.dp > global_batch and not options.fills_packs:
             refusals.append(Refusal(dims=dims, error=too_few_samples(global_batch, dims.dp)))
             continue
@@ -185,6 +188,8 @@ def list_members(
             # how samples pack hardly depends on the degrees but dp and cp: by the costs of the first
             packs_of = packs_of or _pack_maker(model, samples, cluster, options, profile)
             for schedule, num_chunks in _schedules(options, dims):
+                if options.schedule == "auto" and num_chunks > 1 and dims.pp * num_chunks > num_blocks:
+                    continue  # a stage would have no block
                 own = replace(sharded, schedule=schedule, num_chunks=num_chunks, pp=dims.pp)
                 try:
                     for packs in packs_of(own, dims):
