@@ -176,7 +176,7 @@ def _as_stored(model: ModelSpec, config: Config, path: Path | None) -> ModelSpec
     """`model` with what its weights on disk say: in which format they lie, and that a head of its own is not tied."""
     if "description_version" in config:
         return model
-    model = replace(model, max_positions=_positions(config))
+    model = replace(model, max_positions=find_positions(config))
     if (quantised := config.get("quantization_config")) is not None:
         model = replace(model, stored_as=stored_format(quantised))
     if model.tied and path is not None and path.name == "config.json":
@@ -192,7 +192,7 @@ def _as_stored(model: ModelSpec, config: Config, path: Path | None) -> ModelSpec
     return model
 
 
-def _positions(config: Config) -> int | None:
+def find_positions(config: Config) -> int | None:
     sections = [config, *(x for name in ("text_config", "llm_config") if isinstance(x := config.get(name), Mapping))]
     found = [x for section in sections if type(x := section.get("max_position_embeddings")) is int and x > 0]
     return found[-1] if found else None
