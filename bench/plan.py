@@ -12,7 +12,7 @@ from pathlib import Path
 
 import trimtab
 from trimtab.balance.packing import warm_up
-from trimtab.samples.read import read_lengths
+from trimtab.samples.lengths import read_lengths
 from trimtab.units import format_seconds
 
 CASES = (

@@ -24,8 +24,7 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trimtab.samples.headers import image_size
-from trimtab.samples.media import MediaFolder
+from trimtab.samples.media import MediaFolder, image_size
 from trimtab.samples.records import list_chunks, read_chunk
 from trimtab.samples.rows import read_conversation
 from trimtab.samples.size import size_samples

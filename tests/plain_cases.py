@@ -121,9 +121,7 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "unit/test_published_runs.py::test_runs_that_do_not_fit_together_are_never_passed_over_in_silence": 0,  # 4
     "unit/test_saved.py::test_a_plan_from_a_traced_profile_reads_its_bytes": 0,  # 2
     "unit/test_search.py::test_the_search_is_near_the_best_of_all_splits": 4,  # 20 cases
-    "unit/test_setting.py::test_auto_on_devices_alone_is_never_slower_than_1f1b": 0,
     "unit/test_setting.py::test_auto_takes_the_fastest_of_all_schedules_that_fit": 0,  # 3
-    "unit/test_setting.py::test_plain_data_parallel_with_sharded_state_is_one_of_the_settings": 0,  # 3
     "unit/test_setting.py::test_zero_bubble_plans_check": 1,  # 4
     "unit/test_stages.py::test_split_equals_brute_force_on_a_thousand_instances": 4,
     "unit/test_vision_decision.py::test_a_pipeline_keeps_the_tower_whole_on_its_first_stage": 0,

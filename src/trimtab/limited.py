@@ -136,8 +136,9 @@ def _answer(question: bytes, *, may_connect: bool) -> tuple[bytes, bytes]:
         return _ERROR, json.dumps({"memory": True}).encode()
     except TrimtabError as error:
         return _ERROR, json.dumps({"class": type(error).__name__, "told": str(error)}).encode()
-    except ModuleNotFoundError as error:
-        return _ERROR, json.dumps({"missing": error.name, "told": str(error)}).encode()
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError)
+        return _ERROR, json.dumps({"imported": error.name, "told": str(error), "absent": absent}).encode()
     except OSError as error:
         if error.errno is None:
             return _ERROR, json.dumps({"class": "SampleError", "told": str(error)}).encode()
@@ -279,8 +280,8 @@ class LimitedChild:
             kind = getattr(trimtab.errors, told["class"], TrimtabError)
             error: Exception = kind(told["told"])
             return error
-        if "missing" in told:
-            return ModuleNotFoundError(told["told"], name=told["missing"])
+        if "imported" in told:
+            return (ModuleNotFoundError if told["absent"] else ImportError)(told["told"], name=told["imported"])
         if "errno" in told:
             return OSError(told["errno"], told["told"], told["file"])
         return RuntimeError(f"a process that reads data failed:\n{told.get('trace')}")

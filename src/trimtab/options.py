@@ -199,6 +199,7 @@ class ReadingOptions:
             common=True,
         ),
     ] = None
+    columns: Annotated[str | None, Option("What fields mean, as in question=query,answer=label.", common=True)] = None
     allow_outside: Annotated[bool, Option("Read files outside the folders that you named.", common=True)] = False
     allow_remote: Annotated[bool, Option("Open addresses that a plan or meta file names.", common=True)] = False
     exif: Annotated[Exif, Option("Turn images as their EXIF flag says; most trainers ignore it.")] = "ignore"

@@ -130,7 +130,7 @@ def test_report_draws_again_from_the_files(run: Run, planned: Path, tmp_path: Pa
     assert "Before and after" in run("report", planned, "--out", tmp_path).out
 
 
-PLAN = ["--cluster", "8xH100-80GB", "--pp", "2", "--set", "num_microbatches=4"]
+PLAN = ["--cluster", "8xH100-80GB", "--pp", "2", "--set", "num_microbatches=4", "--set", "schedule=1F1B"]
 
 
 def test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash_seed(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trimtab.address import Allowed
 from trimtab.plan.file.yaml import load_plan
 from trimtab.runtime.data.records import open_records
 
@@ -39,7 +40,7 @@ def test_a_plan_of_a_meta_file_knows_repeats_and_roots(run: Run, drawn: Path, me
         "--set",
         "num_microbatches=2",
     ]
-    made = run("plan", "Qwen2.5-VL-7B", meta, *words, "--out", tmp_path / "plan")
+    made = run("plan", "Qwen2.5-VL-7B", meta, *words, "--allow-outside", "--out", tmp_path / "plan")
     assert made.code == 0, made.err
     data = load_plan(tmp_path / "plan").inputs.data
     assert data.num_samples == 40 + 3 * 20
@@ -50,7 +51,7 @@ def test_a_plan_of_a_meta_file_knows_repeats_and_roots(run: Run, drawn: Path, me
     records = open_records(tmp_path / "plan")
     assert records.media_root(99) == drawn
     assert records[40] == records[60] == records[80]
-    assert open_records(tmp_path / "plan", [meta]).media_root(0) == drawn
+    assert open_records(tmp_path / "plan", [meta], allowed=Allowed(outside=True)).media_root(0) == drawn
     moved = open_records(tmp_path / "plan", media_root=[f"{data.files[1].path}={tmp_path}"])
     assert (moved.media_root(0), moved.media_root(40)) == (drawn, tmp_path)
     assert run("check", tmp_path / "plan").code == 0

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from trimtab.cli.app import app
 from trimtab.cli.output import progress, told_of_compiling
 from trimtab.cli.verbs import VERBS
-from trimtab.samples.read import read_lengths
+from trimtab.samples.lengths import read_lengths
 from trimtab.units import format_number
 
 Run = Any
@@ -69,8 +69,12 @@ def test_settings_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_a_package_that_is_missing_or_of_another_version_is_named(
-    run: Run, drawn: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trimtab.limited._idle", lambda _: [])  # a child that waits has the real one
+    monkeypatch.syspath_prepend(tmp_path)
+    fake = tmp_path / "tokenizers.py"
+    fake.write_text("raise ModuleNotFoundError('it is not there', name='tokenizers')")
     words = ("size", drawn / "data.jsonl", "--model", "Qwen2.5-VL-7B", "--tokenizer", drawn / "tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # type: ignore[arg-type]  # as if it were not there
     missing = run(*words)
@@ -78,6 +82,7 @@ def test_a_package_that_is_missing_or_of_another_version_is_named(
         2,
         "trimtab: this needs tokenizers, which is not installed: pip install 'trimtab[data]'\n",
     )
+    fake.write_text("__version__ = '0.1'")
     old = ModuleType("tokenizers")
     old.__version__, old.__spec__ = "0.1", ModuleSpec("tokenizers", None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tokenizers", old)

@@ -27,7 +27,7 @@ from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.placement import load_placement
 from trimtab.plan.options import PlanOptions
-from trimtab.samples.read import read_lengths
+from trimtab.samples.lengths import read_lengths
 from trimtab.samples.records import read_records
 from trimtab.samples.size import size_samples
 from trimtab.specs import SampleTable

@@ -15,8 +15,7 @@ from PIL import Image, ImageOps
 from tests.fuzz.damage import damaged
 
 from trimtab.errors import ImageError
-from trimtab.samples.containers import MAX_FRAME_PIXELS, read_clip, read_frames
-from trimtab.samples.headers import MAX_PIXELS, image_size
+from trimtab.samples.media import MAX_FRAME_PIXELS, MAX_PIXELS, image_size, read_clip, read_frames
 from trimtab.samples.problems import BadRecordError
 
 Try = Callable[[int], None]

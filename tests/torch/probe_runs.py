@@ -31,6 +31,7 @@ def write_probed(folder: Path, family: str) -> None:
             num_microbatches=2 * pp,
             dtype="fp32",
             attention="sdpa",
+            schedule="1F1B",
             zero_stage=0,
             max_patches=setting.max_patches,
             max_tokens=setting.max_tokens,

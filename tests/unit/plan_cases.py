@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.files import write_atomically
-from trimtab.plan.decide.case import even_steps
+from trimtab.plan.decide.steps import even_steps
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import load_details

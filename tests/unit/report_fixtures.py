@@ -38,7 +38,13 @@ def plan_text(details: PlanDetails, *, width: int = 100) -> str:
 
 def _plan(model: str, cluster: str, samples: SampleTable, **options: Any) -> PlanDetails:
     options = {"max_patches": 36864, "max_tokens": 8192, **options}
-    return make_plan(describe(model), samples, parse_cluster(cluster), PlanOptions(**options), origin=ORIGIN)
+    return make_plan(
+        describe(model),
+        samples,
+        parse_cluster(cluster),
+        PlanOptions(**{"schedule": "1F1B", "zero_stage": 1, "risk": 0.05} | options),
+        origin=ORIGIN,
+    )
 
 
 @cache

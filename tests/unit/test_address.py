@@ -16,7 +16,7 @@ fsspec = pytest.importorskip("fsspec", reason="the [remote] extra is not install
 from trimtab.address import Address, place_of  # noqa: E402
 from trimtab.errors import SampleError  # noqa: E402
 from trimtab.runtime.data.records import PlannedRecords  # noqa: E402
-from trimtab.samples.media_folders import MediaFolders  # noqa: E402
+from trimtab.samples.media import MediaFolders  # noqa: E402
 from trimtab.samples.problems import BadRecordError  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 from trimtab.samples.table import SizingResult, table_bytes  # noqa: E402
@@ -77,7 +77,7 @@ def test_finished_chunks_are_kept_behind_an_address(
     kept = place_of("local://chunks")
     first = size(f"{store}/data.jsonl", resume_dir=kept)
     assert len(list(kept.iterdir())) == 1
-    monkeypatch.setattr("trimtab.samples.workers._SizingChild.size", None)  # nothing is read again
+    monkeypatch.setattr("trimtab.samples.sizer._SizingChild.size", None)  # nothing is read again
     assert table_bytes(size(f"{store}/data.jsonl", resume_dir=kept).table) == table_bytes(first.table)
 
 
@@ -169,7 +169,7 @@ def test_an_address_is_a_path_of_its_text() -> None:
 
 
 def test_lengths_and_saved_tables_are_read_behind_an_address(store: str, tmp_path: Path) -> None:
-    from trimtab.samples.read import read_lengths
+    from trimtab.samples.lengths import read_lengths
     from trimtab.samples.table import save_sizing, sized_files
 
     (tmp_path / "bucket" / "lengths.jsonl").write_bytes(b'{"num_tokens": 7}\n{"num_tokens": 9}\n')

@@ -134,7 +134,8 @@ def test_options_that_contradict_the_cluster_are_refused(options: dict[str, int]
     ("options", "message"),
     [
         ({"dp": 0}, "dp 0 was asked for"),
-        ({"num_microbatches": 2, "global_batch": 4}, "give one of them"),
+        ({"num_microbatches": 2, "global_batch": 4, "steps": "filled"}, "give one of them"),
+        ({"method": "isf"}, "steps=filled"),
         ({"risk": 1.0}, "it is a chance"),
         ({"schedule": "Interleaved1F1B"}, "give --set num_chunks=2 or more"),
         ({"schedule": "ZBVZeroBubble"}, "ZBVZeroBubble has two stages per device, and num_chunks is 1: give"),

@@ -29,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     data = folder / "data.jsonl"
     data.write_text("what is in the image\n")
-    options = PlanOptions(pp=4, tp=2, num_microbatches=8)
+    options = PlanOptions(pp=4, tp=2, num_microbatches=8, schedule="1F1B", zero_stage=1, risk=0.05)
     write_plan(make_plan(MODEL, tile_samples(100), parse_cluster("8xH200"), options, origin=origin_of(data)), folder)
     return folder
 

@@ -21,7 +21,17 @@ from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.specs import DeviceSpec, Profile
 
 CLUSTER = parse_cluster("16xA100")
-OPTIONS = PlanOptions(pp=4, tp=2, num_microbatches=8, memory_bytes=57 * 2**30, max_patches=9225, max_tokens=4352)
+OPTIONS = PlanOptions(
+    schedule="1F1B",
+    zero_stage=1,
+    risk=0.05,
+    pp=4,
+    tp=2,
+    num_microbatches=8,
+    memory_bytes=57 * 2**30,
+    max_patches=9225,
+    max_tokens=4352,
+)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +91,7 @@ def test_a_pooled_call_is_held_whole(tmp_path: Path) -> None:
             pp=1,
             tp=1,
             num_microbatches=4,
+            risk=0.05,
             zero_stage=3,
             max_patches=9225,
             max_tokens=4352,

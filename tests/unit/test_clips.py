@@ -10,8 +10,8 @@ from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
 
 from trimtab.errors import ConfigError, ImageError
 from trimtab.models.images import asked as clips
-from trimtab.samples.containers import read_clip, read_frames
 from trimtab.samples.encode import ConversationEncoder
+from trimtab.samples.media import read_clip, read_frames
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import Slot, read_conversation
 from trimtab.samples.size import size_samples
@@ -202,7 +202,7 @@ def test_files_of_every_container_are_read_and_damaged_ones_are_bad(tmp_path):
 
 def test_a_frame_of_another_size_than_the_header_says_is_bad(tmp_path):
     av = pytest.importorskip("av", reason="PyAV is not installed")
-    from trimtab.samples.containers import read_frames
+    from trimtab.samples.media import read_frames
     from trimtab.samples.problems import BadRecordError
 
     with av.open(str(tmp_path / "a.mkv"), "w") as container:

@@ -35,7 +35,7 @@ KEEP_THE_TOWER_WHOLE = ("megatron", "megatron-bridge", "ms-swift", "pai-megatron
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
     """A plan that cuts inside the vision tower."""
-    options = PlanOptions(pp=4, tp=2, num_microbatches=8)
+    options = PlanOptions(pp=4, tp=2, num_microbatches=8, schedule="1F1B")
     folder = tmp_path_factory.mktemp("made")
     write_plan(make_plan(MODEL, tile_samples(200), parse_cluster("8xA100-80GB"), options), folder)
     plan = reload_plan(folder)
@@ -95,7 +95,7 @@ def test_a_pipeline_is_refused_where_there_are_no_stages(found: ReloadedPlan) ->
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
     """A plan without pipeline whose memory takes recompute of several tiers."""
-    options = PlanOptions(pp=1, dp=8, num_microbatches=4, zero_stage=3)
+    options = PlanOptions(pp=1, dp=8, global_batch=60, num_microbatches=2, zero_stage=3)
     folder = tmp_path_factory.mktemp("alone")
     model = describe("InternVL-Chat-V1-5")
     write_plan(make_plan(model, tile_samples(60), parse_cluster("8xA100-80GB"), options), folder)

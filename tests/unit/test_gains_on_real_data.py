@@ -14,7 +14,7 @@ from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
 from trimtab.plan.decide.work import select_rows
 from trimtab.plan.options import PlanOptions
-from trimtab.samples.read import read_lengths
+from trimtab.samples.lengths import read_lengths
 from trimtab.specs import SampleTable
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import pytest
 from sample_sets import png_of
 
 from trimtab.errors import ImageError
-from trimtab.samples.headers import MAX_PIXELS, image_size
+from trimtab.samples.media import MAX_PIXELS, image_size
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow draws the test images")
 from PIL import ImageOps  # noqa: E402

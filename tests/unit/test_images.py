@@ -111,7 +111,7 @@ def test_internvl_chat_does_not_read_its_preprocessor_file():
 
 
 def test_sizing_asks_the_rule_about_the_sample_by_itself(tmp_path):
-    from trimtab.samples.read import read_lengths
+    from trimtab.samples.lengths import read_lengths
     from trimtab.samples.size import size_samples
 
     path = tmp_path / "lengths.jsonl"

@@ -53,7 +53,15 @@ def test_a_narrower_band_and_a_larger_risk_fill_more() -> None:
 @pytest.mark.parametrize("risk", [0.01, 0.2])
 def test_a_plan_expects_to_fill_no_more_than_the_risk_allows(risk: float) -> None:
     options = PlanOptions(
-        pp=4, tp=2, num_microbatches=8, memory_bytes=57 * 2**30, max_patches=9225, max_tokens=4352, risk=risk
+        pp=4,
+        tp=2,
+        num_microbatches=8,
+        memory_bytes=57 * 2**30,
+        max_patches=9225,
+        max_tokens=4352,
+        risk=risk,
+        schedule="1F1B",
+        zero_stage=1,
     )
     made = make_plan(describe("InternVL-Chat-V1-5"), tile_samples(), CLUSTER, options)
     budget, estimates = MemoryBudget.of(CLUSTER, options), made.plan.estimates

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plans import small_plan
 
 from trimtab.errors import PlanError
-from trimtab.plan.decide.case import even_steps
+from trimtab.plan.decide.steps import even_steps
 from trimtab.plan.file.reload import load_packs
 from trimtab.plan.file.yaml import name_table, pack_contents
 from trimtab.plan.plan import PackingDecision

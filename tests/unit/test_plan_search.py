@@ -20,7 +20,9 @@ from trimtab.plan.options import PlanOptions
 from trimtab.report.html import html_report
 
 MODEL, CLUSTER = describe("InternVL-Chat-V1-5"), parse_cluster("32xA100-80GB")
-OPTIONS = PlanOptions(pp=4, tp=2, num_microbatches=8, search="omnibal", radius=2, top=6)
+OPTIONS = PlanOptions(
+    schedule="1F1B", zero_stage=1, risk=0.05, pp=4, tp=2, num_microbatches=8, search="omnibal", radius=2, top=6
+)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,12 @@ def run_of(**given) -> GivenRun:
 @pytest.mark.parametrize(("batch", "recompute"), [(1, "none"), (4, "full")])
 def test_a_baseline_that_is_predicted_alone_takes_what_it_takes_beside_a_plan(batch, recompute):
     asked = f"random,batch={batch},padded,equal-layers,{recompute}-recompute".replace("none", "no")
-    made = make_plan(MODEL, SAMPLES, CLUSTER, PlanOptions(pp=4, tp=2, num_microbatches=8, baselines=(asked,)))
+    made = make_plan(
+        MODEL,
+        SAMPLES,
+        CLUSTER,
+        PlanOptions(pp=4, tp=2, num_microbatches=8, schedule="1F1B", zero_stage=1, baselines=(asked,)),
+    )
     baseline = made.variants[0]
     per_pack = len(SAMPLES) / made.packing.num_packs  # steps of a baseline hold as many samples as the plan's
     run = run_of(batch=batch, num_microbatches=round(8 * per_pack / batch), recompute=recompute)

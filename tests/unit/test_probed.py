@@ -41,7 +41,18 @@ MODEL = describe("InternVL-Chat-V1-5")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
     folder = tmp_path_factory.mktemp("plan")
-    options = PlanOptions(dp=2, pp=8, tp=1, num_microbatches=16, max_patches=9225, max_tokens=4096, oversize="skip")
+    options = PlanOptions(
+        schedule="1F1B",
+        zero_stage=1,
+        risk=0.05,
+        dp=2,
+        pp=8,
+        tp=1,
+        num_microbatches=16,
+        max_patches=9225,
+        max_tokens=4096,
+        oversize="skip",
+    )
     write_plan(make_plan(MODEL, tile_samples(), parse_cluster("16xH200"), options), folder)
     return reload_plan(folder)
 

@@ -12,15 +12,15 @@ parquet = pytest.importorskip("pyarrow.parquet", reason="the [data] extra is not
 from sample_sets import PixelRule, write_jsonl  # noqa: E402
 
 from trimtab.errors import SampleError  # noqa: E402
-from trimtab.samples.arrays import pack_arrays  # noqa: E402
-from trimtab.samples.json_lists import read_json_list  # noqa: E402
+from trimtab.samples.formats import read_json_list  # noqa: E402
+from trimtab.samples.lengths import read_lengths  # noqa: E402
 from trimtab.samples.problems import BadSample  # noqa: E402
-from trimtab.samples.read import read_lengths  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 from trimtab.samples.table import (  # noqa: E402
     SizingResult,
     load_sizing,
     load_table,
+    pack_arrays,
     save_sizing,
 )
 from trimtab.specs import SampleTable  # noqa: E402

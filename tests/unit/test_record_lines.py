@@ -1,4 +1,4 @@
-"""samples/record_lines.py: where records are, and every line of a file by its byte offset."""
+"""samples/records.py: where records are, and every line of a file by its byte offset."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trimtab.samples import record_lines
-from trimtab.samples.record_lines import Lines, line_starts
+from trimtab.samples import records
+from trimtab.samples.records import Lines, line_starts
 
 
 @given(
@@ -22,7 +22,7 @@ from trimtab.samples.record_lines import Lines, line_starts
 def test_lines_are_those_that_python_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, bom: bool, block: int
 ) -> None:
-    monkeypatch.setattr(record_lines, "_SCAN_BYTES", block)
+    monkeypatch.setattr(records, "_SCAN_BYTES", block)
     path = tmp_path / "lines.jsonl"
     path.write_bytes((b"\xef\xbb\xbf" if bom else b"") + content)
     with path.open("rb") as file:

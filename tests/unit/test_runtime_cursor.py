@@ -194,12 +194,21 @@ def test_tables_that_are_not_arrays_are_refused(tmp_path: Path) -> None:
         open_tables(tmp_path)
 
 
+def test_an_empty_slot_inside_an_epoch_is_an_empty_pack() -> None:
+    packing = Packing(offsets=np.array([0, 1, 2, 3]), indices=np.arange(3), limits=(1, 1))
+    tables = hold_tables(packing, Schedule(table=np.array([[[0], [-1]], [[1], [2]]])))
+    assert epoch_of(make_deal(tables, dp=2), Cursor()) == [[[0], [1]], [[], [2]]]
+    later = epoch_of(make_deal(tables, dp=2), Cursor(epoch=1))
+    assert sorted(row for rank in later for pack in rank for row in pack) == [0, 1, 2]
+    assert sum(pack == [] for rank in later for pack in rank) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"schedule": np.zeros((2, 2), np.int64)}, "other shapes than a plan's"),
         ({"offsets": np.array([0, 1, 99])}, "point outside their samples"),
-        ({"schedule": np.array([[[0], [-1]], [[1], [2]]])}, "only the last step may be short"),
+        ({"schedule": np.array([[[0], [1]]])}, "2 slots for 3 packs"),
     ],
 )
 def test_tables_that_make_no_plan_are_refused(change: dict[str, np.ndarray], message: str) -> None:
@@ -284,7 +293,7 @@ def test_a_state_of_another_plan_order_or_kind_is_refused() -> None:
         cursor_from_state(make_deal(tables_of(16), dp=2, num_microbatches=2, seed=6), state)
     with pytest.raises(PlanError, match="no usable seed, packs_done: give what state_dict"):
         cursor_from_state(deal, {**state, "seed": "5", "packs_done": -1})
-    with pytest.raises(PlanError, match="stands after pack 16 of 16"):
+    with pytest.raises(PlanError, match="stands after place 16 of 16"):
         cursor_from_state(deal, {**state, "packs_done": 16})
 
 

@@ -44,7 +44,7 @@ def test_left_out_and_blank_lines_shift_nothing(tmp_path: Path) -> None:
 
 def test_a_last_line_without_an_end_and_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.samples.records.CHUNK_BYTES", 200)
-    monkeypatch.setattr("trimtab.samples.record_lines._SCAN_BYTES", 64)
+    monkeypatch.setattr("trimtab.samples.records._SCAN_BYTES", 64)
     wanted = [f"n{i}" * (1 + i % 7) for i in range(60)]
     rows: list[object] = [record(name) if i % 9 else b"[" for i, name in enumerate(wanted)]
     file = write_jsonl(tmp_path / "data.jsonl", rows)

@@ -15,7 +15,8 @@ from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import MemoryBudget
 from trimtab.plan.decide.expressible import Expressible
-from trimtab.plan.decide.setting import choose_setting, profile_setting
+from trimtab.plan.decide.search import choose_setting
+from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.simplest import ChosenSetting, complexity
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.options import PlanOptions
@@ -31,33 +32,19 @@ def choose(options: PlanOptions, cluster: ClusterSpec):
 
 
 def test_auto_takes_the_fastest_of_all_schedules_that_fit() -> None:
-    cluster = parse_cluster("16xA100-80GB")
-    auto = choose(PlanOptions(schedule="auto", tp=2, pp=4, num_microbatches=8), cluster)
-    alone = {
-        name: choose(PlanOptions(schedule=name, num_chunks=chunks, tp=2, pp=4, num_microbatches=8), cluster)
-        for name, chunks in (("1F1B", 1), ("ZBH1", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2))
+    cluster, asked = parse_cluster("16xA100-80GB"), PlanOptions(tp=2, pp=4, num_microbatches=8)
+    auto = choose(asked, cluster)
+    speeds = {
+        name: choose(replace(asked, schedule=name, num_chunks=chunks), cluster).considered[0].samples_per_s
+        for name, chunks in (("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2))
     }
-    speeds = {name: found.considered[0].samples_per_s for name, found in alone.items()}
-    assert auto.considered[0].samples_per_s >= max(speeds.values())
-    assert auto.best.options.schedule != "auto"
+    assert auto.considered[0].samples_per_s == max(speeds.values())
     assert [x.samples_per_s for x in auto.considered] == sorted(
         (x.samples_per_s for x in auto.considered), reverse=True
     )
     for found in auto.considered:
-        if found.options.schedule in speeds:
-            assert found.samples_per_s == speeds[found.options.schedule]
-    larger, sentence = auto.sentences()
-    assert larger.startswith(f"Packs hold {auto.best.samples_per_pack:.3g} samples")
-    assert sentence.startswith(f"Degrees, ZeRO and schedule are {auto.best.estimate.label}: of 5 settings that fit")
-
-
-def test_auto_on_devices_alone_is_never_slower_than_1f1b() -> None:
-    cluster = parse_cluster("16xA100-80GB")
-    one = choose(PlanOptions(tp=2), cluster)
-    auto = choose(PlanOptions(tp=2, schedule="auto"), cluster)
-    assert auto.considered[0].samples_per_s >= one.considered[0].samples_per_s
-    assert auto.num_misfits == one.num_misfits
-    assert len(auto.considered) > len(one.considered)
+        if found.options.sharding == auto.best.options.sharding:
+            assert found.samples_per_s <= speeds[found.options.schedule] * (1 + 1e-9)
 
 
 def test_packs_are_no_larger_than_the_recompute_of_a_framework_can_hold() -> None:
@@ -79,41 +66,33 @@ def test_packs_are_no_larger_than_the_recompute_of_a_framework_can_hold() -> Non
     assert not any("visual" in module for tier in recomputed.values() for module in tier.modules)
 
 
-def test_plain_data_parallel_with_sharded_state_is_one_of_the_settings() -> None:
+def test_an_open_zero_stage_is_the_best_of_those_asked_for() -> None:
     cluster = parse_cluster("16xA100-80GB")
-    found = choose(PlanOptions(global_batch=64), cluster)
-    (sharded,) = [x for x in found.considered if x.options.zero_stage == 3]
-    same = choose(PlanOptions(global_batch=64, pp=1, tp=1, zero_stage=3), cluster)
-    assert same.best.estimate == sharded.estimate
-    assert same.listed == ()  # nothing was left open
-    asked = choose(PlanOptions(global_batch=64, zero_stage=1), cluster)
-    assert {x.options.zero_stage for x in asked.considered} == {1}
-    assert [x.estimate for x in asked.considered] == [x.estimate for x in found.considered if x is not sharded]
-    divided = choose(PlanOptions(global_batch=64, tp=2), cluster)
-    assert {x.options.zero_stage for x in divided.considered} == {1}
+    for asked in (PlanOptions(global_batch=64), PlanOptions(global_batch=64, tp=2)):
+        found = choose(asked, cluster)
+        for stage in (0, 1, 3):
+            forced = choose(replace(asked, zero_stage=stage), cluster)
+            assert {x.options.zero_stage for x in forced.considered} == {stage}
+            assert found.considered[0].samples_per_s * 1.01 >= forced.considered[0].samples_per_s
+    assert {x.options.zero_stage for x in found.considered} >= {1, 3}
 
 
-def test_of_settings_alike_in_speed_the_simplest_is_taken_and_the_fastest_on_demand() -> None:
-    cluster = parse_cluster("16xA100-80GB")
-    found = choose(PlanOptions(global_batch=64), cluster)
-    assert found.error == 0.05
-    complex_first = sorted(found.considered, key=lambda x: complexity(x.estimate), reverse=True)
+def test_of_settings_alike_in_speed_the_simplest_is_taken() -> None:
+    found = choose(PlanOptions(global_batch=64), parse_cluster("16xA100-80GB"))
+    unlike = {complexity(x.estimate): x for x in found.considered}
+    complex_first = [unlike[key] for key in sorted(unlike, reverse=True)]
     assert len(complex_first) > 4
 
-    def with_speeds(speeds: list[float], **change: float) -> ChosenSetting:
+    def with_speeds(speeds: list[float], prefer: str = "fastest") -> ChosenSetting:
         given = (replace(x, samples_per_s=speed) for x, speed in zip(complex_first, speeds, strict=False))
-        return replace(found, considered=tuple(given), **change)
+        return replace(found, considered=tuple(given), prefer=prefer)
 
-    alike = with_speeds([100.0, 99.0, 97.0, 96.0, 94.0])
-    assert alike.best is alike.considered[3]
-    assert with_speeds([100.0, 99.0, 97.0, 96.0, 94.0], error=0.0).best.samples_per_s == 100.0
-    assert with_speeds([100.0, 94.0, 93.0, 92.0, 91.0]).best.samples_per_s == 100.0
-    assert alike.listed[0] == alike.best.estimate
-    assert [x.samples_per_s for x in alike.listed[1:]] == [100.0, 99.0, 97.0, 94.0]
+    assert with_speeds([100.0, 99.6, 99.1, 98.9, 94.0]).best.samples_per_s == 99.1
+    simplest = with_speeds([100.0, 99.6, 99.1, 96.0, 94.0], prefer="simplest")
+    assert simplest.best is simplest.considered[3]
+    assert simplest.listed[0] == simplest.best.estimate
+    assert [x.samples_per_s for x in simplest.listed[1:]] == [100.0, 99.6, 99.1, 94.0]
     assert {x.kind for x in found.listed} == {x.estimate.kind for x in found.considered}
-    fastest = choose(PlanOptions(global_batch=64, prefer="fastest"), cluster)
-    assert fastest.best is fastest.considered[0]
-    assert fastest.error == 0
 
 
 def test_kinds_sort_by_what_they_ask_of_a_launcher() -> None:
@@ -126,6 +105,8 @@ def test_kinds_sort_by_what_they_ask_of_a_launcher() -> None:
         ({"dp": 4, "pp": 2}, "pipeline"),
         ({"dp": 1, "pp": 8}, "pipeline"),
         ({"dp": 4, "pp": 2, "schedule": "ZBH1"}, "pipeline"),
+        ({"dp": 4, "pp": 2, "ep": 2}, "pipeline, expert parallel"),
+        ({"dp": 2, "pp": 2, "cp": 2}, "pipeline, context parallel"),
         ({"dp": 2, "pp": 2, "tp": 2}, "pipeline and tensor parallel"),
     ]
     given = {"dp": 1, "pp": 1, "tp": 1, "zero_stage": 0, "schedule": "1F1B", "num_chunks": 1, "num_microbatches": 1}
@@ -135,12 +116,12 @@ def test_kinds_sort_by_what_they_ask_of_a_launcher() -> None:
     assert len(set(ranks)) == len(ranks)
 
 
-def test_no_setting_looks_faster_by_larger_steps() -> None:
-    found = choose(PlanOptions(), parse_cluster("32xA100-80GB"))
+@pytest.mark.parametrize(("steps", "most"), [("exact", 256.0), ("filled", 1.25 * 256)])
+def test_no_setting_looks_faster_by_larger_steps(steps: str, most: float) -> None:
+    found = choose(PlanOptions(steps=steps), parse_cluster("32xA100-80GB"))
     assert any(x.options.zero_stage == 3 for x in found.considered)
     for x in found.considered:
-        per_step = x.setting.dims.dp * x.setting.num_microbatches * x.samples_per_pack
-        assert per_step <= 1.25 * 256, x.estimate.label
+        assert x.samples_per_s * x.step_s <= most * (1 + 1e-9), x.estimate.label
 
 
 def test_weights_are_gathered_by_all_ports_of_a_node() -> None:
@@ -167,15 +148,13 @@ def test_every_divisor_of_the_devices_is_considered() -> None:
     tried = {x.setting.dims.pp for x in found.considered}
     assert tried <= {1, 2, 3, 6}
     assert {3, 6} <= tried
-    assert len(found.considered) + found.num_misfits == 4
-    assert found.num_misfits == 1
-    assert "of 3 settings that fit" in found.sentences()[-1]
-    assert "; 1 more does not fit" in found.sentences()[-1]
+    assert len(tried) + found.num_misfits == 4
 
 
 def test_without_a_choice_nothing_is_said() -> None:
     found = choose(
-        PlanOptions(max_patches=5125, max_tokens=8192, tp=2, pp=4, num_microbatches=8), parse_cluster("16xA100-80GB")
+        PlanOptions(max_patches=5125, max_tokens=8192, tp=2, pp=4, num_microbatches=8, schedule="1F1B", zero_stage=1),
+        parse_cluster("16xA100-80GB"),
     )
     assert found.sentences() == ()
 

@@ -8,7 +8,7 @@ import pytest
 from sample_sets import png, talk, tar_bytes, write_jsonl
 from size_cases import TALK, CoarseWhenMany, fill_folder, parquet, pyarrow, rows_of, size
 
-from trimtab.samples.tars import read_tar
+from trimtab.samples.formats import read_tar
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_shards_sized_apart_are_joined_to_the_bytes_of_one_pass(
     save_sizing(size(files), tmp_path / "whole.npz")
     num_chunks = sum(len(list(records.list_chunks(file))) for file in files)
     assert sum(int(result.assumptions[0].split()[-4]) for result in told[:3]) == len(list(kept.iterdir())) == num_chunks
-    monkeypatch.setattr("trimtab.samples.workers._SizingChild.size", None)  # nothing is read again
+    monkeypatch.setattr("trimtab.samples.sizer._SizingChild.size", None)  # nothing is read again
     save_sizing(size(files, resume_dir=kept), tmp_path / "joined.npz")
     assert (tmp_path / "joined.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
 

@@ -195,7 +195,9 @@ def test_auto_leaves_a_text_only_data_set_alone():
 
 
 def test_auto_says_what_it_could_not_try():
-    options = PlanOptions(pp=8, num_microbatches=8, vision=VisionChoice(group="auto"))
+    options = PlanOptions(
+        pp=8, num_microbatches=8, schedule="1F1B", zero_stage=1, risk=0.05, vision=VisionChoice(group="auto")
+    )
     details = make_plan(QWEN, image_samples(60), CLUSTER, options)
     assert details.plan.decisions.vision_data_parallel is None
     said = next(x for x in details.plan.assumptions if x.startswith("Sharing the images was not possible everywhere"))
@@ -246,7 +248,9 @@ def test_a_plan_that_shares_images_checks_and_simulates_to_the_same_figures(shar
 
 
 def test_a_pipeline_keeps_the_tower_whole_on_its_first_stage(tmp_path):
-    options = PlanOptions(pp=4, tp=2, num_microbatches=8, vision=VisionChoice(group="tp"))
+    options = PlanOptions(
+        pp=4, tp=2, num_microbatches=8, schedule="1F1B", zero_stage=1, risk=0.05, vision=VisionChoice(group="tp")
+    )
     samples, cluster = tile_samples(300), parse_cluster("32xA100-80GB")
     details = make_plan(TILES, samples, cluster, options)
     last = max(TILES.indices("projector"))

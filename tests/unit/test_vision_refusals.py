@@ -53,7 +53,15 @@ def test_choices_that_no_plan_can_follow_are_refused(choice, message):
     [
         (with_vision(group="tp", pooling=3), "vision pooling 3 was asked for, and a step has 4 micro-batches a rank"),
         (
-            PlanOptions(pp=2, tp=2, num_microbatches=4, vision=VisionChoice(group="tp", pooling=2)),
+            PlanOptions(
+                pp=2,
+                tp=2,
+                num_microbatches=4,
+                schedule="1F1B",
+                zero_stage=1,
+                risk=0.05,
+                vision=VisionChoice(group="tp", pooling=2),
+            ),
             "vision pooling 2 was asked for on a pipeline of 2 stages where the plan does not price it",
         ),
         (
@@ -61,7 +69,9 @@ def test_choices_that_no_plan_can_follow_are_refused(choice, message):
             "on GPipe, which holds all micro-batches, where the plan does not price it: leave it out",
         ),
         (
-            PlanOptions(pp=8, num_microbatches=8, vision=VisionChoice(group="tp")),
+            PlanOptions(
+                pp=8, num_microbatches=8, schedule="1F1B", zero_stage=1, risk=0.05, vision=VisionChoice(group="tp")
+            ),
             "the plan has tp 1, a group of one that shares with no other rank: leave it out",
         ),
     ],
@@ -78,7 +88,16 @@ def test_without_images_there_is_nothing_to_share():
 
 
 def test_whole_towers_that_do_not_fit_are_refused_with_the_group():
-    options = PlanOptions(pp=1, tp=8, num_microbatches=2, vision=VisionChoice(group="tp"), memory_bytes=68 * 2**30)
+    options = PlanOptions(
+        pp=1,
+        tp=8,
+        num_microbatches=2,
+        vision=VisionChoice(group="tp"),
+        memory_bytes=68 * 2**30,
+        schedule="1F1B",
+        zero_stage=1,
+        risk=0.05,
+    )
     with pytest.raises(PartitionError, match="over tp 8: "):
         make_plan(TILES, tile_samples(100), parse_cluster("8xA100-80GB"), options)
 

@@ -13,7 +13,7 @@ from trimtab.specs import SampleTable
 
 QWEN, TILES = describe("Qwen2.5-VL-7B"), describe("InternVL-Chat-V1-5")
 CLUSTER = parse_cluster("8xH100-80GB")
-OPTIONS = PlanOptions(pp=1, tp=4, num_microbatches=4, zero_stage=1)
+OPTIONS = PlanOptions(pp=1, tp=4, num_microbatches=4, schedule="1F1B", zero_stage=1, risk=0.05)
 
 
 def image_samples(num_samples: int = 240, seed: int = 0, most: int = 4, largest: int = 16384) -> SampleTable:

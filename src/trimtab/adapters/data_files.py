@@ -24,8 +24,15 @@ from trimtab.plan.file.reload import find_data_files, load_packs, read_samples, 
 from trimtab.plan.file.yaml import array_bytes, open_plan, pack_contents
 from trimtab.plan.plan import Plan
 from trimtab.samples.problems import BadRecordError, shorten
-from trimtab.samples.record_lines import Lines, places_of, refuse_other_files, row_starts
-from trimtab.samples.records import detect_format, read_records, rows_of
+from trimtab.samples.records import (
+    Lines,
+    detect_format,
+    places_of,
+    read_records,
+    refuse_other_files,
+    row_starts,
+    rows_of,
+)
 from trimtab.samples.rows import record_id
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule

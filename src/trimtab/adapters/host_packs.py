@@ -21,10 +21,11 @@ from trimtab.adapters.data_files import WrittenData, open_records, read_planned,
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import open_atomically, write_atomically, written_together
 from trimtab.options import ReadingOptions
-from trimtab.samples.media_folders import MediaFolders
+from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
-from trimtab.samples.record_lines import places_of
+from trimtab.samples.records import places_of
 from trimtab.samples.rows import read_conversation
+from trimtab.samples.shapes import read_columns
 from trimtab.samples.sources import whole_root
 
 # -- Energon ----------------------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ def write_energon_packs(
 
         def conversation(row: int) -> tuple[dict[str, Any], list[bytes]]:
             record = json.loads(records.read(row))
-            said = read_conversation(record)
+            said = read_conversation(record, columns=read_columns(reading.columns))
             if said.videos:
                 raise BadRecordError("video", "it holds a video, and these packs carry only images: leave it out")
             source = sources[int(places_of(planned.samples).file[row])]

@@ -16,6 +16,7 @@ from trimtab.balance.stream import (
     FIT_RULES,
     KNOWN_WINDOW,
     FitRule,
+    Streamed,
     fit_samples,
     fit_stream,
     pack_stream,
@@ -45,7 +46,8 @@ class AimNumbers:
     most_fill: float = 0.998  # as full as packs may be asked to be where that saves a row
     above_known: float = 0.003  # packs are to be fuller than those of best fit by this
     row_saved: float = 0.005  # packs are fuller than `tight_fill` where that saves more than this share of the rows
-    fit_fill: float = 0.96  # where best fit leaves packs less full, windows would not be fuller
+    fit_fill: float = 0.96  # where best fit leaves packs less full, windows would not be fuller,
+    few_samples: float = 3.0  # with so few samples a pack
     fit_gain: float = 0.005  # best fit is taken where it saves more than this share of the packs,
     known_gain: float = 0.002  # or by its first rule, in windows, more than this
     even_price: float = 0.006  # all columns are evened out where that lengthens the time by no more than this
@@ -154,6 +156,8 @@ def choose_aim(
         return Aim(fill, "tight")
     # 1. the trial, and best fit on it: `least` is how full its packs are
     needed = float(sum_columns(counted).max())
+    if needed <= 0.0:
+        return Aim(n.tight_fill, "tight")
     num_trial = int(np.ceil(len(columns) * min(1.0, n.trial_packs / max(needed, 1.0))))
     trial, own = columns[:num_trial], counted[:num_trial]
     own_needed = float(sum_columns(own).max())
@@ -169,7 +173,8 @@ def choose_aim(
         return _model(trial, own, bounds, aim, dp)
 
     fitted = Aim(least, "fit", rule)
-    if fill is None and own_needed < n.fit_fill * num_fitted:
+    few = num_trial < n.few_samples * num_fitted
+    if fill is None and few and own_needed < n.fit_fill * num_fitted:
         return fitted
     # 2. windows as full as most data allow, or fuller where that saves a row
     fewest = np.ceil((needed + num_others) / dp - 1e-9)
@@ -206,9 +211,7 @@ def _best_rule(trial: FloatArray, bounds: FloatArray) -> tuple[FitRule, int, int
 
     num_packs = [len(fit_samples(trial, bounds[:2], rule).head) for rule in FIT_RULES]
     best = int(np.argmin(num_packs))
-    parts = np.array_split(trial, -(-len(trial) // KNOWN_WINDOW))
-    num_known = sum(len(fit_samples(part, bounds[:2], FIT_RULES[0]).head) for part in parts)
-    return FIT_RULES[best], num_packs[best], num_known
+    return FIT_RULES[best], num_packs[best], _count_known(trial, bounds)
 
 
 def _model(trial: FloatArray, counted: FloatArray, bounds: FloatArray, aim: Aim, dp: int) -> tuple[int, float]:
@@ -238,6 +241,9 @@ def _expected_largest(values: FloatArray, num_drawn: int) -> float:
 
 
 # -- the packs ------------------------------------------------------------------------------------------------------
+
+COMPARED_SAMPLES = 1 << 16
+"""Up to so many samples the packs are compared with those of best fit once more, all of them; the fewer are kept."""
 
 WINDOW_PACKS = 4096
 """Packs made at a time. More give better partners, rare sizes above all; beyond, the caches no longer hold them."""
@@ -270,29 +276,43 @@ def pack_balanced(
         return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
     stream = _shuffle(sizes, cost, limits, seed, epoch, shard)
     bounds = np.array([*limits, np.inf])
+    is_open = aim is None and len(sizes) <= COMPARED_SAMPLES
     if not isinstance(aim, Aim):
         aim = choose_aim(stream.columns, stream.counted, bounds, dp, aim, num_others, rows_alike)
-    pull, effort = aim.pull(stream.columns, bounds), aim.effort()
-    state = make_stream(seed, epoch, 1, *_shard_key(shard))
-    if aim.rule is not None:
-        streamed = fit_stream(
-            stream.columns, bounds, pull, aim.rule, dp=dp, num_others=num_others, effort=effort, state=state
-        )
-    else:
-        streamed = pack_stream(
-            stream.columns,
-            stream.counted,
-            bounds,
-            pull,
-            dp=dp,
-            num_others=num_others,
-            window_packs=max(1, WINDOW_PACKS // dp) * dp,
-            effort=effort,
-            fill=aim.fill,
-            state=state,
-        )
+    keys = (seed, epoch, 1, *_shard_key(shard))
+    streamed = _pack(stream, bounds, aim, dp, num_others, keys)
+    if is_open and aim.rule is None and len(streamed.offsets) - 1 > round_up(_count_known(stream.columns, bounds), dp):
+        fitted = [_pack(stream, bounds, Aim(1.0, "fit", rule), dp, num_others, keys) for rule in FIT_RULES]
+        streamed = min([streamed, *fitted], key=lambda found: len(found.offsets))
     state = make_stream(seed, epoch, 5, *_shard_key(shard))
     return shuffle_rows(Groups(stream.order[streamed.members], streamed.offsets), dp, state)
+
+
+def _pack(stream: _Shuffled, bounds: FloatArray, aim: Aim, dp: int, num_others: int, keys: tuple[int, ...]) -> Streamed:
+    """Packs of the stream by one aim."""
+    pull, effort, state = aim.pull(stream.columns, bounds), aim.effort(), make_stream(*keys)
+    if aim.rule is not None:
+        return fit_stream(
+            stream.columns, bounds, pull, aim.rule, dp=dp, num_others=num_others, effort=effort, state=state
+        )
+    return pack_stream(
+        stream.columns,
+        stream.counted,
+        bounds,
+        pull,
+        dp=dp,
+        num_others=num_others,
+        window_packs=max(1, WINDOW_PACKS // dp) * dp,
+        effort=effort,
+        fill=aim.fill,
+        state=state,
+    )
+
+
+def _count_known(columns: FloatArray, bounds: FloatArray) -> int:
+    """Packs by the first rule of best fit, in windows as it is known."""
+    parts = np.array_split(columns, -(-len(columns) // KNOWN_WINDOW))
+    return sum(len(fit_samples(part, bounds[:2], FIT_RULES[0]).head) for part in parts)
 
 
 def aim_for(

@@ -114,7 +114,7 @@ def pack_samples(
     num_parts = max(1, -(-len(samples) // SHARD_SAMPLES)) if method == "balanced" else 1
     rows, starts = scatter(len(samples), num_parts, seed, epoch)
     aim: Aim | float | None = fill
-    counts, pack_sums = [np.empty(0, np.int64)], [np.empty((0, 3 if order != "random" or num_microbatches > 1 else 0))]
+    counts, pack_sums = [np.empty(0, np.int32)], [np.empty((0, 3 if order != "random" or num_microbatches > 1 else 0))]
     num_packed, rows_alike = 0, order != "random"
     for part in range(num_parts):
         # 2. its samples; those above a limit are packs of their own, or nobody's
@@ -150,13 +150,16 @@ def pack_samples(
         # 4. in the place of the samples that they hold
         rows[num_packed : num_packed + len(groups.members)] = own[groups.members]
         num_packed += len(groups.members)
-        counts.append(np.diff(groups.offsets))
+        counts.append(np.diff(groups.offsets).astype(np.int32))
         if pack_sums[0].shape[1]:
             summed = np.column_stack([sizes, per_sample])[groups.members]
             pack_sums.append(np.add.reduceat(summed, groups.offsets[:-1]) if groups.num_packs else summed[:0])
 
+    offsets = np.zeros(1 + sum(map(len, counts)), np.int64)
+    np.cumsum(np.concatenate(counts), out=offsets[1:])
+    del counts
     packing = Packing(
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64),
+        offsets=offsets,
         indices=rows[:num_packed],
         limits=tuple(limits),
         oversize=large if oversize == "skip" else np.empty(0, np.int64),

@@ -111,13 +111,12 @@ def order_packs(
     epoch: int = 0,
     tolerance: float = TOLERANCE,
     block_steps: int = BLOCK_STEPS,
-    first_block: int = 0,
 ) -> IntArray:
-    """Packs in the order in which they run, row after row of dp; `first_block` numbers the blocks of a part."""
+    """Packs in the order in which they run, row after row of dp."""
     sequence = np.arange(len(columns), dtype=np.int64)
     if order != "random":
         block = max(1, block_steps) * dp
-        for number, start in enumerate(range(0, len(columns), block), first_block):
+        for number, start in enumerate(range(0, len(columns), block)):
             part = sequence[start : start + block]
             chosen = part if order == "sorted" else _outliers(columns, part, dp, tolerance)
             sequence[start : start + block] = _regroup(columns, part, chosen, dp, (seed, epoch, number))

@@ -84,7 +84,7 @@ def pack(
     from trimtab.files import write_atomically, written_together
     from trimtab.plan.decide.epoch import describe_draw, draw_epoch
     from trimtab.plan.file.yaml import pack_contents
-    from trimtab.samples.read import read_lengths
+    from trimtab.samples.lengths import read_lengths
 
     samples = read_lengths(sizes)
     epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)

@@ -1,8 +1,7 @@
 """`trimtab plan`: from a model, a data set and a cluster to one reviewable plan."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,7 @@ from trimtab.plan.options import PlanOptions
 if TYPE_CHECKING:
     from trimtab.plan.build import Within
     from trimtab.plan.file.figures import PlanDetails
-    from trimtab.specs import ModelSpec, Profile
+    from trimtab.specs import ModelSpec
 
 _NOT_IN_THE_PLAN = {"out", "workers", "resume", "as_json"}
 
@@ -50,7 +49,7 @@ def plan(
     from trimtab.samples.sources import find_sources
 
     model = images.describe(config)
-    narrowed = _Narrowed(tried=(options,)) if target is None else _narrowed(target, model, options)
+    narrowed = _Narrowed(options=options) if target is None else _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
     devices = cluster.parsed(beside=None if saved is None else saved.device)
     sized = size_data(model, data, sizing)
@@ -65,7 +64,14 @@ def plan(
         num_skipped=len(sized.bad),
         assumptions=sized.assumptions,
     )
-    details = _first_that_fits(narrowed, saved, partial(plan_with_progress, model, sized.table, devices, origin=origin))
+    details = plan_with_progress(
+        model,
+        sized.table,
+        devices,
+        options=replace(narrowed.options, profile=saved),
+        origin=origin,
+        within=narrowed.within,
+    )
     _refuse_untrainable(details, target)
     paths = write_all(details, out)
     if as_json:
@@ -86,48 +92,27 @@ def _print(details: "PlanDetails", paths: Mapping[str, Path]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Narrowed:
-    """What the planner may choose: options to try in turn, and what may be decided of the model."""
+    """What the planner may choose, and what may be decided of the model."""
 
-    tried: tuple[PlanOptions, ...]
+    options: PlanOptions
     within: "Within | None" = None
 
 
 def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowed:
     """Without what the framework cannot express."""
-    from trimtab.errors import PlanError
     from trimtab.plan.decide.expressible import within_choices
 
-    if options.schedule == "auto":
-        raise PlanError(
-            f"schedule auto was asked for with --for {target}, which runs only some schedules (Megatron's: 1F1B and "
-            "Interleaved1F1B): give one that it has"
-        )
     if target == OWN_LOOP:
         from trimtab.runtime.training.settings import can_train, refuse_quantised
 
         refuse_quantised(options.lora)
-        return _Narrowed(tried=within_choices(options, can_train(model), target))
+        return _Narrowed(options=within_choices(options, can_train(model), target))
     from trimtab.adapters.frameworks import find_target
 
     framework = find_target(target)
     framework.refuse_lora(options.lora)
     can = framework.can
-    return _Narrowed(tried=within_choices(options, can(model, options.pp or 1), target), within=can)
-
-
-def _first_that_fits(
-    narrowed: _Narrowed, profile: "Profile | None", make: Callable[..., "PlanDetails"]
-) -> "PlanDetails":
-    """The plan of the first options that fit the memory."""
-    from trimtab.errors import PartitionError
-
-    *firsts, last = [replace(tried, profile=profile) for tried in narrowed.tried]
-    for tried in firsts:
-        try:
-            return make(options=tried, within=narrowed.within)
-        except PartitionError:  # the next ZeRO stage that the framework has
-            continue
-    return make(options=last, within=narrowed.within)
+    return _Narrowed(options=within_choices(options, can(model, options.pp or 1), target), within=can)
 
 
 def _refuse_untrainable(details: "PlanDetails", target: str | None) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from trimtab.errors import PartitionError, PlanError, refuse_type
 from trimtab.files import write_atomically, written_together
 from trimtab.partition.assess import SplitResult
+from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, tied_settings
 from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, describe_draw, open_epoch
 from trimtab.plan.decide.expressible import Expressible, best_split
-from trimtab.plan.decide.setting import choose_setting, default_global_batch
-from trimtab.plan.decide.sharing import VisionChosen, choose_vision
+from trimtab.plan.decide.search import choose_setting, default_global_batch
+from trimtab.plan.decide.sharing import VisionChosen, choose_vision, group_degree
 from trimtab.plan.decide.simplest import ChosenSetting
 from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
 from trimtab.plan.decide.work import host_sentences
@@ -32,6 +33,7 @@ Within = Callable[[ModelSpec, int], Expressible]
 _NARROWED = f"{ABOUT_SPLIT[1]}with the same packs, within what the framework of --for can run."
 
 
+_MOST_SHARED, _SHARING_GAINS = 4, 1.3  # settings that are tried with shared images, and what that may gain
 _MOST_DEVICES_A_SAMPLE = 128  # a replica of the model is no larger: tp 8 x pp 16
 
 
@@ -80,17 +82,30 @@ def make_plan(
             f"the cluster has {cluster.num_devices} devices, and the data {len(rows)} samples: most devices would have "
             "nothing to do; give more data, or a smaller cluster"
         )
-    budget = MemoryBudget.of(cluster, options)
+    budget, asked = MemoryBudget.of(cluster, options), options
+    if not options.fills_packs:
+        options = replace(options, global_batch=default_global_batch(cluster, options, len(rows)))
 
-    chosen = choose_setting(
-        model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=_step(progress, "settings")
-    )
+    while True:
+        try:
+            chosen = choose_setting(
+                model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=_step(progress, "settings")
+            )
+            break
+        except PartitionError as error:
+            # GPipe holds all packs of a step: fewer samples a step may fit, where nobody asked for so many
+            if asked.global_batch is not None or options.schedule != "GPipe" or (options.global_batch or 1) == 1:
+                advice = explain_misfit(model, epoch.drawn, cluster, options, budget)
+                raise PartitionError(f"{error}\n{advice}") from None
+            options = replace(options, global_batch=(options.global_batch or 1) // 2)
     settled = _settle(model, epoch, cluster, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
-    setting, options = case.setting, case.options
+    setting, options_of_search, options = case.setting, options, case.options
     variants = compare_variants(
         case, split.stages, without=settled.without, elsewhere=tried.listed, progress=_step(progress, "simulation")
     )
+    tied = tied_settings(tried)
+    tips = find_tips(model, epoch.drawn, cluster, options_of_search, tied) if len(tied) > 1 else ()
     return assemble_plan(
         case,
         split,
@@ -100,11 +115,13 @@ def make_plan(
         searched=found.searched,
         settings=tried.listed,
         setting_error=tried.error,
+        tips=tips,
         assumptions=(
             *epoch.notes,
-            *batch_assumption(cluster, options, len(rows)),
+            *batch_assumption(cluster, asked, options, len(rows)),
             *describe_draw(epoch.sources),
             *tried.sentences(),
+            *describe_tie(tied, tips),
             *(found.sentences() if within is None else (_NARROWED,)),
             *settled.vision.sentences(),
             *explain_losses(variants),
@@ -133,33 +150,47 @@ def _settle(
     chosen: ChosenSetting,
     within: Within | None,
 ) -> _Settled:
-    """The best setting; with `within` the best at which something of that fits."""
-    tried = chosen
-    while True:
-        case = pack_case(model, epoch, cluster, budget, tried.best.setting, tried.best.options)
+    """The best setting; with `within` the best at which something of that fits.
+
+    Where images may be shared, settings that are slower without that are tried too, and the shortest epoch wins.
+    """
+    group = chosen.best.options.vision.group
+    left, settled = list(chosen.by_preference), list[_Settled]()
+    most = 1 if group == "none" else _MOST_SHARED
+    if group in ("tp", "dp"):  # of one rank there is nothing to share
+        left = [x for x in left if group_degree(group, x.setting.dims) > 1] or left
+    if group != "none":
+        left = [x for x in left if x.samples_per_s * _SHARING_GAINS >= left[0].samples_per_s]
+    for priced in left:
+        case = pack_case(model, epoch, cluster, budget, priced.setting, priced.options)
         without = choose_split(case)
         vision = choose_vision(case, without)
         case, split = vision.best.case, vision.best.found.split
         best = split if within is None else best_split(case, within(model, case.setting.dims.pp))
         if best is not None:
-            return _Settled(tried=tried, without=without, vision=vision, split=best)
-        rest = tuple(x for x in tried.considered if x is not tried.best)
-        if not rest:
-            raise PartitionError(
-                f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: "
-                "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
-            )
-        tried = replace(tried, considered=rest)
+            settled.append(_Settled(tried=chosen.taking(priced), without=without, vision=vision, split=best))
+        if len(settled) == most:
+            break
+    if not settled:
+        raise PartitionError(
+            f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: "
+            "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
+        )
+    return min(settled, key=lambda x: x.vision.best.epoch_s)  # of equals the first
 
 
-def batch_assumption(cluster: ClusterSpec, options: PlanOptions, num_samples: int) -> tuple[str, ...]:
+def batch_assumption(
+    cluster: ClusterSpec, asked: PlanOptions, options: PlanOptions, num_samples: int
+) -> tuple[str, ...]:
     """A sentence, where the planner chose the global batch."""
-    if options.global_batch is not None or options.num_microbatches is not None:
+    if asked.global_batch is not None or asked.num_microbatches is not None:
         return ()
-    return (
-        f"No global batch was given: about {default_global_batch(cluster, options, num_samples)} samples a step were "
-        "aimed at.",
-    )
+    chosen = options.global_batch or default_global_batch(cluster, asked, num_samples)
+    if options.fills_packs:
+        return (f"No global batch was given: about {chosen} samples a step were aimed at.",)
+    if chosen == num_samples < default_global_batch(cluster, asked, 2**62):
+        return (f"No global batch was given, and the data holds {chosen} samples: a step takes all of them.",)
+    return (f"No global batch was given: every step takes {chosen} samples.",)
 
 
 def write_plan(details: PlanDetails, folder: Path | str) -> Path:

@@ -130,5 +130,5 @@ class GivenRun:
             *("dp", "pp", "tp", "cp", "ep", "etp", "method", "recompute"),
             *("max_patches", "max_tokens", "num_microbatches", "global_batch"),
         }
-        said = same_fields(self, PlanOptions)
+        said = same_fields(self, PlanOptions) | {"schedule": self.schedule or "1F1B"}
         return PlanOptions(**{name: x for name, x in said.items() if x is not None and name not in decided})

@@ -23,6 +23,7 @@ from trimtab.options import (
     Precision,
     RecomputeMode,
     Rule,
+    ScheduleName,
     Tower,
     VisionObjective,
     option_problems,
@@ -158,6 +159,7 @@ class VisionChoice:
 
 ScheduleChoice = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble", "auto"]
 Weights = Sequence[tuple[str, float]]  # source name, weight
+Preference = Literal["simplest", "fastest"]
 
 
 def parse_share(text: str) -> float:
@@ -205,7 +207,7 @@ MEMORY = Option("Memory of a device, as in 80GiB.", flag="--memory", read=parse_
 RISK = Option(
     "Accepted chance of running out of memory.",
     read=parse_share,
-    shown="5%",
+    shown="0.5%",
     common=True,
 )
 OPTIMIZER = Option("Optimizer, which decides the bytes of state.")
@@ -250,18 +252,28 @@ class PlanOptions:
     ep: Annotated[int | None, Option("Expert-parallel degree; default: chosen.", least=1)] = None
     etp: Annotated[int | None, ETP] = None
     num_microbatches: Annotated[
-        int | None, Option("Packs per rank and step, instead of --global-batch.", least=1, most=2**20)
+        int | None, Option("Packs per rank and step; without --global-batch they are filled.", least=1, most=2**20)
     ] = None
     global_batch: Annotated[
-        int | None, Option("Samples a step; default: 256, or 8 a device.", least=1, common=True)
+        int | None, Option("Samples of every step; default: 256, or 8 a device.", least=1, common=True)
     ] = None
     max_patches: Annotated[int | None, Option("Most ViT patches of a pack; default: chosen.", least=1)] = None
     max_tokens: Annotated[int | None, Option("Most LLM tokens of a pack; default: chosen.", least=1)] = None
-    schedule: Annotated[ScheduleChoice, Option("Pipeline schedule; auto: chosen by simulation.")] = "1F1B"
+    schedule: Annotated[ScheduleChoice, Option("Pipeline schedule; auto: chosen by simulation.")] = "auto"
     num_chunks: Annotated[int, Option("Virtual stages per device (Interleaved1F1B; ZBVZeroBubble: 2).", least=1)] = (
         1  # auto: those of an interleaved schedule, 1 standing for 2
     )
-    tp_degrees: tuple[int, ...] = ()  # those that may be chosen; none: any
+    steps: Annotated[
+        Literal["exact", "filled"],
+        Option(
+            "exact: steps of exactly --global-batch samples, shared among the packs; filled: packs as full as their "
+            "limits allow, so that steps hold about so many."
+        ),
+    ] = "exact"
+    # what may be chosen, of what is left open; none: any
+    tp_degrees: tuple[int, ...] = ()
+    zero_stages: tuple[int, ...] = ()
+    schedules: tuple[ScheduleName, ...] = ()
     fills_pipeline: bool = False  # 1F1B with at least as many micro-batches as stages, as torch's own schedule asks
     method: Annotated[PlanMethod, Option("How packs are made.")] = "balanced"
     order: Annotated[Order, ORDER] = "random"
@@ -272,15 +284,15 @@ class PlanOptions:
         "auto"
     )
     memory_bytes: Annotated[int | None, MEMORY] = None  # None: all of it
-    risk: Annotated[float, RISK] = 0.05
+    risk: Annotated[float, RISK] = 0.005
     reserve_bytes: int | None = None  # kept free instead: of a plan that was probed, or made before there was a risk
     zero_stage: Annotated[
         int | None,
         Option("ZeRO sharding; default: chosen.", least=0, most=3, common=True),
     ] = None
     prefer: Annotated[
-        Literal["simplest", "fastest"], Option("Of degrees and schedules alike within 5 %: which are taken.")
-    ] = "simplest"
+        Preference, Option("fastest: the simplest of the settings within 1 % of it; simplest: of those within 5 %.")
+    ] = "fastest"
     optimizer: Annotated[Optimizer, OPTIMIZER] = "adamw"
     dtype: Annotated[Precision, DTYPE] = "bf16"
     attention: Annotated[Attention, ATTENTION] = "flash"
@@ -315,7 +327,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         problems = option_problems(self)
-        problems += batch_problems(self.num_microbatches, self.global_batch)
+        problems += self._step_problems()
         problems += weight_problems(self.weights)
         if self.num_drawn is not None and not self.weights:
             problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
@@ -331,6 +343,18 @@ class PlanOptions:
         problems += lora_problems(self.lora, self.frozen_towers)
         if problems:
             raise PlanError(join_problems(problems))
+
+    def _step_problems(self) -> list[str]:
+        if self.steps == "filled":
+            return batch_problems(self.num_microbatches, self.global_batch)
+        if self.fills_packs:
+            return []
+        return [
+            f"{name} {value} was asked for, which fills packs, and the steps here hold exactly so many samples: "
+            "give --set steps=filled, or leave it out"
+            for name, value, own in (("method", self.method, "balanced"), ("order", self.order, "random"))
+            if value != own
+        ]
 
     def _schedule_problems(self) -> list[str]:
         problems = []
@@ -353,6 +377,11 @@ class PlanOptions:
     def sharding(self) -> int:
         """The ZeRO stage, 1 where it was left open and no other was chosen."""
         return 1 if self.zero_stage is None else self.zero_stage
+
+    @property
+    def fills_packs(self) -> bool:
+        """Packs are filled up to their limits; a number of packs a step without a number of samples asks for it too."""
+        return self.steps == "filled" or (self.num_microbatches is not None and self.global_batch is None)
 
     @property
     def leaves_steps_open(self) -> bool:

@@ -157,6 +157,15 @@ class SettingEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TipEstimate:
+    """Of settings that are a tie, the fastest where one thing is not as it was taken to be."""
+
+    changed: str
+    fastest: str
+    ahead: float  # of the next of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
     time_error: float  # relative half-width of every time below
     memory_error: float  # of the expected bytes below: 5 % of devices need more, 5 % less
@@ -175,6 +184,7 @@ class Estimates:
     searched: tuple[SearchedSplit, ...] = ()
     settings: tuple[SettingEstimate, ...] = ()  # this plan's first, then the fastest others; none: nothing was open
     setting_error: float = 0.0  # of the ratio of two of them: so much speed may be given up for a simpler one
+    tips: tuple[TipEstimate, ...] = ()  # none: no other setting is as fast as predictions can tell
 
     @property
     def told(self) -> VariantEstimate:
@@ -366,6 +376,7 @@ class PackingDecision:
     offsets: TableFile
     indices: TableFile
     schedule: TableFile
+    global_batch: int | None = None  # samples of every step, the last may hold fewer; none, and no such key: it varies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

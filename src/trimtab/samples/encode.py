@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.samples.problems import BadRecordError
-from trimtab.samples.rows import Conversation, Slot
+from trimtab.samples.rows import VIDEO_MARK, Conversation, Slot
+from trimtab.samples.template import MARKS
 from trimtab.samples.tokens import TokenCounter, TokenizerFiles
 from trimtab.specs import ClipCounts, ImageCounts, IntArray
 
@@ -24,7 +25,7 @@ class EncodedConversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
+class Span:
     """Characters start <= i < stop of a text."""
 
     start: int
@@ -44,21 +45,21 @@ class ConversationEncoder:
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._counter = TokenCounter(files)
-        self._has_template = files.template is not None
 
     def encode(
         self, conversation: Conversation, images: Sequence[ImageCounts], videos: Sequence[ClipCounts] = ()
     ) -> EncodedConversation:
         """Ids with as many tokens of images and videos as their rules count.
 
-        `BadRecordError` where the assistant's turns are not found.
-
-        A turn is what the template adds between the chat before it, with the prompt for an answer, and the chat up to
-        its end, white space at that end left out (nothing generates it).
+        Learnt are the turns of `learnt_spans`; `BadRecordError` where they are not found.
         """
         media = _Media(images=images, videos=videos)
         rendered = self._counter.render(conversation, images, videos)
-        spans = self._turns(conversation, media, rendered.text)
+        video = videos[0].placeholder if videos else VIDEO_MARK
+        text, spans = self._counter.chat(conversation, video=video), list[Span]()
+        for span in learnt_spans(self._counter, conversation, video=video):
+            start, stop = (self._counter.place(text, at, images, videos) for at in (span.start, span.stop))
+            spans.append(Span(start=start, stop=stop))
         encoding = self._counter.encode(rendered)
         ids = np.array(encoding.ids, np.int64)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -98,38 +99,116 @@ class ConversationEncoder:
             repeats[places] = counts
         return repeats
 
-    def _turns(self, conversation: Conversation, media: _Media, text: str) -> list[_Span]:
-        messages, spans = conversation.messages, []
-        for position, message in enumerate(messages):
-            if message.role != "assistant":
-                continue
-            past = self._rendered(conversation, media, position)
-            before = self._rendered(conversation, media, position, generation_prompt=self._has_template)
-            through = self._rendered(conversation, media, position + 1)
-            start, stop = len(before), len(through.rstrip())
-            if not through.startswith(before):  # a prompt that ends in a space which the turn writes itself
-                start = len(before.rstrip())
-            if before == past and self._has_template:  # no prompt: the turn begins where its own text does
-                own = "".join(part for part in message.content if isinstance(part, str)).strip()
-                start, before = max(start, through.find(own, start)), through
-            if through[:start] != before[:start] or text[:stop] != through[:stop]:
-                raise BadRecordError(
-                    "template",
-                    f"turn {position + 1} stands elsewhere once the chat goes on, so what the assistant wrote cannot "
-                    "be told: use a chat template that keeps earlier turns as they are, or give labels yourself",
-                )
-            spans.append(_Span(start=start, stop=stop))
-        return spans
 
-    def _rendered(
-        self, conversation: Conversation, media: _Media, stop: int, *, generation_prompt: bool = False
-    ) -> str:
-        """The text of the first `stop` turns."""
-        messages = conversation.messages[:stop]
-        if not messages:
-            return ""
-        images = media.images[: sum(message.num_images for message in messages)]
-        videos = media.videos[: sum(message.num_videos for message in messages)]
-        part = replace(conversation, messages=messages)
-        text = self._counter.render(part, images, videos, generation_prompt=generation_prompt).text
-        return text if self._has_template or stop == len(conversation.messages) else text + "\n"
+# -- what is learnt ---------------------------------------------------------------------------------------------------
+
+_STAND_IN = "\ue0f2"  # a private character in the place of a turn's content
+
+
+def learnt_spans(counter: TokenCounter, conversation: Conversation, *, video: str = VIDEO_MARK) -> list[Span]:
+    """Return where the assistant's learnt turns stand in the chat's text; `BadRecordError` where that cannot be known.
+
+    Where the template has {% generation %} blocks, they say it, as in Transformers' `return_assistant_tokens_mask`.
+    Else a turn begins behind the prompt for an answer and ends with its end-of-turn token, white space behind that left
+    out (nothing generates it). Its content is found by what changes in the text of the whole chat when it is another: a
+    template may write earlier turns otherwise than the last one, such as without their thinking.
+    """
+    turns = [number for number, message in enumerate(conversation.messages) if message.role == "assistant"]
+    if not turns:
+        return []
+    text = counter.chat(conversation, video=video)
+    if not counter.has_template:
+        spans = _lines(counter, conversation, turns, video)
+    else:
+        spans = _blocks(counter, conversation, turns, text, video) or _turns(counter, conversation, turns, text, video)
+    is_learnt = [conversation.messages[turn].is_learnt for turn in turns]
+    return spans if all(is_learnt) else [span for span, kept in zip(spans, is_learnt, strict=True) if kept]
+
+
+def _lines(counter: TokenCounter, conversation: Conversation, turns: list[int], video: str) -> list[Span]:
+    """Without a template turns are lines."""
+    spans = []
+    for turn in turns:
+        messages = conversation.messages[:turn]
+        start = len(counter.chat(replace(conversation, messages=messages), video=video)) + 1 if messages else 0
+        through = counter.chat(replace(conversation, messages=conversation.messages[: turn + 1]), video=video)
+        spans.append(Span(start=start, stop=len(through.rstrip())))
+    return spans
+
+
+def _blocks(
+    counter: TokenCounter, conversation: Conversation, turns: list[int], text: str, video: str
+) -> list[Span] | None:
+    """What {% generation %} blocks write; None where the template has none."""
+    start, stop = MARKS
+    pieces = counter.chat(conversation, video=video, marked=True).split(start)
+    if len(pieces) == 1:
+        return None
+    spans, at = [], len(pieces[0])
+    for piece in pieces[1:]:
+        own, mark, rest = piece.partition(stop)
+        spans.append(Span(start=at, stop=at + len(own)))
+        at += len(own) + len(rest)
+        if not mark:
+            raise _unknown(turns[0], "its generation blocks stand in each other")
+    if at != len(text):
+        raise _unknown(turns[0], "its generation blocks change what the template writes")
+    if len(spans) != len(turns):
+        if all(conversation.messages[turn].is_learnt for turn in turns):  # which block is whose does not matter
+            return spans
+        raise _unknown(turns[0], f"{len(spans)} generation blocks stand for {len(turns)} turns")
+    return spans
+
+
+def _turns(counter: TokenCounter, conversation: Conversation, turns: list[int], text: str, video: str) -> list[Span]:
+    """Every turn of the assistant, by what stands around its content."""
+    prompt = _prompt(counter, conversation, turns[0], video)
+    spans, lower = [], 0
+    for turn in turns:
+        messages = conversation.messages
+        other = (*messages[:turn], replace(messages[turn], content=(_STAND_IN,)))
+        # 1. where the content stands: there the text differs from that of the same chat with another content
+        shown = counter.chat(replace(conversation, messages=(*other, *messages[turn + 1 :])), video=video)
+        if _STAND_IN not in shown:
+            raise _unknown(turn, "it is not written once the chat goes on")
+        first = _shared(text, shown)
+        same_end = min(_shared(text[::-1], shown[::-1]), len(text) - first)
+        # 2. where the turn ends: behind the content comes what comes behind it where the chat ends with this turn
+        through = counter.chat(replace(conversation, messages=other), video=video)
+        tail, rest = through.rpartition(_STAND_IN)[2].rstrip(), text[len(text) - same_end :]
+        if not rest.startswith(tail):
+            tail = tail.lstrip() if rest.startswith(tail.lstrip()) else rest[: _shared(rest, tail)]
+        stop = len(text) - same_end + len(tail)
+        # 3. where it begins: behind the prompt for an answer, or as much of it as stands there
+        start = next((at for part in prompt if (at := _behind(text, part, lower, first)) is not None), first)
+        spans.append(Span(start=start, stop=len(text[:stop].rstrip())))
+        lower = stop
+    return spans
+
+
+def _prompt(counter: TokenCounter, conversation: Conversation, turn: int, video: str) -> list[str]:
+    """What an answer begins behind, as the template writes it; then without its last line, and so on."""
+    before = replace(conversation, messages=conversation.messages[:turn] or conversation.messages)
+    past = counter.chat(before, video=video)
+    asked = counter.chat(before, video=video, generation_prompt=True)
+    lines = asked.removeprefix(past).splitlines(keepends=True) if asked.startswith(past) else []
+    parts = ["".join(lines[:number]) for number in range(len(lines), 0, -1)]
+    return [part for whole in parts for part in dict.fromkeys((whole, whole.rstrip())) if part]
+
+
+def _behind(text: str, part: str, lower: int, upper: int) -> int | None:
+    at = text.rfind(part, lower, upper)
+    return None if at < 0 else at + len(part)
+
+
+def _shared(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    return next((at for at, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+
+
+def _unknown(turn: int, why: str) -> BadRecordError:
+    return BadRecordError(
+        "template",
+        f"what is learnt of turn {turn + 1} cannot be known ({why}): use a chat template that keeps turns as they are "
+        "or marks them by {% generation %}, or give labels yourself",
+    )

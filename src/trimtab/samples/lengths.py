@@ -1,4 +1,4 @@
-"""One file of ready-made lengths, which says itself how many tiles, patches or tokens each sample has."""
+"""Files of ready-made lengths, which say themselves how many tiles, patches or tokens each sample has."""
 
 from __future__ import annotations
 
@@ -16,13 +16,22 @@ from trimtab.errors import ImageError, SampleError
 from trimtab.limited import MEMORY_BYTES, ChildEndedError, at, limited_child
 from trimtab.models.images.asked import AskedImages
 from trimtab.models.images.limits import rule_in_sample
-from trimtab.samples.chunks import Format
-from trimtab.samples.columns import open_parquet, unreadable
-from trimtab.samples.problems import BadSample, shorten
+from trimtab.samples.formats import open_parquet, unreadable
+from trimtab.samples.problems import BadSample, Format, refuse_bad, shorten
 from trimtab.samples.records import GROUPED, detect_format, layout_of, read_records
-from trimtab.samples.resume import part_bytes, part_from
-from trimtab.samples.rows import CONVERSATION_KEYS
-from trimtab.samples.table import COLUMNS, Part, is_saved_table, load_table, numbers_of
+from trimtab.samples.shapes import has_shape
+from trimtab.samples.sources import find_sources, source_labels
+from trimtab.samples.table import (
+    COLUMNS,
+    Part,
+    is_saved_table,
+    join_parts,
+    load_table,
+    numbers_of,
+    part_bytes,
+    part_from,
+    repeat_samples,
+)
 from trimtab.specs import ImageCounts, ImageRule, IntArray, SampleTable
 
 TOKEN_KEYS = ("token_num", "num_tokens", "length")
@@ -61,7 +70,7 @@ def holds_lengths(path: Path) -> bool:
 
 
 def _gives_lengths(names: Collection[str]) -> bool:
-    return any(key in names for key in TOKEN_KEYS) and not any(key in names for key in CONVERSATION_KEYS)
+    return any(key in names for key in TOKEN_KEYS) and not has_shape(names)
 
 
 def read_length_parts(files: Sequence[Path], image_rule: ImageRule | None) -> list[Part]:
@@ -288,3 +297,26 @@ def _is_pair(value: object) -> bool:
 
 def _id(value: object) -> str | None:
     return str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
+
+
+# -- several files as one table: what `trimtab pack` reads -------------------------------------------------------------
+
+
+def read_lengths(paths: Path | Sequence[Path], *, image_rule: ImageRule | None = None) -> SampleTable:
+    """One table of files that give token counts themselves: `token_num`, `num_tokens` or `length`.
+
+    With `vit_num` the table counts tiles (`patch_unit="tiles"`, `patches_sq` = tiles; `num_images` is 1 where a sample
+    has real tiles, because the file does not tell images apart; a text-only sample keeps the dummy tile it is given).
+    With `image_wh` ([[width, height], ...]) patches come from `image_rule`. A `source` column names data sets; else
+    each file is one. Tables of `save_sizing` are read as they are. Raises one `SampleError` that lists every bad row.
+    """
+    sources = find_sources(paths)
+    files = [source.file for source in sources]
+    if len(files) == 1 and is_saved_table(files[0]):
+        return load_table(files[0])
+    parts = read_length_parts(files, image_rule)
+    refuse_bad([bad for part in parts for bad in part.bad], sum(part.num_read for part in parts), can_skip=False)
+    if not any(len(part.lines) for part in parts):
+        raise SampleError(f"no sample in {', '.join(map(str, files))}: name files that hold some")
+    repeated = [repeat_samples([part], source.repeat) for source, part in zip(sources, parts, strict=True)]
+    return join_parts([source.label for source in sources], repeated, source_labels(sources))

@@ -1,4 +1,4 @@
-"""From the name of an image or a video in a sample to its size, without leaving the media folder."""
+"""Images and videos of records: from their names to their sizes and bytes, without leaving the media folder."""
 
 from __future__ import annotations
 
@@ -7,23 +7,286 @@ import binascii
 import errno
 import io
 import os
+import posixpath
 import re
 import stat
-from collections.abc import Sequence
+import struct
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.errors import ImageError
+from trimtab.address import Address
+from trimtab.errors import ConfigError, ImageError, SampleError
 from trimtab.options import Exif
-from trimtab.samples.containers import read_clip, read_frames
-from trimtab.samples.headers import image_size
 from trimtab.samples.problems import BadRecordError, shorten
-from trimtab.samples.videos import Video
+from trimtab.samples.rows import Video
 from trimtab.specs import Clip
+
+# -- sizes of images by their headers ----------------------------------------------------------------------------------
+
+# Pillow opens a 1.4-megapixel PNG in 14 us and a JPEG in 24 us, of the 220 us that a sample takes to size; a WebP takes
+# it 2,800 us, because it reads and prepares the whole file (bench/sizing.py): hence own code for that one.
+
+
+MAX_PIXELS = 178_956_970
+"""Pillow raises `DecompressionBombError` above this: twice its `Image.MAX_IMAGE_PIXELS` (Pillow 13, Image.py)."""
+
+_ORIENTATION = 0x0112  # tag of EXIF
+_SWAPPING = frozenset((5, 6, 7, 8))  # EXIF orientations that exchange width and height
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "AVIF", "PPM", "ICO")  # known by a magic number
+_WHOLE_FORMATS = ("GIF", "BMP")  # decoded once, because only that finds a file that is cut
+_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # brands of ISO/IEC 23008-12
+_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+_TAIL_BYTES = 4096  # where the end is looked for first: phones append films and depths to a JPEG
+_TURNING = ("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp")  # what may hold a PNG's orientation
+_MOST_READS = 100_000  # of one header: a bound on time, not met by real files
+_TAKE_AGAIN = "fetch or export the file again"
+
+
+def image_size(image: bytes | int, *, exif: Exif = "ignore", max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """(width, height) of an image's bytes, or of an open file by its descriptor, which stays open.
+
+    The size is the one Pillow's `Image.open` reports; `exif="apply"` gives it after `ImageOps.exif_transpose`, of a PNG
+    as far as its orientation stands before the pixels. Checked as well: nothing is missing at the end (a PNG and a JPEG
+    hold their end mark, a WebP its declared length; the first frame of a GIF and a BMP are decoded). Damage inside the
+    compressed data of others is not looked for. Raises only `ImageError`, whatever the bytes hold.
+
+    >>> import io
+    >>> from PIL import Image
+    >>> file = io.BytesIO()
+    >>> Image.new("RGB", (640, 480)).save(file, "PNG")
+    >>> image_size(file.getvalue())
+    (640, 480)
+    """
+    if isinstance(image, bytes):
+        return _size(io.BytesIO(image), len(image), exif, max_pixels)
+    try:
+        status = os.fstat(image)
+        if not stat.S_ISREG(status.st_mode):
+            raise ImageError("the image's path names a folder or a device: name a regular file")
+        with os.fdopen(os.dup(image), "rb") as file:
+            file.seek(0)
+            return _size(file, status.st_size, exif, max_pixels)
+    except OSError as error:
+        raise ImageError(f"cannot read the image: {error.strerror or error}; check the disk it lies on") from None
+
+
+def _size(file: BinaryIO, num_bytes: int, exif: Exif, max_pixels: int) -> tuple[int, int]:
+    head = file.read(256)
+    if not head:
+        raise ImageError(f"the image file is empty; {_TAKE_AGAIN}")
+    if head[4:8] == b"ftyp":
+        _refuse_heic(head)
+    is_webp = head.startswith(b"RIFF") and head[8:12] == b"WEBP"
+    if is_webp:
+        width, height = _webp(head, num_bytes)
+    if not is_webp or exif == "apply":
+        file.seek(0)
+        width, height = _pillow(file, num_bytes, exif, max_pixels)
+    if width <= 0 or height <= 0:
+        raise ImageError(f"the header says {width} x {height} pixels, which holds no pixel; {_TAKE_AGAIN}")
+    if width * height > max_pixels:
+        raise ImageError(f"the header says {width} x {height} pixels{_too_many(max_pixels)}")
+    return width, height
+
+
+def _too_many(most: int) -> str:
+    return f", more than {most}, where Pillow and trainers refuse an image: shrink it"
+
+
+def _refuse_heic(head: bytes) -> None:
+    brands = head[8 : max(12, min(int.from_bytes(head[:4], "big"), 256))]
+    if b"avif" not in brands and b"avis" not in brands:
+        kind = "HEIC" if any(brand in brands for brand in _HEIC) else "a video or another file"
+        raise ImageError(
+            f"{kind} of brand {brands[:4]!r}, which Pillow and most processors do not open: convert it to JPEG or PNG"
+        )
+
+
+def _webp(first: bytes, num_bytes: int) -> tuple[int, int]:
+    """First chunk VP8 (RFC 6386, 9.1), VP8L or VP8X (WebP container specification)."""
+    kind = first[12:16]
+    if len(first) < 30 or int.from_bytes(first[4:8], "little") + 8 > num_bytes:
+        raise ImageError(f"truncated: a WebP of {num_bytes} bytes says that it has more; {_TAKE_AGAIN}")
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(first[24:27], "little"), 1 + int.from_bytes(first[27:30], "little")
+    if kind == b"VP8L" and first[20] == 0x2F:
+        bits = int.from_bytes(first[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    if kind == b"VP8 " and not first[20] & 1 and first[23:26] == b"\x9d\x01\x2a":
+        width, height = struct.unpack("<HH", first[26:30])
+        return width & 0x3FFF, height & 0x3FFF
+    raise ImageError(f"a WebP whose first chunk {kind!r} is no start of a VP8, VP8L or VP8X image; {_TAKE_AGAIN}")
+
+
+def _pillow(file: BinaryIO, num_bytes: int, exif: Exif, max_pixels: int) -> tuple[int, int]:
+    """Whatever Pillow raises is an `ImageError`: its readers raise whatever struct, zlib or indexing raises."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ModuleNotFoundError:
+        raise ImageError("Pillow, which reads images, is not installed: pip install 'trimtab[data]'") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(cast("BinaryIO", _Bounded(file)), formats=_FORMATS) as image:
+                kind, size, start = str(image.format), image.size, file.tell()
+                if kind in _WHOLE_FORMATS and size[0] * size[1] <= max_pixels:
+                    image.load()
+                    size = image.size
+                # Pillow's TIFF size is the one after its orientation; a PNG's pixels would be decoded to look for one
+                may_turn = kind != "TIFF" and (kind != "PNG" or any(name in image.info for name in _TURNING))
+                turned = exif == "apply" and may_turn and image.getexif().get(_ORIENTATION) in _SWAPPING
+            if kind in _ENDS and not _holds(file, _ENDS[kind], start if kind == "JPEG" else 0, num_bytes):
+                raise ImageError(f"truncated: a {kind} of {num_bytes} bytes without its end mark; {_TAKE_AGAIN}")
+    except ImageError:
+        raise
+    except Image.DecompressionBombError:  # before its size is known to us
+        raise ImageError(f"the header says many pixels{_too_many(MAX_PIXELS)}") from None
+    except UnidentifiedImageError:  # whose own words are an address
+        file.seek(0)
+        raise ImageError(f"not an image, or truncated: it starts with {file.read(8)!r}; name an image file") from None
+    except Exception as error:
+        raise ImageError(f"not a readable image ({type(error).__name__}: {error}); name an image file") from None
+    return (size[1], size[0]) if turned else size
+
+
+class _Bounded:
+    """A file of which no more than `_MOST_READS` parts are read: Pillow steps over fill bytes one by one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left = file, _MOST_READS
+
+    def read(self, size: int = -1) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise ImageError(f"no end of the header in {_MOST_READS:,} parts; {_TAKE_AGAIN}")
+        return self._file.read(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _holds(file: BinaryIO, mark: bytes, start: int, num_bytes: int) -> bool:
+    """Whether `mark` stands behind `start`, where a thumbnail's own mark does not count."""
+    for first in (max(start, num_bytes - _TAIL_BYTES), start):
+        file.seek(first)
+        if mark in file.read():
+            return True
+    return False
+
+
+# -- videos: their header, and the frames that were sampled ------------------------------------------------------------
+
+
+MAX_FRAME_PIXELS = 2**26
+"""Twice those of 8K: a decoder holds several frames, and larger ones would take gigabytes before any is looked at."""
+
+_DAMAGED = "replace or drop it"
+_HEAD_BYTES = 400
+_DEMUXERS = (  # first bytes, where they stand, FFmpeg's demuxer: none of these opens a second file or a connection
+    *((kind, 4, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")),
+    (b"\x1aE\xdf\xa3", 0, "matroska"),
+    (b"AVI ", 8, "avi"),
+    (b"OggS", 0, "ogg"),
+    (b"FLV\x01", 0, "flv"),
+    (b"\x30\x26\xb2\x75\x8e\x66\xcf\x11", 0, "asf"),
+    (b"\x00\x00\x01\xba", 0, "mpeg"),
+    (b"GIF8", 0, "gif"),
+)
+_TRANSPORT = "mpegts"  # a packet of 188 bytes begins with G
+
+
+def read_clip(file: BinaryIO, name: str) -> Clip:
+    """Size, frames and frames a second of the first video stream; nothing is decoded.
+
+    As Transformers' reader by PyAV sees them: sides as coded (no rotation), the average rate. Where the header does not
+    count the frames (WebM, MKV), the packets are. Raises `BadRecordError` of kind video.
+    """
+    with _opened(file, name) as (container, stream):
+        num_frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        rate = stream.average_rate
+        if not num_frames or not rate or not _has_sides(stream):
+            found = f"{num_frames} frames of {stream.width} x {stream.height} at {rate or 0} a second"
+            raise BadRecordError("video", f"{name} holds {found}: {_DAMAGED}")
+        return Clip(width=stream.width, height=stream.height, num_frames=num_frames, fps=float(rate))
+
+
+def read_frames(file: BinaryIO, name: str, indices: Sequence[int]) -> npt.NDArray[np.uint8]:
+    """The frames of these numbers (ascending, repeats kept) as (frames, height, width, 3); `BadRecordError` if not all.
+
+    Decoded from the start up to the last one: no seeking, so that numbers are those of the header in any file.
+    """
+    wanted, found = set(indices), dict[int, npt.NDArray[np.uint8]]()
+    with _opened(file, name) as (container, stream):
+        if not _has_sides(stream):
+            raise BadRecordError("video", f"{name} holds frames of {stream.width} x {stream.height}: {_DAMAGED}")
+        stream.thread_type = "AUTO"
+        sides = stream.height, stream.width
+        for number, frame in enumerate(container.decode(stream)):
+            if number in wanted:
+                if (frame.height, frame.width) != sides:
+                    told = f"frame {number} of {frame.width} x {frame.height} pixels after a header of another size"
+                    raise BadRecordError("video", f"{name} holds {told}: {_DAMAGED}")
+                found[number] = frame.to_ndarray(format="rgb24")
+            if len(found) == len(wanted):
+                break
+    if len(found) < len(wanted):
+        missing = min(wanted - found.keys())
+        raise BadRecordError("video", f"{name} ends before frame {missing}, which its header counts: {_DAMAGED}")
+    return np.stack([found[number] for number in indices])
+
+
+def _has_sides(stream: Any) -> bool:
+    pixels: int = stream.width * stream.height
+    return 0 < pixels <= MAX_FRAME_PIXELS
+
+
+@contextmanager
+def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
+    try:
+        import av
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "videos are read by PyAV, which is not installed: pip install 'trimtab[video]', or give width, height, fps "
+            "and num_frames in every record"
+        ) from None
+    try:
+        demuxer = _demuxer(file, name)
+        with av.open(file, mode="r", format=demuxer, options={"protocol_whitelist": ""}, io_open=_refuse) as container:
+            if not container.streams.video or container.streams.video[0].codec_context is None:
+                raise BadRecordError("video", f"{name} holds no video stream that can be decoded: {_DAMAGED}")
+            yield container, container.streams.video[0]
+    except BadRecordError:
+        raise
+    except (av.FFmpegError, OSError, ValueError, MemoryError) as error:  # as FFmpeg's readers fail
+        raise BadRecordError("video", f"{name} cannot be read as a video ({shorten(str(error))}): {_DAMAGED}") from None
+
+
+def _demuxer(file: BinaryIO, name: str) -> str:
+    """The demuxer that the first bytes ask for; FFmpeg, left to guess, takes playlists and session descriptions too."""
+    head = file.read(_HEAD_BYTES)
+    file.seek(0)
+    found = next((kind for mark, at, kind in _DEMUXERS if head[at : at + len(mark)] == mark), None)
+    if found is None and all(head[at : at + 1] == b"G" for at in (0, 188, 376)):
+        found = _TRANSPORT
+    if found is None:
+        raise BadRecordError(
+            "video",
+            f"{name} begins with {head[:8]!r}, no MP4, MOV, WebM, MKV, AVI, MPEG, FLV, WMV, OGV or GIF: convert it",
+        )
+    return found
+
+
+def _refuse(url: str, *_: Any) -> Any:
+    raise BadRecordError("video", f"it names another file, {shorten(url)}: {_DAMAGED}")
+
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -185,3 +448,57 @@ def _data_url_bytes(url: str) -> bytes:
         return base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"a data: URL is not base64: {error}; encode the image again") from None
+
+
+# -- the folder of each data file --------------------------------------------------------------------------------------
+
+
+class AddressFolder(MediaFolder):
+    """A media folder behind an address; a name that leads out of it is refused unless `allow_outside`."""
+
+    def __init__(self, root: Address, *, allow_outside: bool, exif: Exif) -> None:
+        super().__init__(root, allow_outside=allow_outside, exif=exif)
+        self._root = str(root)
+
+    def _descriptor(self, image: str | bytes, kind: Literal["image", "video"] = "image") -> int:
+        """An open file with the content, which goes when it is closed."""
+        assert isinstance(image, str), "bytes are carried"
+        address = self._address(image, kind)
+        try:
+            content = address.read_bytes()
+        except (OSError, SampleError) as error:
+            raise unreadable_media(f"{kind} {shorten(image)}", "read", self._root, error) from None
+        with tempfile.TemporaryFile() as file:
+            file.write(content)
+            file.seek(0)
+            return os.dup(file.fileno())
+
+    def _address(self, name: str, kind: str) -> Address:
+        """Root and name as one address, `..` resolved, quoted ones too."""
+        scheme, _, root = self._root.partition("://")
+        own, mark, inner = name.partition("://")
+        path = f"/{inner}" if mark else posixpath.join(f"/{root}", name)
+        spellings = (path, unquote(path))
+        below = f"/{root.rstrip('/')}/".replace("//", "/")
+        lies_in = all(f"{posixpath.normpath(spelling)}/".startswith(below) for spelling in spellings)
+        if (mark and own != scheme) or not (lies_in or self._allow_outside):
+            raise outside_media(f"{kind} {shorten(name)}", self._root)
+        return Address(f"{scheme}:/{posixpath.normpath(path)}")
+
+
+class MediaFolders:
+    """The media folder of each data file: the one stated for it, or else `root`, or else the file's own folder."""
+
+    def __init__(self, root: Path | None, *, allow_outside: bool, exif: Exif) -> None:
+        self._root = root
+        self._made: dict[Path, MediaFolder] = {}
+        self._how: dict[str, Any] = {"allow_outside": allow_outside, "exif": exif}
+
+    def of(self, file: Path, stated: Path | None = None) -> MediaFolder:
+        root = stated or self._root or file.parent
+        if root not in self._made:
+            if isinstance(root, Address):
+                self._made[root] = AddressFolder(root, **self._how)
+            else:
+                self._made[root] = MediaFolder(root, **self._how)
+        return self._made[root]

@@ -1,15 +1,125 @@
-"""One record of a data set, in any of its spellings, as one conversation."""
+"""One record of a data set, in any of its spellings, as one conversation with its images and videos."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import PurePosixPath
 from typing import TypeVar
 
-from trimtab.samples.problems import BadRecordError, wrong
-from trimtab.samples.videos import VIDEO_FACTS, VIDEO_KINDS, Video, column_videos, part_video
+from trimtab.samples.problems import BadRecordError, shorten, wrong
+from trimtab.samples.shapes import CONVERSATION_KEYS, SHAPE_KEYS, Columns, as_messages
+from trimtab.specs import Clip
+from trimtab.typed_json import parse_json
+
+# -- videos: a file, or frames as images, and what the record says of either -------------------------------------------
+
+
+VIDEO_KINDS = ("video", "video_url", "input_video")
+_FPS = ("fps", "video_fps", "sample_fps")  # the last: of frames that were given as images (Qwen)
+_FRAMES = ("num_frames", "nframes", "total_frames")
+_DURATION = ("duration", "video_duration")
+VIDEO_FACTS = ("width", "height", *_FPS, *_FRAMES, *_DURATION)
+_OWN_SAMPLING = (
+    *("fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
+    *("resized_height", "resized_width", "video_start", "video_end"),
+)
+"""What a Qwen content part asks of its own video; `fps` and `nframes` only where no facts of a file are given."""
+_OWN_SIZE = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""What it asks of its own image."""
+_FRAME_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Video:
+    """One video of a sample."""
+
+    source: str | bytes | tuple[str | bytes, ...]  # a file, its bytes, or its frames as images
+    fps: float | None = None  # of frames given as images
+    clip: Clip | None = None  # what the record says of a file, so that its header need not be read
+
+
+def column_videos(record: Mapping[str, object]) -> list[Video]:
+    """The videos of `video` or `videos`: a path each, or a list of frames; facts beside a lone one are its own."""
+    present = [key for key in ("video", "videos") if record.get(key) not in (None, "", [])]
+    if len(present) == 2 and record["video"] != record["videos"]:
+        raise BadRecordError("type", "the record has both 'video' and 'videos', and they differ: keep one of them")
+    if not present:
+        return []
+    value, where = record[present[0]], f"'{present[0]}'"
+    given = list(value) if isinstance(value, (list, tuple)) and not _are_frames(value) else [value]
+    return [_video(item, where, record if len(given) == 1 else {}) for item in given]
+
+
+def part_video(part: Mapping[str, object]) -> Video | None:
+    """The video that a content part carries; None: it takes the next one of the record's field."""
+    for key in ("video", "video_url", "url", "path"):
+        value = part.get(key)
+        if value is None:
+            continue
+        if key == "video_url" and isinstance(value, dict):
+            value = value.get("url")
+        video = _video(value, f"'{key}' of a content part", part)
+        own = [name for name in _OWN_SAMPLING if part.get(name) is not None]
+        if video.clip is not None or isinstance(video.source, tuple):
+            own = [name for name in own if name not in ("fps", "nframes")]
+        if own:
+            raise BadRecordError(
+                "type",
+                f"a content part asks for a sampling of its own ({', '.join(own)}), and all videos are sampled alike: "
+                "give --fps, --set num_frames or --set video_max_pixels instead, and leave these out",
+            )
+        return video
+    return None
+
+
+def _video(value: object, where: str, facts: Mapping[str, object]) -> Video:
+    if isinstance(value, (list, tuple)):
+        frames = tuple(_file(frame, f"a frame of {where}") for frame in value)
+        if not frames:
+            raise wrong(where, value, "a path, or a list of at least one frame")
+        return Video(source=frames, fps=_number(facts, _FPS))
+    return Video(source=_file(value, where), clip=_clip(facts))
+
+
+def _clip(facts: Mapping[str, object]) -> Clip | None:
+    """Width, height, frames a second, and frames or seconds; None where one of them is missing."""
+    width, height, fps = _number(facts, ("width",)), _number(facts, ("height",)), _number(facts, _FPS[:2])
+    frames, duration = _number(facts, _FRAMES), _number(facts, _DURATION)
+    if frames is None and fps is not None and duration is not None:
+        frames = round(duration * fps)
+    if width is None or height is None or fps is None or frames is None:
+        return None
+    return Clip(width=int(width), height=int(height), num_frames=int(frames), fps=fps)
+
+
+def _number(facts: Mapping[str, object], names: tuple[str, ...]) -> float | None:
+    """The first that is a number above 0, also as text; what is none is not believed."""
+    for name in names:
+        value = facts.get(name)
+        if isinstance(value, (int, float, str)):
+            with contextlib.suppress(ValueError):
+                if 0 < (number := float(value)) < 2**31:
+                    return number
+    return None
+
+
+def _file(value: object, where: str) -> str | bytes:
+    if isinstance(value, dict):  # a video of Hugging Face datasets: bytes, or else a path
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, (str, bytes)) and value:
+        return value
+    raise wrong(where, value, "a path, an object with 'bytes' or 'path', or a list of frames")
+
+
+def _are_frames(values: list[object] | tuple[object, ...]) -> bool:
+    """Whether a list is one video's frames: all of it are names of images."""
+    names: Iterator[object] = (value.get("path") if isinstance(value, dict) else value for value in values)
+    return all(isinstance(x, str) and PurePosixPath(x).suffix.lower() in _FRAME_SUFFIXES for x in names)
+
 
 T = TypeVar("T")
 
@@ -25,10 +135,37 @@ _ROLES = {  # ShareGPT's names beside OpenAI's
     "tool": "tool",
     "observation": "tool",
 }
+_LEARNT = ("loss", "train", "training", "weight")
+"""Fields of a turn that say whether it is learnt: ms-swift's and LLaMA-Factory's, axolotl's, OpenAI's."""
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 
-CONVERSATION_KEYS = ("conversations", "messages", "texts")
-KNOWN_KEYS = ("id", "image", "images", "video", "videos", *VIDEO_FACTS, "system", "tools", *CONVERSATION_KEYS)
+TEMPLATE_FIELDS = ("enable_thinking", "documents")
+KNOWN_KEYS = (
+    *TEMPLATE_FIELDS,
+    "chat_template_kwargs",
+    *("id", "image", "images", "video", "videos", *VIDEO_FACTS, "system", "tools", *CONVERSATION_KEYS, *SHAPE_KEYS),
+)
+HARMLESS_KEYS = frozenset(
+    (
+        *("source", "dataset", "dataset_name", "data_source", "split", "subset", "category", "task", "tag", "tags"),
+        *(
+            "index",
+            "idx",
+            "uid",
+            "uuid",
+            "sample_id",
+            "question_id",
+            "image_id",
+            "image_name",
+            "url",
+            "license",
+            "meta",
+        ),
+        *("metadata", "info", "lang", "language", "length", "num_tokens", "token_num", "image_wh", "score"),
+        *("__key__", "__url__", "__index_level_0__", "height", "width", "height_list", "width_list"),
+    )
+)
+"""Fields that say where a record comes from, or what others measured of it: they change no sample."""
 
 
 class Slot(Enum):
@@ -45,6 +182,7 @@ class Message:
     content: tuple[str | Slot | None, ...]
     was_text: bool  # the record gave a plain string without images and videos
     extra: tuple[tuple[str, object], ...] = ()  # other fields of the message, for the template
+    is_learnt: bool = True  # of the assistant's turns; False: the record says so
 
     @property
     def num_images(self) -> int:
@@ -63,6 +201,7 @@ class Conversation:
     images: tuple[str | bytes, ...]
     videos: tuple[Video, ...] = ()
     tools: tuple[object, ...] | None = None
+    arguments: tuple[tuple[str, object], ...] = ()  # of the chat template, by the record
 
 
 def record_id(record: object) -> str | None:
@@ -75,20 +214,22 @@ def record_id(record: object) -> str | None:
     raise wrong("id", value, "a string or a whole number")
 
 
-def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None) -> Conversation:
+def read_conversation(
+    record: object, *, images: tuple[bytes, ...] | None = None, columns: Columns = ()
+) -> Conversation:
     """A record in the style of LLaVA / ShareGPT (`conversations`), OpenAI (`messages`) or The Cauldron (`texts`).
 
     Every `<image>` in a text and every content part of type image or image_url is an image. A part may carry its image;
     the others take theirs from `image` or `images`, in order. `images` given here (members of a tar shard) replace
     those two fields and paths in parts. As many placeholders as images are asked for, neither more nor fewer. The same
     holds for `<video>`, parts of type video or video_url, and `video` or `videos`; a `<video>` in a record without
-    videos is text.
+    videos is text. Records of other shapes are read as `shapes.as_messages` has them; `columns` names their fields.
     """
     if not isinstance(record, dict):
         raise wrong("the record", record, "a JSON object")
+    record = as_messages(record, columns, num_images=None if images is None else len(images))
     name = next((key for key in CONVERSATION_KEYS if record.get(key) is not None), None)
-    if name is None:
-        raise BadRecordError("type", "the record has none of 'conversations', 'messages' and 'texts': add one of them")
+    assert name is not None, "as_messages saw to it"
     turns = _rows_of(record[name])
     if name == "texts":
         turns = _cauldron_turns(turns, record)
@@ -110,6 +251,7 @@ def read_conversation(record: object, *, images: tuple[bytes, ...] | None = None
         images=_join(inline.images, column, "image", IMAGE_MARK),
         videos=_join(inline.videos, inline.videos_column, "video", VIDEO_MARK),
         tools=_tools(record),
+        arguments=_arguments(record),
     )
 
 
@@ -157,16 +299,32 @@ def _message(turn: object, where: str, inline: _Inline) -> Message:
     if known is None:
         raise wrong(f"'{role_key}'", role, "one of " + ", ".join(_ROLES))
     content = turn.get(content_key)
-    extra = tuple((k, v) for k, v in turn.items() if k not in (role_key, content_key) and v is not None)
+    extra = tuple((k, v) for k, v in turn.items() if k not in (role_key, content_key, *_LEARNT) and v is not None)
+    is_learnt = _is_learnt(turn, known)
     if content is None and extra and known == "assistant":
-        return Message(role=known, content=(), was_text=True, extra=extra)  # a tool call without text
+        return Message(role=known, content=(), was_text=True, extra=extra, is_learnt=is_learnt)  # a tool call alone
     if isinstance(content, str):
         parts = tuple(_split_text(content, inline))
         is_plain = all(isinstance(part, str) for part in parts)
-        return Message(role=known, content=parts, was_text=is_plain, extra=extra)
+        return Message(role=known, content=parts, was_text=is_plain, extra=extra, is_learnt=is_learnt)
     if not isinstance(content, (list, tuple)):
         raise wrong(f"'{content_key}'", content, "a string or a list of parts")
-    return Message(role=known, content=tuple(_parts(content, inline)), was_text=False, extra=extra)
+    return Message(role=known, content=tuple(_parts(content, inline)), was_text=False, extra=extra, is_learnt=is_learnt)
+
+
+def _is_learnt(turn: Mapping[str, object], role: str) -> bool:
+    """What the turn says of its own loss: `loss`, `train`, `training` or `weight`, true or false, 1 or 0."""
+    said = {name: turn[name] for name in _LEARNT if turn.get(name) is not None}
+    for name, value in said.items():
+        if value not in (0, 1):
+            raise wrong(f"'{name}' of a turn", value, "true or false, or 1 or 0: turns are learnt or not")
+        if role != "assistant" and value and name != "weight":
+            raise BadRecordError(
+                "type", f"'{name}' of a {role}'s turn is {value}, and the assistant's alone are learnt: leave it out"
+            )
+    if len({bool(value) for value in said.values()}) > 1:
+        raise BadRecordError("type", f"a turn says both of its loss ({', '.join(said)}): keep one of these fields")
+    return all(said.values())
 
 
 def _split_text(text: str, inline: _Inline) -> Iterator[str | Slot | None]:
@@ -210,6 +368,13 @@ def _parts(content: list[object] | tuple[object, ...], inline: _Inline) -> Itera
 
 
 def _part_image(part: Mapping[str, object]) -> str | bytes | None:
+    own = [name for name in _OWN_SIZE if part.get(name) is not None]
+    if own:
+        raise BadRecordError(
+            "type",
+            f"a content part asks for a size of its own ({', '.join(own)}), and all images are cut alike: give "
+            "--max-pixels instead, and leave these out",
+        )
     for key in ("image_url", "image", "url", "path", "base64"):
         value = part.get(key)
         if value is None:
@@ -253,5 +418,33 @@ def _join(inline: list[T | None], column: list[T], kind: str, mark: str) -> tupl
 
 
 def _tools(record: Mapping[str, object]) -> tuple[object, ...] | None:
+    """A list of objects, or the same as JSON text, as TRL, LLaMA-Factory and others keep it in columns."""
     tools = record.get("tools")
-    return tuple(tools) if isinstance(tools, (list, tuple)) and tools else None
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = parse_json(tools.encode("utf-8", "surrogatepass"))
+        except ValueError as error:
+            raise BadRecordError(
+                "type", f"'tools' is text that is no JSON ({shorten(str(error), 60)}): give a list"
+            ) from None
+    if isinstance(tools, dict):
+        tools = [tools]
+    if not tools:
+        return None
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, (dict, str)) for tool in tools):
+        raise wrong("'tools'", tools, "a list of objects, or that as JSON text")
+    return tuple(tools)
+
+
+def _arguments(record: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    """`chat_template_kwargs`, and what TRL hands on beside it: names that templates know."""
+    given = record.get("chat_template_kwargs")
+    if isinstance(given, str) and given.strip():
+        try:
+            given = parse_json(given.encode("utf-8", "surrogatepass"))
+        except ValueError:
+            raise wrong("'chat_template_kwargs'", given, "an object, or that as JSON text") from None
+    if given is not None and not isinstance(given, dict):
+        raise wrong("'chat_template_kwargs'", given, "an object, or that as JSON text")
+    own = {name: record[name] for name in TEMPLATE_FIELDS if record.get(name) is not None}
+    return tuple({**own, **(given or {})}.items())

@@ -15,18 +15,25 @@ from trimtab.files import fingerprint_file
 from trimtab.models.images.asked import AskedClips, AskedImages
 from trimtab.models.images.limits import write_rule
 from trimtab.options import Exif, SpecialTokens
-from trimtab.samples.chunks import Chunk
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
-from trimtab.samples.problems import BadSample, refuse_bad, shorten
+from trimtab.samples.problems import BadSample, Chunk, refuse_bad, shorten
 from trimtab.samples.records import list_chunks
-from trimtab.samples.sizer import SizerSettings
+from trimtab.samples.shapes import read_columns
+from trimtab.samples.sizer import SizerSettings, ask_assumptions, size_chunks
 from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
-from trimtab.samples.table import Part, SizedFile, SizingResult, join_parts
+from trimtab.samples.table import (
+    Part,
+    SizedFile,
+    SizingResult,
+    join_parts,
+    leave_out_long,
+    leave_out_repeated,
+    repeat_samples,
+)
 from trimtab.samples.tokens import read_tokenizer
-from trimtab.samples.whole_files import leave_out_long, leave_out_repeated, repeat_samples
-from trimtab.samples.workers import ask_assumptions, size_chunks
 from trimtab.specs import ClipRule, ImageMarkup, ImageRule
 
+_MOST_NAMED = 12  # fields in one assumption
 _MAX_BAD = 1000  # samples: when so many are bad, something is wrong with all of them
 Progress = Callable[[int, int], None]
 
@@ -47,6 +54,7 @@ def size_samples(
     max_tokens: int | None = None,
     unique_ids: bool = True,
     source_key: str | None = None,
+    columns: str | None = None,
     on_bad: Literal["error", "skip"] = "error",
     workers: int = 1,
     resume_dir: Path | str | None = None,
@@ -65,7 +73,8 @@ def size_samples(
     raise one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read
     at all always raises. `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names
     the field that says which data set a record comes from (text, at most 80 characters); without it what was named is
-    the source. `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
+    the source. `columns` says what fields of another shape mean, as in question=query,answer=label,image=img.
+    `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
     kept there: a killed pass started again takes them over, unless data file, tokenizer or settings have changed
     (images are not looked at again). With `shard` (i, n) only every n-th chunk from the i-th is sized and kept there,
     for any scheduler to spread over machines; the result holds no samples, and a last call without `shard` joins what
@@ -97,6 +106,7 @@ def size_samples(
             allow_outside=allow_outside,
             exif=exif,
             clip_rule=clip_rule,
+            columns=read_columns(columns),
             network=_is_remote(sources, media_root),
         )
         assumptions += ask_assumptions(settings)  # refuses a tokenizer before anything is read
@@ -108,6 +118,12 @@ def size_samples(
         parts = size_all(settings, progress=progress)
         if shard is not None:
             return _kept_shard(sources, shard, sum(map(len, parts)))
+        unused = sorted({name for file_parts in parts for part in file_parts for name in part.unused})
+        if unused:
+            assumptions.append(
+                f"these fields of records are not read: {', '.join(map(shorten, unused[:_MOST_NAMED]))}"
+                f"{', ...' if len(unused) > _MOST_NAMED else ''} (--columns says what a field means)"
+            )
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
         if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):

@@ -1,32 +1,40 @@
-"""One chunk of records as sizes: images and videos read and counted, texts encoded together."""
+"""Chunks of records as sizes, each in a limited child: media read and counted, texts encoded together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from queue import LifoQueue
 
 import numpy as np
 
 import trimtab
-from trimtab.errors import ImageError
+from trimtab.errors import ConfigError, ImageError, SampleError
 from trimtab.files import blake2b
-from trimtab.limited import at
+from trimtab.limited import ChildEndedError, LimitedChild, at, limited_child
 from trimtab.models.images.asked import NO_CLIPS
 from trimtab.options import Exif
-from trimtab.samples.chunks import TOO_DEEP, Broken, Chunk, Record
+from trimtab.samples.encode import learnt_spans
 from trimtab.samples.lengths import SizesAlone, image_counter
-from trimtab.samples.media import MediaFolder
-from trimtab.samples.media_folders import MediaFolders
-from trimtab.samples.problems import BadRecordError, BadSample, shorten
-from trimtab.samples.records import read_chunk
-from trimtab.samples.rows import Conversation, read_conversation, record_id
-from trimtab.samples.table import COLUMNS, Part, numbers_of
+from trimtab.samples.media import MediaFolder, MediaFolders
+from trimtab.samples.problems import TOO_DEEP, BadRecordError, BadSample, Broken, Chunk, Record, shorten
+from trimtab.samples.records import names_of, read_chunk
+from trimtab.samples.rows import HARMLESS_KEYS, KNOWN_KEYS, Conversation, read_conversation, record_id
+from trimtab.samples.shapes import Columns
+from trimtab.samples.table import COLUMNS, ChunkFile, Part, load_part, numbers_of, part_bytes, part_from, save_part
 from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles
 from trimtab.specs import Clip, ClipRule, ImageCounts, ImageRule
 
 _BATCH = 512  # chats encoded together
 _BATCH_CPU_S = 120
+_MOST_UNUSED = 20  # fields that are named of one chunk
 _MADE_TO_FAIL = "fix or drop it"
 
 
@@ -45,6 +53,7 @@ class SizerSettings:
     allow_outside: bool
     exif: Exif
     clip_rule: ClipRule | None
+    columns: Columns = ()
     network: bool = False  # data or media lie behind an address that the user named
 
     def key(self) -> str:
@@ -86,6 +95,7 @@ class Sizer:
         self._counter = TokenCounter(settings.tokenizer)
         self._count_image = image_counter(settings.image_rule)
         self._clip_rule = settings.clip_rule
+        self._used = {*KNOWN_KEYS, *HARMLESS_KEYS, settings.source_key, *(name for _, name in settings.columns)}
         self._media = MediaFolders(settings.media_root, allow_outside=settings.allow_outside, exif=settings.exif)
 
     @property
@@ -96,6 +106,7 @@ class Sizer:
     def size(self, chunk: Chunk, most_bad: int | None = None, broken: Broken = Broken()) -> Part:  # noqa: B008 - frozen
         """The chunk's samples; of its bad ones no more than one above `most_bad`, behind which nothing is read."""
         sized: list[_Sized] = []
+        unused = set(names_of(chunk)) - self._used
         with_videos: list[_Read] = []
         bad: list[BadSample] = []
         num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
@@ -106,6 +117,8 @@ class Sizer:
             if record.blank:
                 continue
             name = record.key
+            if isinstance(record.value, dict):
+                unused.update(record.value.keys() - self._used)
             try:
                 name = record_id(record.value) or record.key
                 read = self._read(record, name, media)
@@ -154,12 +167,14 @@ class Sizer:
             source_names=tuple(codes),
             patch_unit="patches",
             tokens_exact=self._counter.exact,
+            unused=tuple(sorted(map(str, unused))[:_MOST_UNUSED]),
         )
 
     def _records(self, chunk: Chunk, broken: Broken) -> Iterator[Record]:
         """The records, each announced before it is read."""
-        key, line = self._settings.source_key, chunk.first_line or 1
-        records = read_chunk(chunk, more_columns=() if key is None else (key,))
+        line = chunk.first_line or 1
+        key = () if self._settings.source_key is None else (self._settings.source_key,)
+        records = read_chunk(chunk, more_columns=(*key, *(name for _, name in self._settings.columns)))
         while True:
             at(f"record {line}")
             if line == broken.ends_at:
@@ -189,7 +204,10 @@ class Sizer:
             raise record.problem
         if record.value == TOO_DEEP:
             raise BadRecordError("json", f"{TOO_DEEP}: {_MADE_TO_FAIL}")
-        source, conversation = self._source(record), read_conversation(record.value, images=record.images)
+        source, conversation = (
+            self._source(record),
+            read_conversation(record.value, images=record.images, columns=self._settings.columns),
+        )
         try:
             num_images = len(conversation.images)
             images = [self._count_image(num_images, *media.image_size(image)) for image in conversation.images]
@@ -209,6 +227,8 @@ class Sizer:
         except ImageError as error:
             raise BadRecordError("video", str(error)) from None
         chat = self._counter.render(read.conversation, read.images, videos)
+        if sum(message.role == "assistant" for message in read.conversation.messages) > 1:  # a lone one is found
+            learnt_spans(self._counter, read.conversation)
         images = [*read.images, *(video.image for video in videos)]
         return _Sized(line=read.line, name=read.name, source=read.source, images=images, chat=chat)
 
@@ -218,3 +238,164 @@ def _bad(chunk: Chunk, line: int, name: str | None, error: BaseException) -> Bad
         return BadSample.of(chunk.file, line, name, error.kind, str(error))
     told = "it takes too much memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
     return BadSample.of(chunk.file, line, name, "reader", f"{shorten(told, 160)}; {_MADE_TO_FAIL}")
+
+
+# -- the parent: chunks spread over children, parts in order -----------------------------------------------------------
+
+
+_TOKENIZER_CPU_S = 10  # the largest take 2
+_HERE = "trimtab.samples.sizer"
+
+
+def size_chunks(
+    settings: SizerSettings,
+    chunks: Iterable[Chunk],
+    num_workers: int,
+    *,
+    kept_in: Path | None = None,
+    most_bad: int | None = None,
+    on_result: Callable[[Chunk], None] = lambda _: None,
+) -> Iterator[Part]:
+    """The part of every chunk, in order; `on_result` sees each chunk before its part is given.
+
+    Parts lie in `kept_in` (None: nowhere), and those that are there already are taken over.
+    """
+    queue = iter(chunks)
+    with ExitStack() as stack:
+        children = [_SizingChild(settings, stack) for _ in range(max(1, num_workers))]
+        idle: LifoQueue[_SizingChild] = LifoQueue()
+        for child in children:
+            idle.put(child)
+
+        def work(chunk: Chunk) -> Part:
+            child = idle.get()
+            try:
+                return _part_of(child, chunk, kept_in, most_bad)
+            finally:
+                idle.put(child)
+
+        pool = ThreadPoolExecutor(len(children))
+        try:
+            # a slow chunk must not let the parts behind it pile up
+            running = deque((chunk, pool.submit(work, chunk)) for chunk in islice(queue, 8 * len(children)))
+            while running:
+                chunk, future = running.popleft()
+                part = future.result()
+                running.extend((chunk, pool.submit(work, chunk)) for chunk in islice(queue, 1))
+                on_result(chunk)
+                yield part
+        except BaseException:  # whatever is running has no reader any more
+            for child in children:
+                child.stop()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _part_of(child: _SizingChild, chunk: Chunk, kept_in: Path | None, most_bad: int | None) -> Part:
+    if kept_in is None:
+        return child.size(chunk, most_bad)
+    file = ChunkFile.of_chunk(kept_in, chunk, child.settings.key())
+    part = load_part(file)
+    if part is None:
+        part = child.size(chunk, most_bad)
+        if most_bad is None or len(part.bad) <= most_bad:  # else it is not whole
+            save_part(file, part)
+    return part
+
+
+def ask_assumptions(settings: SizerSettings) -> list[str]:
+    """What the tokenizer and its template make sizes assume; `ConfigError` where they cannot be used."""
+    with ExitStack() as stack:
+        return _SizingChild(settings, stack).start()
+
+
+class _SizingChild:
+    """One limited child that sizes; another takes its place when it ends."""
+
+    def __init__(self, settings: SizerSettings, stack: ExitStack) -> None:
+        self.settings, self._stack = settings, stack
+        self._child: LimitedChild | None = None
+        self._is_stopped = False
+
+    def start(self) -> list[str]:
+        """Begin a pass in a child."""
+        if self._is_stopped:
+            raise SampleError("the pass was stopped: start it again")
+        self._child = self._stack.enter_context(limited_child(network=self.settings.network))
+        try:
+            assumptions: list[str] = json.loads(self._child.ask(f"{_HERE}:start", self.settings))
+        except ChildEndedError as error:
+            self._child = None
+            raise ConfigError(
+                f"the tokenizer or its chat template cannot be used: {error.reason}; name another with --tokenizer or "
+                "--set chat_template"
+            ) from None
+        return assumptions
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        if self._child is not None:
+            self._child.close()
+
+    def size(self, chunk: Chunk, most_bad: int | None) -> Part:
+        """The chunk's samples; one that ends the child is bad, and where reading ends it the chunk is cut."""
+        broken = Broken()
+        while True:
+            if self._child is None:
+                self.start()
+            assert self._child is not None
+            try:
+                return part_from(self._ask(self._child, chunk, most_bad, broken))
+            except ChildEndedError as error:
+                self._child = None
+                broken = _after(broken, error)
+
+    def _ask(self, child: LimitedChild, chunk: Chunk, most_bad: int | None, broken: Broken) -> bytes:
+        try:
+            return child.ask(f"{_HERE}:size", chunk, most_bad, broken)
+        except RecursionError:  # a row of a JSON list that is nested deeper than pickle goes
+            rows = tuple(row if _can_be_sent(row) else TOO_DEEP for row in chunk.rows)
+            return child.ask(f"{_HERE}:size", replace(chunk, rows=rows), most_bad, broken)
+
+
+def _can_be_sent(row: object) -> bool:
+    try:
+        pickle.dumps(row)
+    except RecursionError:
+        return False
+    return True
+
+
+def _after(broken: Broken, error: ChildEndedError) -> Broken:
+    """What is known of a chunk once a child has ended over it."""
+    kind, _, line = error.place.partition(" ")
+    if kind == "texts":
+        return replace(broken, one_by_one=True)
+    if kind != "record":
+        raise SampleError(f"the data cannot be sized: {error.reason}; give fewer workers or more memory") from None
+    if int(line) in broken.records:  # not its content: what is read to get there
+        return replace(broken, ends_at=int(line))
+    return replace(broken, records={**broken.records, int(line): error.reason})
+
+
+# -- in the child -----------------------------------------------------------------------------------------------------
+
+
+class _Pass:
+    """The pass that this child takes part in."""
+
+    sizer: Sizer | None = None
+
+
+def start(settings: SizerSettings) -> bytes:
+    """Make ready for the chunks of a pass; the answer is what tokenizer and template make it assume."""
+    at("the tokenizer", cpu_s=_TOKENIZER_CPU_S)
+    _Pass.sizer = Sizer(settings)
+    return json.dumps(_Pass.sizer.assumptions).encode()
+
+
+def size(chunk: Chunk, most_bad: int | None, broken: Broken) -> bytes:
+    """The chunk's part."""
+    assert _Pass.sizer is not None, "the pass has begun"
+    return part_bytes(_Pass.sizer.size(chunk, most_bad, broken))

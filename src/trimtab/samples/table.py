@@ -1,22 +1,83 @@
-"""Sample tables: joined from parts, saved as .npz, loaded again."""
+"""Sample tables: joined from parts, saved as .npz without pickle, loaded again; and finished chunks of a pass."""
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.errors import SampleError
-from trimtab.files import write_atomically
-from trimtab.samples.arrays import Arrays, pack_arrays, pack_strings, unpack_arrays, unpack_strings
-from trimtab.samples.problems import BadKind, BadSample, shorten
+from trimtab.address import Address, place_of
+from trimtab.errors import SampleError, refuse_type
+from trimtab.files import blake2b, write_atomically
+from trimtab.samples.problems import BadKind, BadSample, Chunk, shorten
 from trimtab.specs import ImageCounts, IntArray, SampleTable
+
+# -- named arrays and strings as the bytes of an .npz: equal input to equal bytes --------------------------------------
+
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any]) -> bytes:
+    """An .npz with its metadata as JSON; equal input gives equal bytes."""
+    assert not any(array.dtype.hasobject for array in arrays.values()), "it would be pickled"
+    buffer = io.BytesIO()
+    text = json.dumps(meta, sort_keys=True).encode()
+    # without `allow_pickle`, which NumPy before 2.2 writes as an array of that name
+    np.savez(buffer, meta=np.frombuffer(text, np.uint8), **arrays)  # type: ignore[arg-type]  # its types know 2.2
+    return buffer.getvalue()
+
+
+def unpack_arrays(content: bytes) -> tuple[Arrays, dict[str, Any]]:
+    """What `pack_arrays` wrote; raises ValueError, KeyError or BadZipFile on anything else."""
+    _refuse_inflated(content)
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    meta = json.loads(arrays.pop("meta").tobytes())
+    if not isinstance(meta, dict):
+        raise ValueError("its metadata is no object")
+    return arrays, meta
+
+
+def _refuse_inflated(content: bytes) -> None:
+    """`ValueError` for arrays that would take more memory than the file has bytes; before they take any.
+
+    We compress nothing, so both words on an array's size, the archive's and the array's own, are below the file's size.
+    """
+    advice = "and a table is not compressed"
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        packed = [entry.file_size for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            raise ValueError(f"its {len(content)} bytes hold compressed arrays of {sum(packed)}, {advice}")
+        for entry in archive.infolist():
+            with archive.open(entry) as file:
+                version = np.lib.format.read_magic(file)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(file)
+            declared = math.prod(shape) * dtype.itemsize
+            if declared > len(content):
+                raise ValueError(f"its {len(content)} bytes declare an array of {declared}, {advice}")
+
+
+def pack_strings(name: str, strings: Sequence[str]) -> Arrays:
+    """Strings as one block of UTF-8 and their ends: no pickle, no padding to the longest."""
+    encoded = [text.encode() for text in strings]
+    ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+    return {f"{name}_utf8": np.frombuffer(b"".join(encoded), np.uint8), f"{name}_ends": ends}
+
+
+def unpack_strings(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> list[str]:
+    block, ends = arrays[f"{name}_utf8"].tobytes(), arrays[f"{name}_ends"].tolist()
+    return [block[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=bool(ends))]
+
 
 COLUMNS = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_windowed")
 TABLE_VERSION = "1"
@@ -75,6 +136,7 @@ class Part:
     num_files: int = 1
     patch_unit: Literal["patches", "tiles"] | None = None  # None: holds no patches
     tokens_exact: bool = True
+    unused: tuple[str, ...] = ()  # fields of records that no sample is made of
 
     @property
     def num_read(self) -> int:
@@ -199,12 +261,14 @@ def table_from_bytes(content: bytes, *, origin: str) -> SampleTable:
     return _parse_sizing(lambda: content, origin).table
 
 
-def save_sizing(result: SizingResult, path: Path) -> None:
+def save_sizing(result: SizingResult, path: Path | str) -> None:
     """Write table, bad samples and assumptions as .npz; the file is complete, or is not there.
 
     Use it to size once and plan often: `load_sizing`, `trimtab plan` and `trimtab pack` read the file.
     The same result gives the same bytes with the same version of numpy.
     """
+    refuse_type("path", path, Path | str, "the path of a file.npz")
+    path = Path(path)
     if path.suffix != ".npz":
         raise SampleError(f"a table cannot be saved as {path.name}: end the name in .npz")
     write_atomically(path, _sizing_bytes(result))
@@ -232,7 +296,7 @@ def _sizing_bytes(result: SizingResult) -> bytes:
     return pack_arrays(arrays | pack_strings("id", table.ids or ()), meta)
 
 
-def load_sizing(path: Path) -> SizingResult:
+def load_sizing(path: Path | str) -> SizingResult:
     """What `save_sizing` wrote; a file that is damaged or of another kind is a `SampleError`.
 
     Use it for a table that was sized before, also by `trimtab size --out`.
@@ -243,7 +307,8 @@ def load_sizing(path: Path) -> SizingResult:
     >>> load_sizing(path).table.num_tokens.tolist()
     [300, 20]
     """
-    return _parse_sizing(path.read_bytes, str(path))
+    refuse_type("path", path, Path | str, "the path of a file that save_sizing wrote")
+    return _parse_sizing(place_of(path).read_bytes, str(path))
 
 
 def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
@@ -343,3 +408,149 @@ def _integers(array: npt.NDArray[Any], dtype: type[np.signedinteger[Any]]) -> np
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise ValueError(f"a column of {array.dtype} is no column of whole numbers")
     return array.astype(dtype, copy=False)
+
+
+# -- finished chunks, so that a killed pass goes on where it was -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkFile:
+    """Where a chunk's result lies, and what it says that it is the result of."""
+
+    path: Path
+    of: str
+
+    @staticmethod
+    def of_chunk(folder: Path, chunk: Chunk, settings_key: str) -> ChunkFile:
+        """The name changes with the file's size or time, the chunk, and the settings."""
+        status = chunk.file.stat()
+        identity: tuple[object, ...] = (str(chunk.file.resolve()), status.st_size, status.st_mtime_ns)
+        identity += (chunk.format, chunk.start, chunk.stop, chunk.media_root and str(chunk.media_root))
+        of = repr((identity, blake2b(settings_key.encode())))
+        return ChunkFile(path=folder / f"chunk-{blake2b(of.encode())}.npz", of=of)
+
+
+def save_part(file: ChunkFile, part: Part) -> None:
+    """Write one finished chunk; the file is complete, or is not there."""
+    content = part_bytes(part, of=file.of)
+    if isinstance(file.path, Address):
+        file.path.write_bytes(content)
+    else:
+        write_atomically(file.path, content)
+
+
+def load_part(file: ChunkFile) -> Part | None:
+    """The chunk saved there; None where there is none, or it is damaged (every array has a checksum) or another's."""
+    try:
+        return part_from(file.path.read_bytes(), of=file.of)
+    except UNREADABLE:
+        return None
+
+
+def part_bytes(part: Part, of: str = "") -> bytes:
+    """The part as plain data; `of` says of what."""
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    plain = {name: value for name, value in values.items() if name not in arrays}
+    return pack_arrays(arrays, plain | {"bad": [asdict(sample) for sample in part.bad], "of": of})
+
+
+def part_from(content: bytes, of: str = "") -> Part:
+    """What `part_bytes` wrote; raises one of `UNREADABLE` for anything else."""
+    arrays, plain = unpack_arrays(content)
+    if plain.pop("of") != of:
+        raise ValueError("it is the part of another chunk")
+    lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
+    return Part(**{**arrays, **plain, **lists, "bad": tuple(map(bad_from_dict, plain["bad"]))})
+
+
+# -- whole files: ids that come again, and how often samples are in an epoch -------------------------------------------
+
+
+def leave_out_long(file: Path, part: Part, max_tokens: int | None) -> Part:
+    """The part without samples of more than `max_tokens`, which are bad."""
+    if max_tokens is None:
+        return part
+    advice = f"more than max_tokens {max_tokens}: shorten the sample or raise the limit"
+    over = np.flatnonzero(part.numbers[:, 2] > max_tokens).tolist()
+    return _leave_out(file, part, {row: f"{part.numbers[row, 2]} tokens, {advice}" for row in over}, "length")
+
+
+def leave_out_repeated(file: Path, parts: Sequence[Part], unique_ids: bool) -> list[Part]:
+    """Leave out, or number, samples whose id an earlier sample of the file has."""
+    first: dict[str, int] = {}
+    result = []
+    for part in parts:
+        if part.ids is None:
+            result.append(part)
+            continue
+        ids, again = list(part.ids), dict[int, str]()
+        for row, name in enumerate(part.ids):
+            if name is None:
+                continue
+            line = int(part.lines[row])
+            if name not in first:
+                first[name] = line
+            elif unique_ids:
+                again[row] = f"line {first[name]} has this id too: make ids unique, or let unique_ids=False number them"
+            else:
+                numbered = _numbered(name, first)
+                ids[row], first[numbered] = numbered, line
+        result.append(_leave_out(file, replace(part, ids=tuple(ids)), again, "id"))
+    return result
+
+
+def _numbered(name: str, taken: dict[str, int]) -> str:
+    number = 2
+    while f"{name}#{number}" in taken:
+        number += 1
+    return f"{name}#{number}"
+
+
+def _leave_out(file: Path, part: Part, reasons: dict[int, str], kind: BadKind) -> Part:
+    if not reasons:
+        return part
+    keep = np.ones(len(part.lines), np.bool_)
+    keep[list(reasons)] = False
+    bad = [
+        BadSample.of(file, int(part.lines[row]), part.ids[row] if part.ids else None, kind, reason)
+        for row, reason in reasons.items()
+    ]
+    bad = sorted((*part.bad, *bad), key=lambda sample: sample.line or 0)
+    return replace(_kept(part, keep), bad=tuple(bad))
+
+
+def _kept(part: Part, keep: npt.NDArray[np.bool_]) -> Part:
+    """The part without the samples that are not kept; its bad ones as they are."""
+    return replace(
+        part,
+        numbers=part.numbers[keep],
+        image_patches=None if part.image_patches is None else part.image_patches[np.repeat(keep, part.numbers[:, 0])],
+        lines=part.lines[keep],
+        ids=tuple(name for name, kept in zip(part.ids, keep.tolist(), strict=True) if kept) if part.ids else None,
+        source=part.source[keep] if part.source is not None else None,
+    )
+
+
+def repeat_samples(parts: Sequence[Part], repeat: float) -> list[Part]:
+    """The parts of a file as often as its samples are in an epoch: a whole number of times, or only its beginning.
+
+    Below 1 the samples of the first int(n x repeat) of n lines stay. A sample's id counts its repeats: a, a#2, a#3.
+    """
+    if repeat < 1:
+        ends = [int(part.lines.max(initial=0)) for part in parts]
+        ends += [bad.line or 0 for part in parts for bad in part.bad]
+        num_lines = max(sum(part.num_lines for part in parts), max(ends, default=0))
+        return [_begin(part, int(num_lines * repeat)) for part in parts]
+    again = [_renamed(part, number) for number in range(2, int(repeat) + 1) for part in parts]
+    return [*parts, *again]
+
+
+def _begin(part: Part, last_line: int) -> Part:
+    kept = _kept(part, part.lines <= last_line)
+    return replace(kept, bad=tuple(bad for bad in part.bad if (bad.line or 0) <= last_line))
+
+
+def _renamed(part: Part, number: int) -> Part:
+    ids = None if part.ids is None else tuple(name and f"{name}#{number}" for name in part.ids)
+    return replace(part, ids=ids, bad=())

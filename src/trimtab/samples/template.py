@@ -24,9 +24,18 @@ class Render(Protocol):
         /,
         *,
         generation_prompt: bool = False,
+        marked: bool = False,
+        more: Mapping[str, object] | None = None,
     ) -> str:
-        """The chat as text; with `generation_prompt`, and what the assistant's next turn begins with."""
+        """The chat as text; with `generation_prompt`, and what the assistant's next turn begins with.
+
+        `marked`: `MARKS` stand around what {% generation %} blocks write. `more`: arguments that a record has for it.
+        """
         ...
+
+
+MARKS = ("\ue0f0", "\ue0f1")
+"""Private characters around what the assistant wrote, where that is asked for."""
 
 
 def find_template(tokenizer: Path) -> str | None:
@@ -89,8 +98,9 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
+    block = _generation_block()
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_block(), jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[block, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
@@ -100,23 +110,30 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
         raise ConfigError(f"the chat template is not valid Jinja: {error}; name another with chat_template") from None
 
     def render(
-        messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None, *, generation_prompt: bool = False
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[object] | None,
+        *,
+        generation_prompt: bool = False,
+        marked: bool = False,
+        more: Mapping[str, object] | None = None,
     ) -> str:
-        return template.render(
-            messages=messages, tools=tools, documents=None, add_generation_prompt=generation_prompt, **special_tokens
-        )
+        block.marks = MARKS if marked else ("", "")
+        own = {"documents": None, **special_tokens, **(more or {})}
+        own |= {"messages": messages, "tools": tools, "add_generation_prompt": generation_prompt}
+        return template.render(own)
 
     return render
 
 
 @cache
 def _generation_block() -> type[Any]:
-    """{% generation %}: marks what the assistant wrote; here only its text."""
+    """{% generation %}: what the assistant wrote, between the marks that are asked for."""
     import jinja2.ext
     import jinja2.nodes
 
     class GenerationBlock(jinja2.ext.Extension):
         tags = {"generation"}  # noqa: RUF012 (read by jinja2)
+        marks = ("", "")
 
         def parse(self, parser: Any) -> jinja2.nodes.Node:
             line = next(parser.stream).lineno
@@ -124,6 +141,7 @@ def _generation_block() -> type[Any]:
             return jinja2.nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
 
         def _text(self, caller: Callable[[], str]) -> str:
-            return caller()
+            start, stop = self.marks
+            return f"{start}{caller()}{stop}"
 
     return GenerationBlock

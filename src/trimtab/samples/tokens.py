@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import ConfigError
 from trimtab.files import read_small
@@ -188,24 +188,34 @@ class TokenCounter:
     def markup(self) -> ImageMarkup:
         return self._markup
 
-    def render(
+    @property
+    def has_template(self) -> bool:
+        return self._render is not None
+
+    def chat(
         self,
         conversation: Conversation,
-        images: Sequence[ImageCounts],
-        videos: Sequence[ClipCounts] = (),
         *,
+        video: str = VIDEO_MARK,
         generation_prompt: bool = False,
+        marked: bool = False,
+    ) -> str:
+        """The chat as text, each image and each video as its placeholder."""
+        if self._render is None:
+            return "\n".join(self._plain_content(message, video) for message in conversation.messages)
+        messages = [self._message(message, video) for message in conversation.messages]
+        how: dict[str, Any] = {"generation_prompt": generation_prompt, "marked": marked}
+        try:
+            return self._render(messages, conversation.tools, **how, more=dict(conversation.arguments))
+        except Exception as error:  # whatever a template's expressions raise on this conversation
+            raise BadRecordError("template", f"the chat template refuses it: {shorten(str(error), 200)}") from None
+
+    def render(
+        self, conversation: Conversation, images: Sequence[ImageCounts], videos: Sequence[ClipCounts] = ()
     ) -> Rendered:
         """The chat as text, each image as its markers around one soft token, each video as its processor writes it."""
         video = videos[0].placeholder if videos else VIDEO_MARK
-        if self._render is None:
-            text = "\n".join(self._plain_content(message, video) for message in conversation.messages)
-        else:
-            messages = [self._message(message, video) for message in conversation.messages]
-            try:
-                text = self._render(messages, conversation.tools, generation_prompt=generation_prompt)
-            except Exception as error:  # whatever a template's expressions raise on this conversation
-                raise BadRecordError("template", f"the chat template refuses it: {shorten(str(error), 200)}") from None
+        text = self.chat(conversation, video=video)
         if len(text) > MAX_CHARACTERS:
             raise BadRecordError(
                 "length", f"its text has {len(text):,} characters, more than {MAX_CHARACTERS:,}: shorten the sample"
@@ -221,6 +231,13 @@ class TokenCounter:
         text, num_in_videos = _with_videos(text, videos)
         num_tokens = sum(x.tokens for x in images) - num_written + num_in_videos
         return Rendered(text, num_tokens, len(conversation.messages))
+
+    def place(self, text: str, at: int, images: Sequence[ImageCounts], videos: Sequence[ClipCounts]) -> int:
+        """Where character `at` of a chat's text stands once images and videos are written out."""
+        before, _ = self._expand(text[:at], images[: text.count(self._markup.placeholder, 0, at)])
+        if videos:
+            before, _ = _with_videos(before, videos[: before.count(videos[0].placeholder)])
+        return len(before)
 
     def _plain_content(self, message: Message, video: str) -> str:
         written = self._markup.written or self._markup.placeholder

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trimtab.balance.packing import PackResult, pack_samples, refuse_empty
-from trimtab.balance.schedule import fill_table
+from trimtab.balance.packing import PackResult
 from trimtab.costs.memory_band import MemoryBand, memory_band
 from trimtab.errors import PlanError
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.decide.epoch import Epoch
+from trimtab.plan.decide.steps import fill_epoch, share_epoch
 from trimtab.plan.decide.work import (
     PATCHES,
     PATCHES_WINDOWED,
@@ -119,12 +118,13 @@ class Case:
     schedule: Schedule
     work: FloatArray  # (num_packs, len(WORK_TERMS)); of images that are shared, the share of the slowest rank
     vision: SharedVision | None = None  # None: every rank encodes the images it holds
+    extremes: FloatArray | None = None  # samples that decide the largest pack, where these packs are a part of them
 
     @cached_property
     def problem(self) -> SplitProblem:
         """Time at the mean pack, memory at the largest pack that the limits allow."""
         work_max = limit_work(
-            self.work,
+            self.work if self.extremes is None else self.extremes,
             self.setting.max_patches,
             self.setting.max_tokens,
             joined=joins_samples(self.options.attention),
@@ -201,7 +201,22 @@ def pack_case(
 ) -> Case:
     """The epoch in packs for this setting; stages are still to come."""
     samples_work = pad_documents(epoch.samples, setting.dims).work(token_window=model.token_window)
-    packed = pack_epoch(epoch, setting, options, cost=price_samples(setting.profile, samples_work)[epoch.rows])
+    cost = price_samples(setting.profile, samples_work)[epoch.rows]
+    limits, count = (setting.max_patches, setting.max_tokens), setting.num_microbatches
+    if options.fills_packs:
+        packed = fill_epoch(epoch.drawn, options, setting.dims, num_microbatches=count, limits=limits, cost=cost)
+    else:
+        assert options.global_batch is not None, "it was chosen before"
+        packed = share_epoch(
+            epoch.drawn,
+            options,
+            setting.dims,
+            global_batch=options.global_batch,
+            num_microbatches=count,
+            limits=limits,
+            cost=cost,
+        )
+    packed = epoch.of_table(packed)
     setting = replace(setting, num_microbatches=packed.schedule.table.shape[2])
     return make_case(model, epoch.samples, cluster, options, budget, setting, packed)
 
@@ -216,9 +231,15 @@ def make_case(
     packed: PackResult,
     *,
     padded: bool = False,
+    samples_work: FloatArray | None = None,
+    extremes: FloatArray | None = None,
 ) -> Case:
-    """The case of these packs of `samples`, images not shared; `padded`: each pack to its longest sample."""
-    samples_work = pad_documents(samples, setting.dims).work(token_window=model.token_window)
+    """The case of these packs of `samples`, images not shared; `padded`: each pack to its longest sample.
+
+    `samples_work` and `extremes`: where they are known.
+    """
+    if samples_work is None:
+        samples_work = pad_documents(samples, setting.dims).work(token_window=model.token_window)
     return Case(
         model=model,
         samples=samples,
@@ -230,37 +251,5 @@ def make_case(
         packing=packed.packing,
         schedule=packed.schedule,
         work=(padded_work if padded else packed_work)(packed.packing, samples_work),
+        extremes=extremes,
     )
-
-
-def pack_epoch(epoch: Epoch, setting: Setting, options: PlanOptions, *, cost: FloatArray) -> PackResult:
-    """Packs within the setting's limits, and steps of equal length where their number of packs was left open."""
-    packed = epoch.of_table(
-        pack_samples(
-            pad_documents(epoch.drawn, setting.dims),
-            limits=(setting.max_patches, setting.max_tokens),
-            dp=setting.dims.dp,
-            num_microbatches=setting.num_microbatches,
-            method=options.method,
-            order=options.order,
-            cost=cost,
-            seed=options.seed,
-            oversize=options.oversize,
-        )
-    )
-    refuse_empty(packed.packing)
-    if not options.leaves_steps_open:
-        return packed
-    return replace(packed, schedule=even_steps(packed.schedule, setting.num_microbatches))
-
-
-def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """The same rows of packs in the same order, in steps of equal length near `num_microbatches` rows.
-
-    A row is what the ranks run at the same time. R rows are cut into about round(R / M) steps of equally many rows, the
-    last of them shorter: steps of exactly M rows may leave it almost empty.
-    """
-    num_rows = int((schedule.table >= 0).any(axis=1).sum())
-    per_step = max(1, math.ceil(num_rows / max(1, round(num_rows / num_microbatches))))
-    slots = schedule.table.transpose(0, 2, 1).reshape(-1)
-    return fill_table(slots[slots >= 0], schedule.table.shape[1], per_step, schedule.order)

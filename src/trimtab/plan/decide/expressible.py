@@ -36,22 +36,20 @@ class Expressible:
 
 
 _MOST_TP = 64
+_SEARCHED = {"zero_stage": "zero_stages", "schedule": "schedules"}
 
 
-def within_choices(options: PlanOptions, can: Expressible, target: str) -> tuple[PlanOptions, ...]:
-    """The options with every field that was left open set to what `can` be run; `PlanError` for one that cannot be.
-
-    Several where the ZeRO stage was left open: what fits first is to be taken.
+def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanOptions:
+    """The options with every field that was left open kept to what `can` be run; `PlanError` for one that cannot be.
 
     >>> can = Expressible(choices={"tp": (1,), "zero_stage": (0, 3)})
-    >>> first, second = within_choices(PlanOptions(pp=4), can, "my-trainer")
-    >>> first.tp, first.pp, first.zero_stage, second.zero_stage
-    (1, 4, 0, 3)
+    >>> found = within_choices(PlanOptions(pp=4), can, "my-trainer")
+    >>> found.tp, found.pp, found.zero_stages
+    (1, 4, (0, 3))
     """
     left_open, problems = PlanOptions(), list[str]()
     # a framework that says nothing of ZeRO has a launcher that knows stage 1
     settled: dict[str, object] = {"zero_stage": options.sharding}
-    stages: tuple[object, ...] = ()
     choices = {**can.choices}
     if can.tp_degrees is not None:
         allowed = tuple(tp for tp in range(1, _MOST_TP + 1) if can.tp_degrees(tp))
@@ -74,13 +72,13 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> tuple
                 f"{name} {given} was asked for with --for {target}, which runs {name} "
                 f"{' or '.join(map(str, values))}: give that, or leave {name} out"
             )
-        settled[name] = values[0]
-        if name == "zero_stage":
-            stages = values
+        elif name in _SEARCHED:  # the search takes the best of them
+            settled |= {name: given, _SEARCHED[name]: values}
+        else:
+            settled[name] = values[0]
     if problems:
         raise PlanError(join_problems(problems))
-    first = replace(options, **settled)  # type: ignore[arg-type]  # fields by name
-    return (first, *(replace(first, zero_stage=stage) for stage in stages[1:]))  # type: ignore[arg-type]
+    return replace(options, **settled)  # type: ignore[arg-type]  # fields by name
 
 
 def best_split(case: Case, can: Expressible) -> SplitResult | None:

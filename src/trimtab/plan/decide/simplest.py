@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.options import same_fields
 from trimtab.plan.decide.case import Setting
-from trimtab.plan.options import PlanOptions
+from trimtab.plan.options import PlanOptions, Preference
 from trimtab.plan.plan import SettingEstimate
 from trimtab.units import format_bytes, format_number, round_digits, round_gib
 
@@ -17,6 +17,9 @@ CHOICE_ERROR = 0.05
 Smaller than that of a time, for what they share cancels. Where shares fitted to two sizes of one source predict its
 other 64 runs on 8 to 64 devices, the median error is 2.4 % and nine tenths are within 6.1 % (bench/published_text.py).
 """
+
+EQUAL = 0.01
+"""Settings that are alike in speed for every purpose: the simplest of them is taken."""
 
 _PLAIN_SCHEDULES = ("1F1B", "GPipe")  # every framework with a pipeline has them
 _KINDS = (
@@ -35,13 +38,15 @@ def complexity(setting: SettingEstimate) -> tuple[int, ...]:
 
     First by kind: plain data parallel is what launchers do by themselves, ZeRO-1 and ZeRO-2 are a flag of theirs;
     ZeRO-3 gathers weights in every layer, tensor parallelism divides the layers, a pipeline divides model and batch,
-    and last come both. Within a kind by expert and context parallelism, which few frameworks have; by the schedule, as
-    few have more than 1F1B and GPipe; then by the devices of one replica.
+    and last come both. Within a kind by ZeRO-3, by expert and context parallelism, which few frameworks have; by the
+    schedule, as few have more than 1F1B and GPipe; then by the devices of one replica.
     """
+    pp_or_tp = setting.pp * setting.tp > 1
     special = setting.schedule not in _PLAIN_SCHEDULES
     shared = (setting.ep > 1) + 2 * (setting.cp > 1)
     kind, replica = _kind(setting.pp, setting.tp, setting.zero_stage), setting.pp * setting.tp * setting.cp
-    return (kind, shared, int(special), replica, setting.pp, setting.ep)
+    gathers = pp_or_tp and setting.zero_stage == 3
+    return (kind, int(gathers), shared, int(special), replica, setting.pp, setting.ep)
 
 
 def _kind(pp: int, tp: int, zero_stage: int) -> int:
@@ -58,9 +63,7 @@ class Priced:
     options: PlanOptions
     step_s: float
     samples_per_s: float
-    samples_per_pack: float
     peak_bytes: float  # of the fullest device, at the limits
-    larger: Priced | None = None  # the next larger packs that fit; None: there are none
 
     @property
     def estimate(self) -> SettingEstimate:
@@ -83,17 +86,34 @@ class Priced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSetting:
-    """The settings that fit, the fastest first; `error` of the fastest's speed may be given up for a simpler one."""
+    """The settings that fit, the fastest first; a simpler one is taken where it is nearly as fast."""
 
     considered: tuple[Priced, ...]
     num_misfits: int  # divisions of the devices for which nothing fits the memory, or the model's shapes
-    error: float
+    prefer: Preference = "fastest"
+    taken: Priced | None = None  # None: the first by preference
+
+    @property
+    def error(self) -> float:
+        """So much of the fastest's speed may be given up for a simpler setting."""
+        return CHOICE_ERROR if self.prefer == "simplest" else EQUAL
 
     @property
     def best(self) -> Priced:
-        """The simplest of those that are alike in speed; of equally simple ones the fastest."""
+        """The one that is taken."""
+        return self.by_preference[0] if self.taken is None else self.taken
+
+    @property
+    def by_preference(self) -> tuple[Priced, ...]:
+        """The simplest of those that are alike in speed first, of equally simple ones the fastest; then the others."""
         least = (1 - self.error) * self.considered[0].samples_per_s
-        return min((x for x in self.considered if x.samples_per_s >= least), key=lambda x: complexity(x.estimate))
+        alike = [x for x in self.considered if x.samples_per_s >= least]
+        alike.sort(key=lambda x: complexity(x.estimate))
+        return (*alike, *self.considered[len(alike) :])
+
+    def taking(self, priced: Priced) -> ChosenSetting:
+        """The same settings, with this one taken."""
+        return replace(self, taken=priced)
 
     @property
     def listed(self) -> tuple[SettingEstimate, ...]:
@@ -112,20 +132,10 @@ class ChosenSetting:
         """What was considered, for the plan's reader; nothing where there was no choice."""
         said: list[str] = []
         best = self.best
-        if (larger := best.larger) is not None:
-            said.append(
-                f"Packs hold {best.samples_per_pack:.3g} samples, {format_number(best.samples_per_s)} samples/s at "
-                f"their mean; the next larger, {larger.samples_per_pack:.3g} samples, would give "
-                f"{format_number(larger.samples_per_s)}."
-            )
         if len(self.considered) + self.num_misfits > 1:
             more = "1 more does" if self.num_misfits == 1 else f"{self.num_misfits} more do"
             misfits = f"; {more} not fit" if self.num_misfits else ""
-            rule = (
-                f"the simplest of those within {100 * self.error:g} % of the fastest, closer than predictions can tell"
-                if self.error
-                else "the fastest"
-            )
+            rule = f"the simplest of those within {100 * self.error:g} % of the fastest"
             said.append(
                 f"Degrees, ZeRO and schedule are {best.estimate.label}: of {len(self.considered)} settings that fit, "
                 f"{rule}{misfits}. Speeds at their mean packs stand under estimates.settings."

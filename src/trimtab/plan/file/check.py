@@ -175,6 +175,12 @@ def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
     options = case.options
     epoch = draw_epoch(case.samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
     yield from cover_problems(found.plan, epoch, PackResult(packing=case.packing, schedule=case.schedule))
+    if (N := decision.packing.global_batch) is not None:
+        held = np.append(np.diff(case.packing.offsets), 0)[table].sum(axis=(1, 2))
+        wrong = np.flatnonzero(held[:-1] != N)
+        if len(wrong) or (len(held) and held[-1] > N):
+            step = int(wrong[0]) if len(wrong) else len(held) - 1
+            yield f"step {step} holds {int(held[step])} samples, and the plan's steps {N}: run `trimtab plan` again"
     expected = (decision.packing.num_steps, decision.parallel.dp, decision.schedule.num_microbatches)
     if table.shape != expected:
         yield f"the schedule has {table.shape} slots, the plan's steps x dp x micro-batches are {expected}"

@@ -41,6 +41,7 @@ from trimtab.plan.plan import (
     StageDecision,
     StageEstimate,
     TableFile,
+    TipEstimate,
     TrainingInput,
     VariantEstimate,
     find_baseline,
@@ -118,6 +119,7 @@ def assemble_plan(
     searched: tuple[SearchedSplit, ...] = (),
     settings: tuple[SettingEstimate, ...] = (),
     setting_error: float = 0.0,
+    tips: tuple[TipEstimate, ...] = (),
 ) -> PlanDetails:
     """The plan of a decided case, and the tables beside it: their bytes are hashed here and written by `write_plan`."""
     tables = case_tables(case)
@@ -125,7 +127,11 @@ def assemble_plan(
     inputs = describe_inputs(case, origin, files=files, mixture=mixture)
     decisions = describe_decisions(case, split.stages, files=files)
     estimates = replace(
-        describe_estimates(case, split, variants), searched=searched, settings=settings, setting_error=setting_error
+        describe_estimates(case, split, variants),
+        searched=searched,
+        settings=settings,
+        setting_error=setting_error,
+        tips=tips,
     )
     plan = Plan(
         plan_version=PLAN_VERSION,
@@ -233,6 +239,7 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
             **same_fields(options, PackingDecision)
             | same_fields(setting, PackingDecision)
             | {
+                "global_batch": None if options.fills_packs else options.global_batch,
                 "num_packs": packing.num_packs,
                 "num_steps": schedule.num_steps,
                 "num_oversize": len(packing.oversize),

@@ -287,6 +287,7 @@ def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: froz
         mixture=plan.inputs.data.mixture,
         settings=plan.estimates.settings,
         setting_error=plan.estimates.setting_error,
+        tips=plan.estimates.tips,
         assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
     )
 

@@ -38,9 +38,10 @@ from trimtab.runtime.data.formats import (
 from trimtab.runtime.data.records import PlannedRecords, open_records, refuse_remote_code
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
-from trimtab.samples.media_folders import MediaFolders
+from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
+from trimtab.samples.shapes import read_columns
 from trimtab.samples.tokens import TokenizerFiles, read_tokenizer
 from trimtab.specs import ModelSpec
 
@@ -342,7 +343,7 @@ class PlannedConversations:
             )
         opened, name = self._opened, self.records.samples.sample_id(row)
         try:
-            conversation = read_conversation(self.records[row])
+            conversation = read_conversation(self.records[row], columns=read_columns(self._options.columns))
             media = opened.media.of(self.records.place(row).file, self.records.media_root(row))
             pictures = [self._decode(media.read(image)) for image in conversation.images]
             counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]

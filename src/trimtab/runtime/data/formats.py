@@ -32,7 +32,7 @@ from trimtab.models.images.asked import NO_CLIPS, AskedClips
 from trimtab.options import VideoOptions
 from trimtab.samples.media import MediaFolder
 from trimtab.samples.problems import BadRecordError
-from trimtab.samples.videos import Video
+from trimtab.samples.rows import Video
 from trimtab.specs import Clip, ClipCounts, ImageCounts, ModelSpec
 
 # The smallest image that a family can be given: its LLM tokens, and what its processor would give. Black pixels.

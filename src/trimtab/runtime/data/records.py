@@ -16,9 +16,8 @@ from trimtab.files import blake2b, fingerprint_file, write_atomically
 from trimtab.models.families import family_of
 from trimtab.plan.file.reload import find_data_files, read_samples
 from trimtab.plan.file.yaml import array_bytes, load_plan
-from trimtab.samples.chunks import parse_record
-from trimtab.samples.record_lines import Lines, refuse_other_files, row_starts
-from trimtab.samples.records import detect_format, open_rows
+from trimtab.samples.problems import parse_record
+from trimtab.samples.records import Lines, detect_format, open_rows, refuse_other_files, row_starts
 from trimtab.samples.sources import MediaRoot, whole_root
 from trimtab.specs import IntArray, ModelSpec, SampleTable
 

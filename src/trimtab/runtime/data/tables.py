@@ -27,7 +27,7 @@ _NAMES = ("offsets.npy", "indices.npy", "schedule.npy")
 class PlanTables:
     """Which sample rows each pack holds, and the packs of each step.
 
-    Only the last step may have empty slots, as `schedule_packs` leaves them; every pack is in one slot.
+    A slot may be empty: of a last step, or where a step of few samples has no pack for it. Every pack is in one slot.
     """
 
     offsets: IntArray  # (num_packs + 1,)
@@ -35,7 +35,8 @@ class PlanTables:
     schedule: IntArray  # (num_steps, dp, num_microbatches), -1 an empty slot
     digest: str  # tells plans apart: of the tables' content
     seed: int  # of the plan's shuffle; later epochs are shuffled from it too
-    last_packs: IntArray  # of the last step, micro-batch by micro-batch, without its empty slots
+    num_places: int  # slots in the order in which they run, up to the last that holds a pack
+    is_last_short: bool  # the last step holds fewer packs or samples than others: it stays the last of every epoch
 
     @property
     def num_packs(self) -> int:
@@ -79,7 +80,15 @@ def open_tables(folder: Path | str) -> PlanTables:
             f"{len(offsets) - 1} in {schedule.shape}: copy the whole folder that `trimtab plan` wrote"
         )
     digest = blake2b("".join(file.blake2b for file in files).encode())
-    return _tables(offsets, indices, schedule, digest=digest, seed=packing.seed, origin=str(folder))
+    return _tables(
+        offsets,
+        indices,
+        schedule,
+        digest=digest,
+        seed=packing.seed,
+        origin=str(folder),
+        global_batch=packing.global_batch,
+    )
 
 
 def hold_tables(packing: Packing, schedule: Schedule) -> PlanTables:
@@ -100,24 +109,35 @@ def hold_tables(packing: Packing, schedule: Schedule) -> PlanTables:
 
 
 def _tables(
-    offsets: IntArray, indices: IntArray, schedule: IntArray, *, digest: str, seed: int, origin: str
+    offsets: IntArray,
+    indices: IntArray,
+    schedule: IntArray,
+    *,
+    digest: str,
+    seed: int,
+    origin: str,
+    global_batch: int | None = None,
 ) -> PlanTables:
     whole = all(a.dtype == np.int64 for a in (offsets, indices, schedule))
     if not whole or offsets.ndim != 1 or indices.ndim != 1 or schedule.ndim != 3 or len(offsets) == 0:
         raise PlanError(f"the packs of {origin} have other shapes than a plan's: run `trimtab plan` again")
     if offsets[0] != 0 or offsets[-1] != len(indices):
         raise PlanError(f"the packs of {origin} point outside their samples: run `trimtab plan` again")
-    last = schedule[-1].T.reshape(-1) if len(schedule) else np.empty(0, np.int64)
-    last_packs = np.array(last[last >= 0], np.int64)
-    num_empty = schedule.size - (len(offsets) - 1)
-    if num_empty != len(last) - len(last_packs):
+    if schedule.size < len(offsets) - 1:
         raise PlanError(
-            f"{origin} has {schedule.size} slots for {len(offsets) - 1} packs, and {len(last) - len(last_packs)} empty "
-            "ones in its last step: every pack must have one slot, and only the last step may be short; "
-            "run `trimtab plan` again"
+            f"{origin} has {schedule.size} slots for {len(offsets) - 1} packs, and every pack needs one: run "
+            "`trimtab plan` again"
         )
+    last = schedule[-1].T.reshape(-1) if len(schedule) else np.empty(0, np.int64)
+    num_last = int(np.flatnonzero(last >= 0).max(initial=-1)) + 1
     return PlanTables(
-        offsets=offsets, indices=indices, schedule=schedule, digest=digest, seed=seed, last_packs=last_packs
+        offsets=offsets,
+        indices=indices,
+        schedule=schedule,
+        digest=digest,
+        seed=seed,
+        num_places=schedule.size - len(last) + num_last,
+        is_last_short=num_last < len(last) or (global_batch is not None and len(indices) % global_batch > 0),
     )
 
 
@@ -141,7 +161,7 @@ class Cursor:
     """A place in a run: what has been consumed of which epoch."""
 
     epoch: int = 0
-    packs_done: int = 0  # of the epoch's sequence when the current step began: the same number for any dp
+    packs_done: int = 0  # places of the epoch's sequence before the current step: the same number for any dp
     microbatches_done: int = 0  # by every rank in the current step
 
 
@@ -165,19 +185,18 @@ class Deal:
         return self.dp * self.num_microbatches
 
     def pack_at(self, epoch: int, place: int) -> int | None:
-        """The pack at one place of the epoch's sequence; None past its end."""
+        """The pack at one place of the epoch's sequence; None for an empty slot, and past its end."""
         tables = self.tables
         slots = tables.dp * tables.num_microbatches
-        if place >= tables.num_packs:
+        if place >= tables.num_places:
             return None
         step, slot = divmod(place, slots)
-        num_full = tables.num_packs // slots
-        if step == num_full:  # the short last step
-            return int(tables.last_packs[slot])
-        if epoch > 0 and self.reshuffle:
-            step = int(_order_of_steps(num_full, self.seed, epoch)[step])
+        num_moved = len(tables.schedule) - tables.is_last_short
+        if epoch > 0 and self.reshuffle and step < num_moved:
+            step = int(_order_of_steps(num_moved, self.seed, epoch)[step])
         microbatch, rank = divmod(slot, tables.dp)
-        return int(tables.schedule[step, rank, microbatch])
+        pack = int(tables.schedule[step, rank, microbatch])
+        return None if pack < 0 else pack
 
     def num_microbatches_left(self, cursor: Cursor) -> int:
         """Micro-batches of every rank from `cursor` to the end of its epoch."""
@@ -185,7 +204,7 @@ class Deal:
 
     def num_steps_left(self, cursor: Cursor) -> int:
         """Steps from `cursor` to the end of its epoch, the one it stands in included."""
-        return -(-(self.tables.num_packs - cursor.packs_done) // self.packs_per_step)
+        return -(-(self.tables.num_places - cursor.packs_done) // self.packs_per_step)
 
     def microbatches(self, rank: int, cursor: Cursor) -> Iterator[list[int]]:
         """Sample rows of each micro-batch of one rank, from `cursor` to the end of its epoch; [] is an empty pack."""
@@ -301,10 +320,10 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
             f"{deal.num_microbatches} on {deal.dp}: resume as before, or from a state taken between two steps"
         )
     cursor = Cursor(epoch=state["epoch"], packs_done=state["packs_done"], microbatches_done=state["microbatches_done"])
-    beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_packs
+    beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_places
     if not problems and (beyond or cursor.microbatches_done >= deal.num_microbatches):
         problems.append(
-            f"the state stands after pack {cursor.packs_done} of {deal.tables.num_packs} and micro-batch "
+            f"the state stands after place {cursor.packs_done} of {deal.tables.num_places} and micro-batch "
             f"{cursor.microbatches_done} of {deal.num_microbatches}, where no step is: resume from another checkpoint"
         )
     if problems:

@@ -1,0 +1,222 @@
+"""Advice: what makes a plan fit where nothing does, and what would tip a choice between settings that are a tie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.errors import PartitionError, PlanError
+from trimtab.lora import Lora
+from trimtab.partition.stages import split_stages
+from trimtab.plan.decide.case import MemoryBudget
+from trimtab.plan.decide.degrees import parallel_dims
+from trimtab.plan.decide.search import Member, choose_setting, list_members, price_member, tried_case
+from trimtab.plan.decide.simplest import CHOICE_ERROR, ChosenSetting, Priced
+from trimtab.plan.decide.work import select_rows
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.plan import TipEstimate
+from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
+from trimtab.units import format_bytes, format_degrees
+
+_MOST_SAMPLES = 512  # of the data that changes are tried on; the largest are among them
+_MOST_TIED = 3
+_MOST_MEMBERS = 24  # settings of a change that are tried, those of the smallest packs and most divided first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of a plan that does not fit."""
+
+    said: str  # as it is written on the command line
+    options: PlanOptions
+    cluster: ClusterSpec
+    samples: SampleTable
+
+
+def explain_misfit(
+    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, budget: MemoryBudget
+) -> str:
+    """The nearest setting, and each single change that makes something fit, the cheapest first; all were tried."""
+    samples = _largest_part(samples)
+    said = ""
+    nearest = _nearest(_members(model, samples, cluster, options, replace(budget, fill_bytes=2.0**62)), model, cluster)
+    if nearest is not None:
+        member, needed = nearest
+        said = (
+            f"The nearest is {format_degrees(member.profile.dims)}, ZeRO-{member.options.sharding}: with full "
+            f"recompute its fullest device needs {format_bytes(needed)}, of {format_bytes(budget.fill_bytes)} that may "
+            "be filled. "
+        )
+    fitting = [x.said for x in possible_changes(samples, cluster, options) if _fits(x, model, budget)]
+    if fitting:
+        return f"{said}Each of these makes a plan fit, the cheapest first: {'; '.join(fitting)}."
+    return f"{said}No single change that was tried makes a plan fit: take several, or a smaller model."
+
+
+def possible_changes(samples: SampleTable, cluster: ClusterSpec, options: PlanOptions) -> Iterator[Change]:
+    """Changes to try, those that cost least first; none that the target of the options does not have."""
+
+    def change(said: str, **fields: object) -> Change:
+        changed = replace(options, **fields)  # type: ignore[arg-type]  # fields by name
+        return Change(said=said, options=changed, cluster=cluster, samples=samples)
+
+    is_narrowed = bool(options.zero_stages or options.schedules or options.tp_degrees)  # by a framework
+    if options.zero_stage in (0, 1, 2) and not is_narrowed:
+        yield change("--zero-stage 3", zero_stage=3)
+    if options.recompute == "none":
+        yield change("--recompute auto", recompute="auto")
+    given = {name: getattr(options, name) for name in ("dp", "pp", "tp") if getattr(options, name) is not None}
+    if given:
+        yield change(f"leave {', '.join(f'--{name}' for name in given)} open", **dict.fromkeys(given))
+    if options.max_tokens is not None or options.max_patches is not None or options.num_microbatches is not None:
+        yield change(
+            "leave the limits and the number of packs open",
+            **dict.fromkeys(("max_patches", "max_tokens", "num_microbatches")),
+        )
+    if options.optimizer == "adamw" and options.lora is None and not is_narrowed:
+        yield change("--set optimizer=adamw_8bit", optimizer="adamw_8bit")
+    if not is_narrowed and "language" not in options.frozen_towers:
+        if options.lora is None:
+            yield change("--lora r=16", lora=Lora(r=16))
+        if options.lora is None or options.lora.bits == 16:
+            lora = replace(options.lora or Lora(r=16), bits=4)
+            yield change(f"--lora r={lora.r},bits=4", lora=lora)
+    if samples.num_patches.any():
+        yield Change(said="images of half the size", options=options, cluster=cluster, samples=_smaller(samples))
+    for times in (2, 4):
+        nodes = replace(cluster, num_nodes=cluster.num_nodes * times)
+        more = replace(options, dp=None if options.dp is None else options.dp * times)
+        yield Change(said=f"{nodes.num_devices} devices", options=more, cluster=nodes, samples=samples)
+
+
+def _members(
+    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, budget: MemoryBudget
+) -> list[Member]:
+    """Of each series the member of the smallest packs; those that divide the model most first."""
+    if not options.fills_packs and options.global_batch is not None:
+        options = replace(options, global_batch=min(options.global_batch, len(samples)))
+    try:
+        dims = list(parallel_dims(model, cluster, options, longest=int(samples.num_tokens.max())))
+        members, _ = list_members(model, samples, cluster, options, budget, dims)
+    except PlanError:
+        return []
+    smallest = {x.series: x for x in sorted(members, key=lambda x: -x.packs.samples_per_pack)}
+    found = [x for x in smallest.values() if x.options.schedule in ("1F1B", options.schedule)]
+    found.sort(key=lambda x: (-x.options.sharding, -x.profile.dims.pp * x.profile.dims.tp * x.profile.dims.cp))
+    return found[:_MOST_MEMBERS]
+
+
+def _nearest(members: Sequence[Member], model: ModelSpec, cluster: ClusterSpec) -> tuple[Member, float] | None:
+    """The member that needs least on its fullest device when all recomputes, and how much."""
+    found = list[tuple[Member, float]]()
+    for member in members:
+        case = tried_case(member, model, cluster, MemoryBudget.of(cluster, member.options))
+        try:
+            split = split_stages(replace(case.problem, memory_bytes=2.0**62, recompute="full"))
+        except PartitionError:
+            continue
+        found.append((member, split.peak_bytes))
+    return min(found, key=lambda x: x[1], default=None)
+
+
+def _fits(change: Change, model: ModelSpec, budget: MemoryBudget) -> bool:
+    for member in _members(model, change.samples, change.cluster, change.options, budget):
+        try:
+            price_member(member, model, change.cluster, budget, None)
+        except PartitionError:
+            continue
+        return True
+    return False
+
+
+def _largest_part(samples: SampleTable) -> SampleTable:
+    """Up to 512 samples, those of most patches and tokens among them."""
+    half = _MOST_SAMPLES // 4
+    rows = np.unique(
+        np.concatenate(
+            [
+                np.argsort(-samples.num_patches, kind="stable")[:half],
+                np.argsort(-samples.num_tokens, kind="stable")[:half],
+                np.linspace(0, len(samples) - 1, num=min(len(samples), _MOST_SAMPLES // 2)).astype(np.int64),
+            ]
+        )
+    )
+    return select_rows(samples, rows)
+
+
+def _smaller(samples: SampleTable) -> SampleTable:
+    """Half as many patches in every image, and as many fewer tokens as they make."""
+    half = samples.num_patches // 2
+    return replace(
+        samples,
+        num_patches=half,
+        patches_sq=samples.patches_sq // 4,
+        patches_windowed=samples.patches_windowed // 2,
+        image_patches=None if samples.image_patches is None else samples.image_patches // 2,
+        num_tokens=np.maximum(1, samples.num_tokens - half // 4),
+    )
+
+
+# -- ties -------------------------------------------------------------------------------------------------------------
+
+
+def tied_settings(chosen: ChosenSetting) -> tuple[Priced, ...]:
+    """The setting that is taken, and up to two others that divide the devices otherwise and are as fast by 5 %."""
+    best, found = chosen.best, [chosen.best]
+    for other in chosen.considered:
+        is_near = abs(other.samples_per_s / best.samples_per_s - 1) <= CHOICE_ERROR
+        if is_near and all(other.setting.dims != x.setting.dims for x in found):
+            found.append(other)
+    return tuple(found[:_MOST_TIED])
+
+
+def find_tips(
+    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, tied: Sequence[Priced]
+) -> tuple[TipEstimate, ...]:
+    """Which of the tied settings is the fastest where something is not as it was taken to be."""
+    kernels = "unfused kernels" if options.fused_kernels else "fused kernels"
+    slower = replace(cluster, node_link_bytes_per_s=cluster.node_link_bytes_per_s / 2)
+    others = [(kernels, cluster, replace(options, fused_kernels=not options.fused_kernels))]
+    if cluster.num_nodes > 1:
+        others.append(("half the network", slower, options))
+    if not options.fills_packs and options.global_batch is not None:
+        for said, batch in (
+            ("half the batch", options.global_batch // 2),
+            ("twice the batch", 2 * options.global_batch),
+        ):
+            if 1 <= batch <= len(samples):
+                others.append((said, cluster, replace(options, global_batch=batch)))
+    found = []
+    for said, there, changed in others:
+        speeds = dict[str, float]()
+        for setting in tied:
+            dims, own = setting.setting.dims, setting.options
+            fixed = {name: getattr(dims, name) for name in ("dp", "pp", "tp", "cp", "ep", "etp")}
+            plain = {"zero_stage": own.zero_stage, "schedule": own.schedule, "num_chunks": own.num_chunks}
+            asked = replace(changed, **fixed, **plain)  # type: ignore[arg-type]  # fields by name
+            try:
+                best = choose_setting(model, samples, there, asked, MemoryBudget.of(there, asked)).considered[0]
+            except (PartitionError, PlanError):
+                continue
+            speeds[setting.estimate.label] = best.samples_per_s
+        if speeds:
+            label, *rest = sorted(speeds, key=lambda x: -speeds[x])
+            ahead = speeds[label] / speeds[rest[0]] - 1 if rest else 0.0
+            found.append(TipEstimate(changed=said, fastest=label, ahead=round(ahead, 4)))
+    return tuple(found)
+
+
+def describe_tie(tied: Sequence[Priced], tips: Sequence[TipEstimate]) -> tuple[str, ...]:
+    """A sentence on what is undecided, and one on what would decide it; nothing where all is clear."""
+    if len(tied) < 2:
+        return ()
+    taken, *others = (setting.estimate.label for setting in tied)
+    said = [
+        f"Tie: {taken} is taken; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} within "
+        f"{100 * CHOICE_ERROR:g} %, closer than predictions can tell."
+    ]
+    tipping = [f"{tip.changed} ({tip.fastest}, {100 * tip.ahead:.1f} % ahead)" for tip in tips if tip.fastest != taken]
+    said.append(f"It would tip with {'; '.join(tipping)}." if tipping else "No change that was tried tips it.")
+    return tuple(said)

@@ -1,0 +1,330 @@
+"""Readers of formats: Parquet, Arrow's two IPC forms and Lance; WebDataset's shards; JSON lists.
+
+Every batch of columns is validated in full before a value of it is read: offsets and lengths in a file are a stranger's
+numbers, and pyarrow follows them anywhere in memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trimtab.address import Address
+from trimtab.errors import SampleError
+from trimtab.samples.problems import MAX_VALUES, BadRecordError, Groups, Record, parse_record, shorten
+from trimtab.samples.shapes import has_shape
+from trimtab.typed_json import STRICT, refuse_surrogates
+
+_BATCH_ROWS = 512  # made into records at once
+_BATCH_BYTES = 32 << 20  # of rows that are larger
+_BATCH_ROWS_LANCE = 128
+_ARROW_FILE = b"ARROW1"
+
+
+def open_parquet(path: Path) -> Any:
+    """pyarrow's ParquetFile."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path.open("rb") if isinstance(path, Address) else path)
+        _ = file.schema_arrow.names  # not every one is text
+    except (OSError, ValueError, SystemError, pyarrow.ArrowException) as error:
+        raise unreadable(path, "Parquet", error) from None
+    return file
+
+
+def parquet_groups(path: Path) -> Groups:
+    """Row groups."""
+    import pyarrow
+
+    file = open_parquet(path)
+
+    def records(groups: range, columns: Sequence[str]) -> Iterator[Any]:
+        sizes = [file.metadata.row_group(group) for group in groups]
+        rows, num_bytes = sum(x.num_rows for x in sizes), sum(x.total_byte_size for x in sizes)
+        batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, num_bytes)))
+        how = {"row_groups": groups, "columns": columns, "batch_size": batch_rows, "use_threads": False}
+        yield from _records_of(file.iter_batches(**how))
+
+    def open_group(group: int) -> Callable[[int], Any]:
+        try:
+            return _rows_of(file.read_row_group(group, use_threads=False))
+        except (OSError, ValueError, SystemError, pyarrow.ArrowException) as error:
+            raise unreadable(path, "Parquet", error) from None
+
+    return Groups(
+        names=file.schema_arrow.names,
+        counts=[file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)],
+        records=records,
+        open_group=open_group,
+    )
+
+
+def arrow_groups(path: Path) -> Groups:
+    """Record batches of an IPC stream (as `datasets` saves them) or an IPC file; a local file is mapped."""
+    import pyarrow
+
+    try:
+        source = path.open("rb") if isinstance(path, Address) else pyarrow.memory_map(str(path))
+        is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+        source.seek(0)
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        batches = [reader.get_batch(i) for i in range(reader.num_record_batches)] if is_file else list(reader)
+        names = reader.schema.names
+    except (OSError, ValueError, SystemError, pyarrow.ArrowException) as error:
+        raise unreadable(path, "an Arrow stream or file", error) from None
+
+    def records(groups: range, columns: Sequence[str]) -> Iterator[Any]:
+        for group in groups:
+            batch = batches[group].select(columns)
+            yield from _records_of(batch.slice(at, _BATCH_ROWS) for at in range(0, batch.num_rows, _BATCH_ROWS))
+
+    def open_group(group: int) -> Callable[[int], Any]:
+        try:
+            return _rows_of(batches[group])
+        except (ValueError, SystemError, pyarrow.ArrowException) as error:
+            raise unreadable(path, "an Arrow stream or file", error) from None
+
+    return Groups(
+        names=names,
+        counts=[batch.num_rows for batch in batches],
+        records=records,
+        open_group=open_group,
+    )
+
+
+def lance_groups(path: Path) -> Groups:
+    """Fragments of one version of a Lance data set, which its manifest names."""
+    try:
+        import lance
+    except ModuleNotFoundError:
+        raise SampleError(
+            f"{path.parent.parent} is a Lance data set, and Lance is not installed: pip install pylance"
+        ) from None
+    try:
+        number = int(path.stem)
+        version = 2**64 - 1 - number if len(path.stem) == 20 else number  # newer manifests count down
+        data = lance.dataset(str(path.parent.parent), version=version)
+        fragments = data.get_fragments()
+        counts = [fragment.count_rows() for fragment in fragments]
+    except (OSError, ValueError) as error:
+        raise unreadable(path.parent.parent, "a Lance data set", error) from None
+
+    def records(groups: range, columns: Sequence[str]) -> Iterator[Any]:
+        for group in groups:
+            how = {"columns": list(columns), "batch_size": _BATCH_ROWS_LANCE}
+            yield from _records_of(fragments[group].to_batches(**how))
+
+    def open_group(group: int) -> Callable[[int], Any]:
+        return lambda row: fragments[group].take([row]).to_pylist()[0]
+
+    return Groups(names=data.schema.names, counts=counts, records=records, open_group=open_group)
+
+
+def _records_of(batches: Iterable[Any]) -> Iterator[Any]:
+    """Rows as dicts; what pyarrow raises is a `ValueError` or an `OSError`."""
+    import pyarrow
+
+    try:
+        for batch in batches:
+            batch.validate(full=True)
+            yield from batch.to_pylist()
+    except (SystemError, pyarrow.ArrowException) as error:
+        raise ValueError(str(error)) from None
+
+
+def _rows_of(table: Any) -> Callable[[int], Any]:
+    table.validate(full=True)
+    return lambda row: table.slice(row, 1).to_pylist()[0]
+
+
+def unreadable(path: Path, what: str, error: Exception) -> SampleError:
+    return SampleError(f"{path} is not readable as {what}: {shorten(str(error), 200)}; write it again")
+
+
+# -- WebDataset: members of a tar that share a key are one sample ------------------------------------------------------
+
+
+_IMAGE_SUFFIXES = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm"))
+
+
+def read_tar(path: Path) -> Iterator[Record]:
+    """Members with one key (name up to the first dot of its last part), in sequence, are one sample.
+
+    `.json` holds the record, `.txt` a caption (user: the images, assistant: the caption), images are taken by number
+    and name. A name that comes twice within one sample makes it a bad one. Nothing is written to disk.
+    """
+    line, key, members, twice = 0, None, dict[str, bytes](), list[str]()
+    limit = path.stat().st_size
+    try:
+        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                if not member.isfile():
+                    continue
+                folder, _, name = member.name.rpartition("/")
+                stem, _, suffix = name.partition(".")
+                member_key = f"{folder}/{stem}" if folder else stem
+                if member_key != key and members:
+                    line += 1
+                    yield _tar_record(line, key, members, twice)
+                if member_key != key:
+                    key, members, twice = member_key, {}, []
+                if member.size > limit or member.issparse():
+                    raise tarfile.ReadError(f"member {shorten(member.name)} claims {member.size} bytes")
+                content = archive.extractfile(member)
+                assert content is not None, "a regular member has content"
+                if suffix.lower() in members:
+                    twice.append(member.name)
+                members[suffix.lower()] = content.read()
+            # tarfile takes a cut or damaged header for the end; the end is a block of zeros
+            file.seek(archive.offset)
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("no end mark, so the shard is cut or damaged")
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+        problem = BadRecordError("json", f"the tar ends here: {shorten(str(error), 120)}; write the shard again")
+        yield Record(line=line + 1, key=key, problem=problem)
+        return
+    if members:
+        yield _tar_record(line + 1, key, members, twice)
+
+
+def _tar_record(line: int, key: str | None, members: dict[str, bytes], twice: Sequence[str]) -> Record:
+    if twice:
+        names = ", ".join(shorten(name) for name in dict.fromkeys(twice))
+        reason = f"the shard holds {names} more than once in a row, and a loader would keep one: give each its own name"
+        return Record(line=line, key=key, problem=BadRecordError("id", reason))
+    images = tuple(members[suffix] for suffix in sorted(filter(_is_image, members), key=_natural))
+    value: object = None
+    try:
+        if "json" in members:
+            value = parse_record(members["json"])
+        if isinstance(value, dict) and (has_shape(value) or "txt" not in members):
+            return Record(line=line, key=key, value=value, images=images)
+        if "txt" in members:
+            text = members["txt"].decode("utf-8")
+            marks: Sequence[object] = [{"type": "image"} for _ in images]
+            turns = [{"role": "user", "content": marks}, {"role": "assistant", "content": text}]
+            return Record(line=line, key=key, value={"messages": turns}, images=images)
+    except BadRecordError as error:
+        return Record(line=line, key=key, problem=error)
+    except UnicodeDecodeError:
+        return Record(
+            line=line, key=key, problem=BadRecordError("type", "the .txt member is not UTF-8: encode it again")
+        )
+    reason = "the sample has neither a .json member, which holds an object, nor a .txt member: add one"
+    return Record(line=line, key=key, problem=BadRecordError("type", reason))
+
+
+def _is_image(suffix: str) -> bool:
+    return suffix.rpartition(".")[2] in _IMAGE_SUFFIXES
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """A sort key that puts 10.jpg after 2.jpg: every second piece is a number."""
+    pieces = re.split(r"([0-9]{1,18})", text)
+    return [(int(piece), "") if i % 2 else (-1, piece) for i, piece in enumerate(pieces)]
+
+
+# -- JSON lists, element by element: in linear time, and in the memory of the largest element --------------------------
+
+
+_BLOCK_BYTES = 1 << 22
+MAX_ELEMENT = 256 << 20  # characters
+_SPACE = re.compile(r"[ \t\n\r]*")
+_CUT = 16  # characters: an error so near the end of what was read may be the cut of a longer element
+
+
+def read_json_list(path: Path) -> Iterator[tuple[object, int]]:
+    """The elements of the list, each with the number of characters read so far.
+
+    `SampleError` where the file stops being one JSON list: what stands after that place cannot be told apart.
+    """
+    with path.open("rb") as file:
+        text = _Text(file)
+        try:
+            yield from _elements(text)
+        except json.JSONDecodeError as error:
+            raise _broken(path, f"{error.msg} at character {text.before + error.pos}") from None
+        except (ValueError, RecursionError) as error:
+            told = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise _broken(path, f"{told}, after character {text.before + text.at}") from None
+
+
+def _broken(path: Path, reason: str) -> SampleError:
+    return SampleError(
+        f"{path} is not JSON: {shorten(reason, 160)}; fix it (one JSON list is read whole: a JSON Lines file can skip "
+        "lines)"
+    )
+
+
+class _Text:
+    """The part of a file that is being parsed: `text[at:]` is what comes next."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._decoder = file, codecs.getincrementaldecoder("utf-8-sig")()
+        self.text, self.at, self.before, self.ended = "", 0, 0, False
+
+    def more(self) -> None:
+        """Half as much again behind the rest, so that an element of any length is tried few times."""
+        rest = self.text[self.at :]
+        if len(rest) > MAX_ELEMENT:
+            raise ValueError(f"an element is longer than {MAX_ELEMENT >> 20} Mi characters")
+        if len(rest) > MAX_VALUES and sum(map(rest.count, "[{,")) > MAX_VALUES:
+            raise ValueError(f"an element holds more than {MAX_VALUES:,} values")
+        block = self._file.read(max(_BLOCK_BYTES, len(rest)))
+        self.ended = not block
+        self.before += self.at
+        self.text, self.at = rest + self._decoder.decode(block, final=self.ended), 0
+
+    def mark(self) -> str:
+        """The next character that is no white space; "" at the end of the file."""
+        while True:
+            match = _SPACE.match(self.text, self.at)
+            assert match is not None
+            self.at = match.end()
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if self.ended:
+                return ""
+            self.more()
+
+    def element(self) -> object:
+        """One value, from here on."""
+        while True:
+            try:
+                value, end = STRICT.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - _CUT
+                if self.ended or not is_cut:
+                    raise
+            else:
+                if end < len(self.text) or self.ended:  # else a number may go on
+                    break
+            self.more()
+        start, self.at = self.at, end
+        return refuse_surrogates(value, self.text, start, end)
+
+
+def _elements(text: _Text) -> Iterator[tuple[object, int]]:
+    mark = text.mark()
+    assert mark == "[", "detect_format saw it"
+    text.at += 1
+    if text.mark() == "]":
+        text.at += 1
+    else:
+        while mark != "]":
+            text.mark()
+            value = text.element()
+            yield value, text.before + text.at
+            mark = text.mark()
+            if mark not in (",", "]"):
+                raise json.JSONDecodeError("Expecting ',' delimiter", text.text, text.at)
+            text.at += 1
+    if text.mark():
+        raise json.JSONDecodeError("Extra data", text.text, text.at)

@@ -1,0 +1,136 @@
+"""Records of every shape that data sets come in, and a map of columns for all others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_sets import PixelRule, png, write_jsonl
+
+from trimtab.errors import SampleError
+from trimtab.samples.problems import BadRecordError
+from trimtab.samples.rows import Conversation, read_conversation
+from trimtab.samples.shapes import read_columns
+from trimtab.samples.size import size_samples
+
+TURNS = [("user", ("What?",)), ("assistant", ("A cat.",))]
+WITH_IMAGE = [("user", (None, "What?")), ("assistant", ("A cat.",))]
+
+
+def turns(conversation: Conversation) -> list[tuple[str, tuple[Any, ...]]]:
+    return [(message.role, message.content) for message in conversation.messages]
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "expected"),
+    [
+        ({"instruction": "What?", "input": "", "output": "A cat."}, "", TURNS),
+        ({"query": "What?", "response": "A cat.", "images": ["a.png"]}, "", WITH_IMAGE),
+        ({"query": "<image>What?", "response": "A cat.", "images": ["a.png"]}, "", WITH_IMAGE),
+        ({"prompt": "What?", "completion": "A cat."}, "", TURNS),
+        (
+            {
+                "prompt": [{"role": "user", "content": "What?"}],
+                "completion": [{"role": "assistant", "content": "A cat."}],
+            },
+            "",
+            TURNS,
+        ),
+        ({"question": "What?", "answer": "A cat.", "image": "a.png"}, "", WITH_IMAGE),
+        ({"q": "What?", "label": "A cat.", "img": "a.png"}, "question=q,answer=label,image=img", WITH_IMAGE),
+        ({"talk": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A cat."}]}, "messages=talk", TURNS),
+        ({"caption": "A cat.", "image": "a.png"}, "", [("user", (None,)), ("assistant", ("A cat.",))]),
+        (
+            {"query": "What?", "response": "A cat.", "system": "Be kind.", "history": [["Hi", "Yo"]]},
+            "",
+            [("system", ("Be kind.",)), ("user", ("Hi",)), ("assistant", ("Yo",)), *TURNS],
+        ),
+    ],
+)
+def test_a_record_of_any_shape_is_a_conversation(record: Any, columns: str, expected: Any) -> None:
+    found = read_conversation(record, columns=read_columns(columns))
+    assert turns(found) == expected
+    assert len(found.images) == sum(message.num_images for message in found.messages)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"uid": 3, "body": "x"}, ["uid", "body", "--columns"]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["chosen", "--columns"]),
+        ({"question": "a", "answer": 3}, ["'answer'"]),
+        ({"query": "a", "response": "b", "history": ["c"]}, ["'history'"]),
+    ],
+)
+def test_what_fits_no_shape_is_refused_by_its_fields(record: Any, words: list[str]) -> None:
+    with pytest.raises(BadRecordError) as caught:
+        read_conversation(record)
+    assert caught.value.kind == "type"
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("text", ["question", "quest=a", "answer="])
+def test_a_map_of_other_meanings_is_refused(text: str) -> None:
+    with pytest.raises(SampleError, match="MEANING=FIELD"):
+        read_columns(text)
+
+
+def test_flat_columns_are_sized_and_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.png").write_bytes(png(40, 20))
+    rows = [{"q": "What?", "label": "A cat.", "img": "a.png", "mood": "calm", "source": "x"} for _ in range(3)]
+    write_jsonl(tmp_path / "d.jsonl", rows)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    how: Any = {"image_rule": PixelRule(), "tokenizer": None, "columns": "question=q,answer=label,image=img"}
+    lines = size_samples(tmp_path / "d.jsonl", **how)
+    assert lines.table.num_images.tolist() == [1, 1, 1]
+    named = [told for told in lines.assumptions if "mood" in told]
+    assert len(named) == 1
+    assert "source" not in named[0]
+    assert "label" not in named[0]
+    columns = size_samples(tmp_path / "d.parquet", **how)
+    assert columns.table.num_tokens.tolist() == lines.table.num_tokens.tolist()
+    assert any("mood" in told for told in columns.assumptions)
+
+
+# -- fields that change a sample --------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "tide"}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, TOOLS[0], json.dumps(TOOLS), json.dumps(TOOLS[0])])
+def test_tools_are_a_list_or_the_same_as_text(tools: Any) -> None:
+    record = {"tools": tools, "messages": [{"role": "user", "content": "What?"}]}
+    assert read_conversation(record).tools == tuple(TOOLS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": "tide"},
+        {"tools": 3},
+        {"chat_template_kwargs": "x"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]},
+        {"messages": [{"role": "user", "content": "a", "train": True}]},
+        {"messages": [{"role": "assistant", "content": "b", "weight": 1, "loss": False}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png", "resized_height": 28}]}]},
+    ],
+)
+def test_a_field_that_cannot_count_makes_a_bad_record(change: dict[str, Any]) -> None:
+    with pytest.raises(BadRecordError) as caught:
+        read_conversation({"messages": [{"role": "user", "content": "What?"}], **change})
+    assert caught.value.kind == "type"
+
+
+@pytest.mark.parametrize("field", ["loss", "train", "training", "weight"])
+def test_a_turn_says_whether_it_is_learnt(field: str) -> None:
+    said = [{"role": "assistant", "content": "a", field: value} for value in (True, False, 1, 0)]
+    assert [message.is_learnt for message in read_conversation({"messages": said}).messages] == [True, False] * 2
+
+
+def test_arguments_of_a_record_go_to_its_template() -> None:
+    record = {"chat_template_kwargs": {"enable_thinking": False}, "messages": [{"role": "user", "content": "What?"}]}
+    assert read_conversation(record).arguments == (("enable_thinking", False),)
