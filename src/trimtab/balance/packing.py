@@ -243,6 +243,12 @@ def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None, rows
         if column.shape != (len(samples),):
             raise PackingError(f"cost has shape {column.shape} for {len(samples)} samples: give one number per sample")
         column = np.asarray(column if rows is None else column[rows], np.float64)
+    check_costs(column)
+    return column
+
+
+def check_costs(column: FloatArray) -> None:
+    """Raise `PackingError` for a cost that compiled loops cannot add up or divide by."""
     if not (np.isfinite(column).all() and (column >= 0).all()):
         raise PackingError("cost holds a negative or non-finite number: give each sample a cost of 0 or more")
     smallest, largest = column[column > 0].min(initial=1.0), column.max(initial=1.0)
@@ -250,7 +256,6 @@ def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None, rows
         raise PackingError(
             f"cost holds {smallest:g} and {largest:g}: give 0, or {LEAST_COST:g} to {MOST_COST:g}; take another unit"
         )
-    return column
 
 
 def find_problems(fill: float | None, oversize: str, **counts: float) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.metrics import above_limits, lower_bound_packs, sum_columns
-from trimtab.balance.packing import PackResult, cost_column, describe_oversize, find_problems
+from trimtab.balance.packing import MOST_LIMIT, PackResult, check_costs, cost_column, describe_oversize, find_problems
 from trimtab.balance.pair import Goal, Packs, Scratch, make_goal, make_packs, make_scratch, share_pairs
 from trimtab.balance.window import deal, pair_extremes, repair
 from trimtab.compiled import UIntArray, below, compiled, inner, make_stream, next_u64, permutation
@@ -96,6 +96,9 @@ def share_step(
             f"a step of {len(sizes)} samples leaves {dp - len(sizes)} of {dp} ranks without one: "
             f"give a step {dp} samples or more, or use fewer ranks"
         )
+    if limits is not None and any(not 1 <= limit <= MOST_LIMIT for limit in limits):
+        raise PackingError(f"limits {limits} are not whole numbers from 1 to 2^53 - 1: give such ones, or None")
+    check_costs(cost)
     return _share_any(sizes, cost, limits, dp, num_microbatches, keys)
 
 
@@ -176,8 +179,8 @@ def _check(global_batch: int, dp: int, num_microbatches: int, limits: tuple[int,
             f"global_batch {global_batch} leaves {dp - global_batch} of {dp} ranks without a sample: "
             f"give {dp} or more, or use fewer ranks"
         )
-    if limits is not None and (len(limits) != 2 or min(limits) < 1):
-        problems.append(f"limits {limits} hold no sample: give max_patches and max_tokens, 1 or more each")
+    if limits is not None and (len(limits) != 2 or any(not 1 <= limit <= MOST_LIMIT for limit in limits)):
+        problems.append(f"limits {limits} are not two whole numbers from 1 to 2^53 - 1: give patches and tokens")
     if problems:
         raise PackingError(join_problems(problems))
 

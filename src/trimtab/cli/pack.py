@@ -82,12 +82,14 @@ def pack(
 
     from trimtab.balance.packing import pack_samples, refuse_empty, report_packing, warm_up
     from trimtab.files import write_atomically, written_together
-    from trimtab.plan.decide.epoch import describe_draw, draw_epoch
-    from trimtab.plan.file.yaml import pack_contents
     from trimtab.samples.lengths import read_lengths
 
     samples = read_lengths(sizes)
-    epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
+    epoch = None
+    if options.weights:  # the planner's modules are loaded where they are needed
+        from trimtab.plan.decide.epoch import draw_epoch
+
+        epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
     with told_of_compiling():
         warm_up(options.method)  # not part of the seconds below
     limits = _given_limits(options)
@@ -95,11 +97,14 @@ def pack(
     if options.iterations is not None:
         how["iterations"] = options.iterations
     started = time.process_time()
-    packed = epoch.of_table(pack_samples(epoch.drawn, method=options.method, limits=limits, **how))
+    packed = pack_samples(epoch.drawn if epoch else samples, method=options.method, limits=limits, **how)
+    packed = epoch.of_table(packed) if epoch else packed
     seconds = time.process_time() - started
     refuse_empty(packed.packing)
     balance = report_packing(samples, packed)
     if out is not None:
+        from trimtab.plan.file.yaml import pack_contents
+
         with written_together():
             for name, content in pack_contents(packed.packing, packed.schedule).items():
                 write_atomically(out / name, content)
@@ -114,14 +119,17 @@ def pack(
                 **{name: getattr(balance, name) for name in _FIGURES},
                 "seconds": seconds,
                 "unit": samples.patch_unit,
-                **({"mixture": epoch.sources} if epoch.sources else {}),
+                **({"mixture": epoch.sources} if epoch else {}),
             }
         )
         return
     from trimtab.report.tables import print_balance
 
-    for sentence in describe_draw(epoch.sources):
-        print(sentence)
+    if epoch:
+        from trimtab.plan.decide.epoch import describe_draw
+
+        for sentence in describe_draw(epoch.sources):
+            print(sentence)
     print_balance(samples, balance, seconds, console())
 
 
