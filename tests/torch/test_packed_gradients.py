@@ -55,9 +55,9 @@ def step_of_one_rank(model: Any, batches: list[dict[str, Any]], *, naive: bool) 
             loss.backward()
 
 
-def one_rank(rank: int, folder: str) -> None:
+def one_rank(rank: int, folder: str, cases: list[str]) -> None:
     errors: dict[str, float] = {}
-    for case in CASES:
+    for case in cases:
         packs = make_tiny_packs(case)
         wanted = {i for packs_of_rank in PACKS for pack in packs_of_rank for i in pack}
         samples = [packs.samples[i] for i in sorted(wanted) if i < len(packs.samples)]
@@ -78,10 +78,13 @@ def one_rank(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory) -> list[dict[str, float]]:
+def errors(request, tmp_path_factory) -> list[dict[str, float]]:
+    """Of the cases that the tests to be run have."""
+    items = [x for x in request.session.items if x.path == request.path]
+    cases = list(dict.fromkeys(x.callspec.params["case"] for x in items))
     folder = tmp_path_factory.mktemp("ranks")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    on_ranks(one_rank, str(folder), num_ranks=DP)
+    on_ranks(one_rank, str(folder), cases, num_ranks=DP)
     return [json.loads((folder / f"errors{rank}.json").read_text()) for rank in range(DP)]
 
 

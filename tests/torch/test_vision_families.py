@@ -125,7 +125,7 @@ def test_a_declaration_that_does_not_hold_is_found():
         assert check_family(model, clips, kind="video", family=GridFamily(frames=True)).features <= CLOSE
 
 
-def test_the_tower_itself_is_a_seam_too():
+def test_the_towers_own_forward_can_be_replaced_too():
     for name in ("qwen2_5_vl", "qwen3_vl"):
         model = make_model(name)
         arguments = make_arguments(name, model)
@@ -186,7 +186,7 @@ def test_what_belongs_to_the_text_is_left_out():
     read("qwen2_5_vl", cu_seq_lens_q=torch.zeros(2), video_position_ids=torch.zeros(2))
 
 
-def test_a_module_without_a_seam_is_refused():
+def test_a_module_without_such_a_function_is_refused():
     with pytest.raises(
         TrimtabError, match="Linear has 0 modules with get_image_features, and exactly one can be shared"
     ):

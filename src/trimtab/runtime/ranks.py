@@ -1,4 +1,4 @@
-"""Name the rank that the others of a group wait for.
+"""The processes of a run: torchrun's group, whom its ranks wait for, and what becomes of it when one fails.
 
 A collective does not say who is missing. So a thread of every rank writes once a second into the store of torch's
 processes: that the rank is alive, and how many common places of the program it has come to. The first and the last rank
@@ -249,7 +249,7 @@ def say(sentence: str) -> None:
     print(f"trimtab: {sentence}", file=sys.stderr, flush=True)
 
 
-# The processes of a run: torchrun's process group, what becomes of it when one fails, and who holds what.
+# -- the process group ----------------------------------------------------------------------------------------------
 
 
 Result = TypeVar("Result")

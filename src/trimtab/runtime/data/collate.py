@@ -1,4 +1,4 @@
-"""Processed samples of one pack to the keyword arguments of one forward: start at `PackedCollator.__call__`."""
+"""Processed samples of one pack to the arguments of one forward, and the loss of packs: start at `PackedCollator`."""
 
 from __future__ import annotations
 
@@ -244,9 +244,6 @@ def _num_axes(config: Any) -> int:
 def mrope_rows(lengths: Sequence[int], axes: Sequence[Tensor]) -> Tensor:
     """(1 + axes, 1, tokens): the text positions that mark where samples start, then temporal, height and width."""
     return torch.cat([text_positions(lengths), torch.cat(tuple(axes), dim=1)])[:, None]
-
-
-# Processed samples of one pack to the keyword arguments of one forward: start at `PackedCollator.__call__`.
 
 
 Attention = Literal["sdpa", "eager", "flash_attention_2"]

@@ -242,9 +242,6 @@ def make_text_filler(filler: MissingSample) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.zeros(length, dtype=torch.int64), "labels": torch.full((length,), IGNORED)}
 
 
-# Rows of a plan as the samples that a packed collator takes: ids, labels, and images as the processor cuts them.
-
-
 _UNREADABLE = ("json", "type", "path", "image", "video")
 """Kinds of bad records that say nothing about tokenizer and template."""
 

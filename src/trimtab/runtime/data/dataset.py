@@ -21,9 +21,6 @@ from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS
 from trimtab.runtime.data.tables import Cursor, PlanTables, cursor_from_state, cursor_to_state, make_deal, open_tables
 from trimtab.specs import SampleTable
 
-# A plan in torch's data loading: the batch sampler of one rank, the loader that knows its place, the data set.
-
-
 logger = logging.getLogger("trimtab")
 
 _COUNTERS = 256  # one for each worker process that may count at the same time

@@ -105,13 +105,6 @@ def _pair(size: Any) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-# What a pack of each family must look like: asked of Transformers, unless `models.families` declares it.
-#
-# A family that follows the conventions of Transformers 5 needs no declaration. Its masks come from positions that
-# restart, M-RoPE is known by `get_rope_index`, the keys of its images by the signatures of the functions that encode
-# them, and layers that carry a state along the row by their kinds.
-
-
 TOKEN_TYPE_KEYS: tuple[str, ...] = ("mm_token_type_ids", "token_type_ids")
 """What processors call 0 text, 1 image, 2 video per token; the second is Gemma's name."""
 

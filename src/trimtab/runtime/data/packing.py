@@ -108,9 +108,6 @@ def _first(base: Trace, other: Trace, pick: Callable[[Tensor], Tensor], bound: f
     return None
 
 
-# Is packing exact for the model at hand? `verify_packing` says so in seconds; runs of ours call `prepare_packing`.
-
-
 LOG = logging.getLogger("trimtab")
 GRADIENT_FACTOR = 3.0
 """Gradients may be off by so many bounds (found: 0.06 bounds in float32, 1.1 in bfloat16; bench/packing_exact.py)."""

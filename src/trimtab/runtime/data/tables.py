@@ -1,4 +1,4 @@
-"""A plan's packs as the training loop reads them: three tables, mapped into memory and never read whole."""
+"""A plan's packs as the training loop reads them: tables mapped into memory, and a place in any epoch of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from trimtab.errors import PlanError, join_problems
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.plan.file.yaml import load_plan, pack_contents, read_npy, table_path
 from trimtab.specs import IntArray, Packing, Schedule
-
-# A plan's packs as the training loop reads them: three tables, mapped into memory and never read whole.
-
 
 _NAMES = ("offsets.npy", "indices.npy", "schedule.npy")
 

@@ -37,8 +37,6 @@ from trimtab.runtime.pipeline.trace import (
 )
 from trimtab.runtime.recompute import apply
 
-# A Hugging Face model and a plan to this rank's part of a pipeline: `build_pipeline`.
-
 
 def build_pipeline(
     model: nn.Module,

@@ -41,9 +41,6 @@ from trimtab.runtime.pipeline.trace import (
 )
 from trimtab.runtime.vision.hooks import PatchedFunction
 
-# What crosses each cut of a model, for the micro-batch at hand: `Cuts`.
-
-
 Shape = tuple[int, ...]
 Rule = tuple[str | None, Fraction]
 """A quantity of the micro-batch and a factor; None: the factor is the size itself."""

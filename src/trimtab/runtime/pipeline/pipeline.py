@@ -260,9 +260,6 @@ def exchange_tied(tied: TiedWeight, group: Any) -> None:
     parameter.grad = own + other
 
 
-# One rank's part of a pipeline, and one step of it: start at `Pipeline.step`.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What one step computed, the same on every rank."""

@@ -180,17 +180,6 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-# What each layer reads of the others, found by one run of the model's own forward on zeros.
-#
-# Layers are hollow: each is run alone, on fake weights, for the shapes of what it returns, and hands on zeros. All code
-# between layers is run as it is, and autograd records what it makes of those zeros: from what enters a layer its graph
-# leads back to the layers that made it. So it is not written down for any family which tensors cross a cut: hidden
-# states, DeepStack features, rows that cross-attention reads, per-layer embeddings, a position bias. What the functions
-# that encode images return counts as made by one more layer, so that nothing of the tower is run after it.
-#
-# All of it is on the host, and zeros take no memory as long as no code writes into them.
-
-
 HOST = torch.device("cpu")
 
 

@@ -27,15 +27,6 @@ from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.chain import upwards
 from trimtab.runtime.placing.folder import StoredTensor
 
-# A device map read against the model it is for: which module lies where, and where it runs.
-#
-# A *unit* is a module that lies on one device and is called as a whole. The units of a map are disjoint and hold every
-# tensor, but for those that a module above them owns itself. A model around other models, or around the embedding, is
-# no unit whatever the map says: `generate` and the outer forward call its parts past it. No prefix of another name can
-# then be taken for a unit, also by readers that compare letters instead of path parts (Transformers 5 takes `layers.10`
-# for a part of `layers.1`).
-
-
 CPU = torch.device("cpu")
 
 

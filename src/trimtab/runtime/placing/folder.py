@@ -128,9 +128,6 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         ) from None
 
 
-# What a model folder says of itself: its configuration, its class in Transformers, the names of its tensors.
-
-
 _DTYPE = re.compile(r"auto|(torch\.)?b?float\d+\w*")
 _LARGEST = 10**7  # ten times the largest vocabulary; positions, which may be more, are no "size"
 

@@ -27,8 +27,6 @@ from trimtab.runtime.placing.folder import (
     read_generation,
 )
 
-# Loads a model folder onto the devices that a placement names, ready to generate.
-
 
 def load_placed(
     path: str | Path,

@@ -131,12 +131,6 @@ def _budget_words(case: Case) -> str:
     return f"memory of {format_bytes(budget.total_bytes)}, of which {format_bytes(budget.fill_bytes)} may be filled,"
 
 
-# OmniBal's memory steps on the device itself (arXiv 2407.20761); read `probe`.
-#
-# The paper: recompute everything and see what is left; switch some layers off and see what they take; set as many as
-# fit.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedKind:
     """What recompute of one layer frees, for one micro-batch of the heaviest pack."""

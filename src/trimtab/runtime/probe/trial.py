@@ -116,9 +116,6 @@ def meter_of(device: torch.device) -> Meter:
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
 
 
-# One run of a rank's stages under a recompute choice, and what they held.
-
-
 CURES = "give more memory (--budget) or a larger --risk, or plan with more stages or smaller packs"
 
 

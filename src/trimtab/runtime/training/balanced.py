@@ -95,9 +95,6 @@ def step_loader(given: DataLoader[Any], sampler: PlanBatchSampler, collate: Any,
     )
 
 
-# `balanced`: one line puts a plan under a Transformers `Trainer`, TRL's among them, or under an Accelerate loop.
-
-
 LOG = logging.getLogger("trimtab")
 
 _HOSTS = ("transformers", "trl", "llamafactory", "swift", "axolotl")

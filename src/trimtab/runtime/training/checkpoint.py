@@ -37,14 +37,6 @@ from trimtab.runtime.ranks import on_first_rank, tell
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.samples.problems import shorten
 
-# Checkpoints of a training run: safetensors through torch.distributed.checkpoint, and a small JSON file of progress.
-#
-# A folder `step-00000100` holds one safetensors file a rank and `progress.json`; nothing in it is pickled. Names are
-# those of the Hugging Face model, of a tied weight the first one, so another split of the model, or another number of
-# data-parallel ranks, finds its own part. A folder is written beside its name and renamed when it is whole: a killed
-# run leaves no half checkpoint. What a disk or a copy does to it later is found by the checksums in `progress.json`.
-
-
 _FOLDER = re.compile(r"step-(\d{8})")
 _PROGRESS = "progress.json"
 _TEXT_FILES = {".json", ".jinja", ".txt", ".model"}  # of tokenizer, processor and chat template

@@ -97,9 +97,6 @@ def merged(tensors: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     return found
 
 
-# The loop behind `trimtab train`: a plan's packs through a plan's stages, on torch's own parts; read `train`.
-
-
 def train(settings: TrainSettings) -> list[StepRecord]:
     """Train as `settings.plan` says, on the ranks torchrun started; one process runs alone. The steps of this call.
 

@@ -26,9 +26,6 @@ from trimtab.runtime.layout import TorchSchedule
 from trimtab.samples.table import is_saved_table, sized_files
 from trimtab.specs import ModelSpec, SampleTable
 
-# What a plan does not say about a run, and the learning rate of each step.
-
-
 Decay = Literal["constant", "linear", "cosine"]
 Dtype = Literal["float32", "bfloat16"]
 

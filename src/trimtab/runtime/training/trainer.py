@@ -116,12 +116,6 @@ def _unreadable(path: Path, error: Exception) -> PlanError:
     )
 
 
-# A user's own Transformers `Trainer` on a plan: its packs in its order, their loss, and the place in every checkpoint.
-#
-# Nothing here is of one version of Transformers: the loader is our own, which the Trainer of 4.57 to 5.23 runs as it
-# is.
-
-
 LOG = logging.getLogger("trimtab")
 
 STATE_FILE = "trimtab_plan.json"

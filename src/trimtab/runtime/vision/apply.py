@@ -32,8 +32,6 @@ from trimtab.runtime.vision.hooks import (
 from trimtab.runtime.vision.inputs import GRIDS, PIXELS, Family, GridFamily, find_family, tower_flops
 from trimtab.runtime.vision.outputs import each_tensor
 
-# Put a handle on a model: `vision_dp`, `vision_heartbeat`, and `vision_dp_from_plan` as a plan decides.
-
 
 def vision_dp(
     model: nn.Module,

@@ -98,12 +98,6 @@ def _without_pixels(inputs: VisionInputs) -> VisionInputs:
     return replace(inputs, parts=parts, fixed={})
 
 
-# One call of a vision tower, shared among the ranks of a group: each encodes its part, and rows are exchanged.
-#
-# `encode_same` is for ranks that hold the same images: all of them get all rows (gather). `encode_own` is for ranks
-# with images of their own: pixels go out, and the rows of one's own images come back (dispatch).
-
-
 Exchange = Literal["gather", "dispatch"]
 
 

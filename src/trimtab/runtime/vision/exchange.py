@@ -29,23 +29,6 @@ from torch.autograd.function import once_differentiable
 from trimtab.errors import TrimtabError
 from trimtab.specs import IntArray
 
-# Rows of image features between the ranks of a group, and the exact adjoint of that in the backward.
-#
-# Why the backward is a sum and nothing else. Rank s encodes rows e_s with its copy of the tower's parameters θ and
-# every rank r computes a loss ℓ_r from gathered rows e = (e_1, ..., e_N). With Σ_r ℓ_r = κ L, L the loss of one
-# process,
-#
-#     Σ_s ∂(Σ_r ℓ_r)/∂e_s · ∂e_s/∂θ  =  κ ∂L/∂θ,      and      ∂(Σ_r ℓ_r)/∂e_s  =  Σ_r ∂ℓ_r/∂e_s :
-#
-# each rank must receive the gradients that *all* ranks have for its rows, added up (reduce-scatter). The gradients of θ
-# then add up over the ranks to κ ∂L/∂θ, as those of the replicated text parameters do. So a host that sums parameter
-# gradients needs κ = 1, one that averages them needs κ = N, and vision is right exactly where text is. Keeping the own
-# slice of the own gradient drops the other ranks' terms; multiplying it by N puts the own term in their place: both are
-# wrong as soon as ranks read different rows. `gradients.py` names the conventions.
-#
-# Symbols: N ranks, T rows in all, D features.
-
-
 MAX_PADDING = 1.25
 """All-gather pads every rank's rows to the most; past this factor rows go by all-to-all, which pads nothing."""
 

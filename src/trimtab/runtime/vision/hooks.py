@@ -17,8 +17,6 @@ from trimtab.errors import TrimtabError
 from trimtab.runtime.vision.agreement import Control, compare_kinds
 from trimtab.runtime.vision.inputs import PIXELS, Family, Kind, VisionInputs
 
-# The functions that are replaced on a model's instance: where image features come out.
-
 
 class StandIn:
     """Stands for a function of a module, on the instance. A copy of the module has the function itself again."""

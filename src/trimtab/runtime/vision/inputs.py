@@ -17,8 +17,6 @@ from trimtab.errors import TrimtabError
 from trimtab.models.asking.inputs import first_int, vision_config
 from trimtab.specs import IntArray
 
-# What a call of the vision tower is given, divided into atoms that any rank can encode alone.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:

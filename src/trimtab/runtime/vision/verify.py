@@ -18,9 +18,6 @@ from trimtab.runtime.vision.hooks import Place, find_functions
 from trimtab.runtime.vision.inputs import Family, Kind, find_family
 from trimtab.runtime.vision.outputs import read_features, rows_of, write_features
 
-# Is vision data parallel right in this setup? Measured on the host's own loss of one small batch, in seconds.
-
-
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
 """Largest relative difference of gradients that is taken for rounding, by the type of the parameters."""
 
