@@ -42,13 +42,16 @@ def test_only_what_the_loop_runs_is_decided(run: Run, plan: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--tp", "2"), "tp 2 was asked for with --for trimtab, which runs tp 1: give that, or leave --tp out"),
+        (("--tp", "2"), "tp 2 was asked for with --for trimtab, which runs tp 1: give that, or leave tp out"),
         (("--zero-stage", "3"), "zero_stage 3 was asked for with --for trimtab, which runs zero_stage 0"),
         (
             ("--set", "schedule=ZBH1"),
             "schedule ZBH1 was asked for with --for trimtab, which runs schedule 1F1B or GPipe",
         ),
-        (("--pp", "4", "--set", "num_microbatches=2"), "1F1B with 2 micro-batches on 4 stages was asked for"),
+        (
+            ("--pp", "4", "--set", "num_microbatches=2", "--set", "schedule=1F1B"),
+            "1F1B with 2 micro-batches on 4 stages was asked for",
+        ),
     ],
 )
 def test_what_the_loop_cannot_run_is_refused_before_a_plan_is_written(

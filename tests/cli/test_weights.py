@@ -97,14 +97,14 @@ def without_mixture(plan: Any) -> Any:
 
 def test_what_fit_writes_is_checked(run: Run, mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the mixture lost, it would not pass for a plan."""
-    from trimtab.plan.decide import expressible
+    from trimtab.plan.file import reload
 
     def lose(*parts: object, **more: object) -> Any:
         made = assemble(*parts, **more)  # type: ignore[arg-type]
         return replace(made, plan=without_mixture(made.plan))
 
-    assemble = expressible.assemble_plan
-    monkeypatch.setattr(expressible, "assemble_plan", lose)
+    assemble = reload.assemble_plan
+    monkeypatch.setattr(reload, "assemble_plan", lose)
     result = run("export", "deepspeed", mixed, "--fit", tmp_path / "fit", "--json")
     assert result.code == 2
     assert "fit, and it does not hold: make it again from a plan that `trimtab check` passes" in result.json["error"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from trimtab.balance.balanced import Aim
 from trimtab.balance.cost import LinearCost, default_cost
 from trimtab.balance.metrics import BalanceReport, above_limits, report_balance
 from trimtab.balance.schedule import TOLERANCE, Groups, complete_rows, schedule_packs
@@ -15,6 +14,9 @@ from trimtab.errors import PackingError, join_problems, refuse_type
 from trimtab.options import Order, Oversize, PackMethod
 from trimtab.shown import html_table, three_lines
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
+
+if TYPE_CHECKING:
+    from trimtab.balance.balanced import Aim
 
 METHODS: tuple[PackMethod, ...] = get_args(PackMethod)
 PADDED_METHODS: tuple[PackMethod, ...] = ("random", "length_group", "device_group")
@@ -98,13 +100,23 @@ def pack_samples(
     >>> packed.num_packs, int(packed.sums(tiles).max())
     (4, 6)
     """
-    from trimtab.balance.balanced import aim_for, pack_balanced  # loads numba
-    from trimtab.compiled import scatter
+    from trimtab.compiled import scatter  # loads numba
 
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
     cost = default_cost(samples) if cost is None else cost
-    keys: dict[str, int] = {"seed": seed, "epoch": epoch}
+    how = _How(
+        method=method,
+        limits=tuple(limits),
+        dp=dp,
+        seed=seed,
+        epoch=epoch,
+        aim=fill,
+        rows_alike=order != "random",
+        filters=filters,
+        iterations=iterations,
+        batch_size=batch_size,
+    )
     know_limits = method not in PADDED_METHODS
     large = _find_oversize(samples, limits) if know_limits else np.empty(0, np.int64)
     if len(large) and oversize == "error":
@@ -113,9 +125,8 @@ def pack_samples(
     # 1. parts of the data set; one, unless it is large
     num_parts = max(1, -(-len(samples) // SHARD_SAMPLES)) if method == "balanced" else 1
     rows, starts = scatter(len(samples), num_parts, seed, epoch)
-    aim: Aim | float | None = fill
     counts, pack_sums = [np.empty(0, np.int32)], [np.empty((0, 3 if order != "random" or num_microbatches > 1 else 0))]
-    num_packed, rows_alike = 0, order != "random"
+    num_packed = 0
     for part in range(num_parts):
         # 2. its samples; those above a limit are packs of their own, or nobody's
         own = rows[starts[part] : starts[part + 1]].copy() if num_parts > 1 else rows
@@ -124,28 +135,9 @@ def pack_samples(
         small, alone = np.flatnonzero(~above), np.flatnonzero(above & (oversize == "alone"))
         columns, own_cost = (sizes[small], per_sample[small]) if above.any() else (sizes, per_sample)
         # 3. packs
-        if len(small) == 0:
-            groups = Groups(small, np.zeros(1, np.int64))
-        elif method == "balanced":
-            if num_parts > 1 and not isinstance(aim, Aim):  # the same for all parts
-                aim = aim_for(columns, own_cost, limits=limits, dp=dp, fill=aim, rows_alike=rows_alike, **keys)
-            groups = pack_balanced(
-                columns,
-                own_cost,
-                limits=limits,
-                dp=dp,
-                aim=aim,
-                num_others=len(alone),
-                rows_alike=rows_alike,
-                shard=part,
-                **keys,
-            )
-        elif method == "isf":
-            from trimtab.balance.published import pack_isf
-
-            groups = pack_isf(columns, limits=limits, filters=filters, iterations=iterations, **keys)
-        else:
-            groups = _batch(method, columns[:, 1].astype(np.float64), batch_size, dp, seed, epoch)
+        if part == 0 and num_parts > 1:  # the same aim for all parts
+            how = replace(how, aim=how.choose_aim(columns, own_cost))
+        groups = how.pack(columns, own_cost, num_others=len(alone), part=part)
         groups = complete_rows(groups, small, alone, columns, limits, dp=dp, keys=(seed, epoch), shard=part)
         # 4. in the place of the samples that they hold
         rows[num_packed : num_packed + len(groups.members)] = own[groups.members]
@@ -168,8 +160,56 @@ def pack_samples(
     )
     assert len(packing.indices) + len(packing.oversize) == len(samples), "a sample was lost"
     sums = np.concatenate(pack_sums) if pack_sums[0].shape[1] else np.empty((packing.num_packs, 0))
-    schedule = schedule_packs(sums, dp=dp, num_microbatches=num_microbatches, order=order, tolerance=tolerance, **keys)
+    when = {"num_microbatches": num_microbatches, "seed": seed, "epoch": epoch}
+    schedule = schedule_packs(sums, dp=dp, order=order, tolerance=tolerance, **when)
     return PackResult(packing=packing, schedule=schedule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """What `pack_samples` was given, for one part of the samples after the other."""
+
+    method: PackMethod
+    limits: tuple[int, ...]
+    dp: int
+    seed: int
+    epoch: int
+    aim: Aim | float | None  # a number: the fill
+    rows_alike: bool
+    filters: tuple[int, int] | None
+    iterations: int
+    batch_size: float
+
+    def choose_aim(self, columns: IntArray, cost: FloatArray) -> Aim | float | None:
+        """The aim of these samples, where there are any."""
+        from trimtab.balance.balanced import Aim, aim_for
+
+        if len(columns) == 0:
+            return self.aim
+        assert not isinstance(self.aim, Aim), "an aim is chosen once"
+        how = {"dp": self.dp, "seed": self.seed, "epoch": self.epoch}
+        return aim_for(columns, cost, limits=self.limits, fill=self.aim, rows_alike=self.rows_alike, **how)
+
+    def pack(self, columns: IntArray, cost: FloatArray, *, num_others: int, part: int) -> Groups:
+        """Packs of samples (n, 2) that each fit a pack alone."""
+        if len(columns) == 0:
+            return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
+        keys = {"seed": self.seed, "epoch": self.epoch}
+        if self.method == "balanced":
+            from trimtab.balance.balanced import pack_balanced
+
+            how = {"dp": self.dp, "num_others": num_others, "shard": part, **keys}
+            return pack_balanced(columns, cost, limits=self.limits, aim=self.aim, rows_alike=self.rows_alike, **how)
+        from trimtab.balance import published
+
+        if self.method == "isf":
+            how_often = {"iterations": self.iterations, **keys}
+            return published.pack_isf(columns, limits=self.limits, filters=self.filters, **how_often)
+        lengths = columns[:, 1].astype(np.float64)
+        if self.method == "random":
+            return published.batch_randomly(len(lengths), batch_size=self.batch_size, dp=self.dp, **keys)
+        batch = published.batch_by_length if self.method == "length_group" else published.batch_by_device
+        return batch(lengths, batch_size=self.batch_size, dp=self.dp, **keys)
 
 
 def report_packing(
@@ -266,16 +306,6 @@ def find_problems(fill: float | None, oversize: str, **counts: float) -> list[st
     if fill is not None and not 0.5 <= fill <= 1.0:
         problems.append(f"fill {fill} is not a share of the packs' room: give 0.5 to 1, or none to have it chosen")
     return problems
-
-
-def _batch(method: PackMethod, lengths: FloatArray, batch_size: float, dp: int, seed: int, epoch: int) -> Groups:
-    from trimtab.balance.published import batch_by_device, batch_by_length, batch_randomly
-
-    if method == "random":
-        return batch_randomly(len(lengths), batch_size=batch_size, dp=dp, seed=seed, epoch=epoch)
-    if method == "length_group":
-        return batch_by_length(lengths, batch_size=batch_size, dp=dp, seed=seed, epoch=epoch)
-    return batch_by_device(lengths, batch_size=batch_size, dp=dp, seed=seed, epoch=epoch)
 
 
 def _check(

@@ -96,7 +96,7 @@ def make_plan(
             # GPipe holds all packs of a step: fewer samples a step may fit, where nobody asked for so many
             if asked.global_batch is not None or options.schedule != "GPipe" or (options.global_batch or 1) == 1:
                 advice = explain_misfit(model, epoch.drawn, cluster, options, budget)
-                raise PartitionError(f"{error}\n{advice}") from None
+                raise PartitionError(f"{error}\n{advice}".rstrip()) from None
             options = replace(options, global_batch=(options.global_batch or 1) // 2)
     settled = _settle(model, epoch, cluster, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split

@@ -40,15 +40,15 @@ def explain_misfit(
 ) -> str:
     """The nearest setting, and each single change that makes something fit, the cheapest first; all were tried."""
     samples = _largest_part(samples)
-    said = ""
+    # the bytes of every setting, were there room: none where something else than memory rules them out
     nearest = _nearest(_members(model, samples, cluster, options, replace(budget, fill_bytes=2.0**62)), model, cluster)
-    if nearest is not None:
-        member, needed = nearest
-        said = (
-            f"The nearest is {format_degrees(member.profile.dims)}, ZeRO-{member.options.sharding}: with full "
-            f"recompute its fullest device needs {format_bytes(needed)}, of {format_bytes(budget.fill_bytes)} that may "
-            "be filled. "
-        )
+    if nearest is None:
+        return ""
+    member, needed = nearest
+    said = (
+        f"The nearest is {format_degrees(member.profile.dims)}, ZeRO-{member.options.sharding}: with full recompute "
+        f"its fullest device needs {format_bytes(needed)}, of {format_bytes(budget.fill_bytes)} that may be filled. "
+    )
     fitting = [x.said for x in possible_changes(samples, cluster, options) if _fits(x, model, budget)]
     if fitting:
         return f"{said}Each of these makes a plan fit, the cheapest first: {'; '.join(fitting)}."

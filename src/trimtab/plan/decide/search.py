@@ -169,7 +169,10 @@ def list_members(
     members, refusals = list[Member](), list[Refusal]()
     packs_of: PacksOf | None = None
     global_batch = default_global_batch(cluster, options, len(samples))
+    num_blocks = sum(layer.kind == "block" for layer in model.layers)
     for dims in divisions:
+        if options.pp is None and dims.pp > num_blocks:
+            continue
         if dims.dp > global_batch and not options.fills_packs:
             refusals.append(Refusal(dims=dims, error=too_few_samples(global_batch, dims.dp)))
             continue
@@ -185,6 +188,8 @@ def list_members(
             # how samples pack hardly depends on the degrees but dp and cp: by the costs of the first
             packs_of = packs_of or _pack_maker(model, samples, cluster, options, profile)
             for schedule, num_chunks in _schedules(options, dims):
+                if options.schedule == "auto" and num_chunks > 1 and dims.pp * num_chunks > num_blocks:
+                    continue  # a stage would have no block
                 own = replace(sharded, schedule=schedule, num_chunks=num_chunks, pp=dims.pp)
                 try:
                     for packs in packs_of(own, dims):
@@ -294,7 +299,7 @@ def _filled_packs(
     reason: PartitionError | None = None
     for per_pack, packed, extremes in made:
         count = options.num_microbatches or max(1, round(global_batch / (dims.dp * per_pack * unit))) * unit
-        over = options.num_microbatches is None and dims.dp * per_pack > 1.25 * global_batch
+        over = options.num_microbatches is None and dims.dp * unit * per_pack > 1.25 * global_batch
         if over and found:
             break  # larger steps than other settings are priced with would look like speed
         if refused := refuse_over(options, dims, per_pack):
