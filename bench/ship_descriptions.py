@@ -18,16 +18,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.errors import ConfigError, TrimtabError
 from trimtab.models.asking.inputs import quietly
 from trimtab.models.asking.internvl_chat import chat_config, published_fields
 from trimtab.models.asking.model import complete, describe_fields
-from trimtab.models.describe import image_rule, image_rule_by_processor
+from trimtab.models.describe import TEXT_ONLY, find_positions, image_rule, image_rule_by_processor
 from trimtab.models.description import description_bytes
 from trimtab.models.families import REMOTE
 from trimtab.models.images.rules import UnsettledRule
 from trimtab.models.shipped import flat_fields, nested_fields
 
 SOURCE = Path(__file__).parent / "data" / "model_zoo.json"
+PORTED = ("InternVL2", "InternVL3")  # families with folders in Transformers' form
 DEMO = Path(__file__).parents[1] / "src" / "trimtab" / "demo" / "tiny_model"
 ZOO = Path(__file__).parents[1] / "src" / "trimtab" / "models" / "zoo"
 
@@ -38,9 +40,13 @@ def main() -> None:
         if "open" in entry:
             print(f"left out {name}: {entry['open']}")
             continue
-        lines[name] = describe_entry(name, entry)
+        try:
+            lines[name] = describe_entry(name, entry)
+        except (TrimtabError, AssertionError) as error:
+            print(f"left out {name}: {str(error).splitlines()[0][:160]}")
+            continue
         names[name] = entry.get("names", [])
-        if entry["config"]["model_type"] == REMOTE:
+        if entry["config"]["model_type"] == REMOTE and name.startswith(PORTED):
             lines[f"{name}-HF"] = _port(f"{name}-HF", entry)
     text = "".join(f"{name}\t{json.dumps(x, separators=(',', ':'))}\n" for name, x in sorted(lines.items()))
     (ZOO / "models.jsonl").write_text(text, encoding="utf-8")
@@ -54,12 +60,21 @@ def describe_entry(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     config, files = entry["config"], entry["files"]
     model = describe_fields(config)
     settings = next(iter(files.values()), None)
+    whole = config
+    if model.family != REMOTE:
+        with quietly():
+            whole = json.loads(json.dumps(complete(config).to_dict(), default=str))
+        whole.pop("image_seq_length", None)  # of the class's own image size
     try:
-        rule, markup = image_rule(config, settings), None
-    except Exception:  # a family without a formula
-        rule, markup = image_rule_by_processor(config, files, settings)
-    assert not isinstance(rule, UnsettledRule), f"{name}: {rule.reason}"
-    model = replace(model, name=name, image_rule=rule, image_markup=markup, asked_of=())
+        rule, markup = image_rule(whole, settings), None
+    except ConfigError:  # a family without a formula
+        rule, markup = image_rule_by_processor(whole, files, settings)
+    if model.indices("vision"):
+        assert not isinstance(rule, UnsettledRule), rule.reason
+    else:
+        rule = UnsettledRule(reason=TEXT_ONLY)
+    model = replace(model, name=name, image_rule=rule, image_markup=markup, asked_of=(), clip_rule=None)
+    model = replace(model, max_positions=find_positions(config))
     model = replace(model, notes=(*model.notes[1:], *entry.get("notes", ())))  # the first says the versions
     made = {**json.loads(description_bytes(model)), "config": config, "sources": entry["sources"]}
     return {**made, "assumed": dict(_assumed(config))}

@@ -6,6 +6,7 @@ parent never unpickles. A child that takes too long, takes too much memory or cr
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -297,9 +298,17 @@ class _GoneError(Exception):
 
 
 @cache
-def _idle(_process: int) -> list[LimitedChild]:
+def _idle(process: int) -> list[LimitedChild]:
     """Children of this process that wait: one starts in a third of a second, a question takes a millisecond."""
-    return []
+    idle: list[LimitedChild] = []
+    atexit.register(_close_all, idle, process)
+    return idle
+
+
+def _close_all(idle: list[LimitedChild], process: int) -> None:
+    if os.getpid() == process:  # a fork of it has the list too
+        for child in idle:
+            child.close()
 
 
 @contextmanager

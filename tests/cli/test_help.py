@@ -71,7 +71,8 @@ def test_settings_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_a_package_that_is_missing_or_of_another_version_is_named(
     run: Run, drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trimtab.limited._idle", lambda _: [])  # a child that waits has the real one
+    own: list[Any] = []  # a child that waits already has the real one
+    monkeypatch.setattr("trimtab.limited._idle", lambda _: own)
     monkeypatch.syspath_prepend(tmp_path)
     fake = tmp_path / "tokenizers.py"
     fake.write_text("raise ModuleNotFoundError('it is not there', name='tokenizers')")
@@ -92,6 +93,8 @@ def test_a_package_that_is_missing_or_of_another_version_is_named(
         "trimtab: this needs another version of tokenizers than 0.1 (cannot import name 'AddedToken' from "
         "'tokenizers'): pip install -U 'trimtab[data]'\n",
     )
+    for child in own:
+        child.close()
 
 
 def test_other_image_sizes_are_told_by_their_limits(run: Run, drawn: Path, tmp_path: Path) -> None:

@@ -112,6 +112,6 @@ def test_ranks_that_do_not_divide_the_packs_are_refused(plan: Path, tmp_path: Pa
 
 def test_a_video_is_refused_by_name(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = {"video": "a.mp4", "conversations": [{"from": "human", "value": "<video>"}]}
-    monkeypatch.setattr("trimtab.adapters.host_packs.read_conversation", lambda _: read_conversation(clip))
+    monkeypatch.setattr("trimtab.adapters.host_packs.read_conversation", lambda _, **__: read_conversation(clip))
     with pytest.raises(SampleError, match=r"sample \S+: it holds a video, and these packs carry only images"):
         write_energon_packs(plan, tmp_path / "packs")
