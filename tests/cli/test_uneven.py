@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.cli.uneven import megatron_flags
+from trimtab.cli.describe import megatron_flags
 
 
 def test_the_answer_beside_the_optimum(run):

@@ -17,7 +17,7 @@ from probe_runs import bench_of, settings_of, write_probed
 from rich.console import Console
 
 import trimtab
-from trimtab.cli.probe import print_probe
+from trimtab.cli.run import print_probe
 from trimtab.costs.measured.traced_step import trace_step
 from trimtab.costs.profile import load_profile
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError

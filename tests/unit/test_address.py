@@ -84,7 +84,7 @@ def test_finished_chunks_are_kept_behind_an_address(
 
 
 def test_a_plan_leads_to_its_addresses(store: str) -> None:
-    from trimtab.cli.show import data_files
+    from trimtab.cli.report import data_files
     from trimtab.plan.file.yaml import record_to_yaml
     from trimtab.samples.sources import find_sources
 

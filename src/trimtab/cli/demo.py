@@ -22,7 +22,7 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Run the whole flow on a small data set of images that is drawn here: no download, no GPU, no torch."""
-    from trimtab.cli.show import data_files, plan_json, plan_with_progress, write_all
+    from trimtab.cli.report import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.devices import parse_cluster
     from trimtab.demo.draw import draw_dataset, write_model
     from trimtab.models.describe import describe

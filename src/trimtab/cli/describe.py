@@ -1,18 +1,24 @@
-"""`trimtab describe` and `trimtab image-size`: a model's layers, and what an image costs its two towers."""
+"""`trimtab describe`, `image-size` and `uneven`: a model's layers, what an image costs, a published rule for stages."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trimtab.cli.data import ConfigArgument, ImageOptions
 from trimtab.cli.output import JsonOption, console, print_json
 from trimtab.cli.settings import verb
-from trimtab.errors import ConfigError, ImageError
+from trimtab.errors import ConfigError, ImageError, PartitionError
+
+if TYPE_CHECKING:
+    from trimtab.partition.published import StageMemory, UnevenModel, UnevenSplit
+
 
 OutOption = Annotated[
     Path | None, typer.Option(help="Write a description file here: every verb takes it as CONFIG, without torch.")
@@ -94,3 +100,121 @@ def read_size(text: str) -> tuple[int, int]:
     if match is None:
         raise ImageError(f"{text!r} is not an image size: write width x height in pixels, as in 1920x1080")
     return int(match[1]), int(match[2])
+
+
+# -- trimtab uneven ----------------------------------------------------------------------------------------------------
+
+
+GB = 1e9  # the notebook's
+
+
+def uneven(
+    config: ConfigArgument,
+    pp: Annotated[int, typer.Option(min=2, help="Pipeline stages.")] = 2,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree.")] = 1,
+    first: Annotated[
+        int | None, typer.Option(min=0, help="Show what your own number of layers on the first stage costs.")
+    ] = None,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sample in the language model, images included.")] = 1024,
+    image: Annotated[str, typer.Option(help="Width and height of a sample's image in pixels.")] = "224x224",
+    micro_batch: Annotated[int, typer.Option(min=1, help="Samples of a micro-batch.")] = 1,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Activations by the notebook's FP8 formula.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Layers for uneven pipeline stages by Pai-Megatron-Patch's notebook: FLOPs, split, memory, flags.
+
+    Beside its answer: the optimum in the same FLOPs. `trimtab plan` decides by seconds and bytes of every layer.
+    """
+    from trimtab.models.describe import describe
+    from trimtab.partition.published import stage_memory, uneven_model
+
+    model = describe(config)
+    counted = uneven_model(model, image=read_size(image), decoder_tokens=seq)
+    splits, no_answer = _splits(counted, pp, first)
+    memory = {name: stage_memory(counted, x.counts, tp=tp, batch=micro_batch, fp8=fp8) for name, x in splits.items()}
+    if as_json:
+        rows = {
+            name: {**asdict(split), "flags": megatron_flags(split.counts)[0], "memory": memory[name]}
+            for name, split in splits.items()
+        }
+        print_json({"model": model.name, "no_answer": no_answer, **asdict(counted), "splits": rows})
+        return
+    print(
+        f"{model.name}: {counted.vision_tokens:,} patches and {counted.decoder_tokens:,} tokens a sample. "
+        f"TFLOP, forward and backward:\n"
+        f"vision tower {counted.vision_flops / 1e12:.4f}, projector {counted.projector_flops / 1e12:.4f}, "
+        f"a language layer {counted.llm_layer_flops / 1e12:.5f} (x {counted.llm_layers})"
+    )
+    _print_splits(splits, memory)
+    print(f"GB = 10^9 bytes of one micro-batch, tp {tp}; 1F1B holds up to pp of them on the first stage.")
+    if no_answer:
+        print(f"The rule has no answer here: {no_answer}.")
+    chosen = splits.get("the rule", splits["optimum"]) if first is None else splits["yours"]
+    print(_advice(chosen, splits["optimum"]))
+
+
+def _splits(counted: UnevenModel, pp: int, first: int | None) -> tuple[dict[str, UnevenSplit], str | None]:
+    """Those to compare by name, and why the rule's is not among them."""
+    from trimtab.partition.published import best_split, flops_split, priced_split, split_with
+
+    optimum, no_answer = best_split(counted, pp=pp), None  # first: it refuses more stages than layers
+    splits = {"even": priced_split(counted, [(counted.llm_layers + i) // pp for i in range(pp)][::-1])}
+    try:
+        splits["the rule"] = flops_split(counted, pp=pp)
+    except PartitionError as error:
+        no_answer = str(error)
+    splits["optimum"] = optimum
+    if first is not None:
+        splits["yours"] = split_with(counted, first, pp=pp)
+    return splits, no_answer
+
+
+def megatron_flags(counts: Sequence[int]) -> tuple[str, str]:
+    """Megatron-LM's flags for these layers, and why the notebook's two do not say them ("" where they do)."""
+    from trimtab.adapters.megatron import layout_of
+
+    first, *middle, last = counts
+    if len(set(counts)) == 1:
+        return "", ""
+    plain = (
+        f"--decoder-first-pipeline-num-layers {first}",
+        f"--decoder-last-pipeline-num-layers {last}",
+    )
+    if first and last and len(set(middle)) <= 1:
+        return " ".join(plain), ""
+    why = "a count of 0 is refused by Megatron-Core" if not (first and last) else "middle stages have to be alike"
+    return f"--pipeline-model-parallel-layout '{layout_of(counts)}'", why
+
+
+def _tell(counts: Sequence[int]) -> str:
+    """ "3/15x2/14" for 3, 15, 15 and 14 layers."""
+    runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
+    return "/".join(
+        f"{count}x{length}" if length > 1 and len(counts) > 2 else "/".join([str(count)] * length)
+        for count, length in runs
+    )
+
+
+def _print_splits(splits: dict[str, UnevenSplit], memory: dict[str, tuple[StageMemory, ...]]) -> None:
+    from trimtab.report.table import Column, Table, numeric, print_table
+
+    rows = []
+    for name, split in splits.items():
+        first, *middle, last = (f"{stage.total_bytes / GB:.3f}" for stage in memory[name])
+        figures = (first, max(middle, key=float, default="-"), last, f"{memory[name][0].vision_bytes / GB:.3f}")
+        rows.append((name, _tell(split.counts), f"{1 + split.imbalance:.4f}", *figures))
+    columns = numeric("Layers", "Slowest\n/ mean", "M_first,\nGB", "M_middle,\nGB", "M_last,\nGB", "M_vit,\nGB")
+    print_table(Table(title="Splits", columns=(Column("Split"), *columns), rows=rows), console())
+
+
+def _advice(chosen: UnevenSplit, best: UnevenSplit) -> str:
+    lost = (1 + chosen.imbalance) / (1 + best.imbalance) - 1
+    if lost < 1e-9:
+        return f"It is the optimum of its own FLOPs.\n{_flags(chosen)}"
+    better = f"Not the optimum of its own FLOPs: {_tell(best.counts)} ends {lost:.1%} earlier."
+    return f"{better}\n{_flags(best)}\n{_tell(chosen.counts)}: {_flags(chosen)}"
+
+
+def _flags(split: UnevenSplit) -> str:
+    flags, why = megatron_flags(split.counts)
+    return f"Flags: {flags or 'none, the stages are even.'}" + (f" ({why})" if why else "")

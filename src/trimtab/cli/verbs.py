@@ -18,7 +18,7 @@ VERBS = MappingProxyType(
             "Plan the training of CONFIG on DATA: packs, stages and recompute, compared with the unbalanced baseline.",
         ),
         "predict": (
-            "predict:predict",
+            "plan:predict",
             "Predict step time, memory and idle of a run you already have on DATA; nothing is decided.",
         ),
         "check": (
@@ -26,12 +26,12 @@ VERBS = MappingProxyType(
             "Check coverage, limits, memory and input hashes of PLAN; exit code 1 when something does not hold.",
         ),
         "probe": (
-            "probe:probe",
+            "run:probe",
             "Run PLAN's heaviest packs through MODEL, alone or under torchrun as `trimtab train`; "
             "choose recompute that fits.",
         ),
         "train": (
-            "train:train",
+            "run:train",
             "Train MODEL as PLAN says: `torchrun --nproc-per-node N --no-python trimtab train PLAN MODEL`, or alone.",
         ),
         "report": (
@@ -39,7 +39,7 @@ VERBS = MappingProxyType(
             "Simulate PLAN again and write report.html (self-contained) and trace.json (for Perfetto).",
         ),
         "serve": (
-            "serve:serve",
+            "map:serve",
             "Serve MODEL_DIR on this machine by Transformers' own OpenAI application, one request at a time.",
         ),
         "map": (
@@ -59,7 +59,7 @@ VERBS = MappingProxyType(
             "Price every layer of CONFIG: forward and backward seconds, share, rate, and how far they may be off.",
         ),
         "size": (
-            "size:size",
+            "data:size",
             "Count images, ViT patches and LLM tokens of every sample of DATA, from image headers and the tokenizer.",
         ),
         "pack": (
@@ -67,7 +67,7 @@ VERBS = MappingProxyType(
             "Pack the samples of SIZES and print pad ratio, dist ratios, fill and shuffle quality.",
         ),
         "uneven": (
-            "uneven:uneven",
+            "describe:uneven",
             "Layers for uneven pipeline stages by Pai-Megatron-Patch's notebook: FLOPs, split, memory, flags.",
         ),
         "export": (

@@ -1,4 +1,4 @@
-"""`trimtab probe`: what a plan's layers keep on the device that is here, and the recompute that fits its memory."""
+"""`trimtab train` and `trimtab probe`: a plan carried out, alone or on the processes that torchrun started."""
 
 from __future__ import annotations
 
@@ -11,11 +11,34 @@ import typer
 from trimtab.cli.output import JsonOption, console, log, print_json
 from trimtab.cli.settings import verb
 from trimtab.runtime.probe.settings import ProbeSettings
+from trimtab.runtime.training.settings import TrainSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from trimtab.runtime.probe.run import ProbeResult
+
+
+@verb
+def train(
+    settings: TrainSettings,
+    as_json: JsonOption = False,
+) -> None:
+    """Train MODEL as PLAN says: `torchrun --nproc-per-node N --no-python trimtab train PLAN MODEL`, or alone."""
+    from trimtab.runtime.training.loop import train as run
+
+    records = run(settings)
+    if as_json and os.environ.get("RANK", "0") == "0":
+        print_json(
+            {
+                "steps": len(records),
+                "loss": records[-1].loss if records else None,
+                "log": str(settings.out / "run.jsonl"),
+            }
+        )
+
+
+# -- trimtab probe -----------------------------------------------------------------------------------------------------
 
 
 @verb
@@ -29,7 +52,7 @@ def probe(
     Everything recomputes first, then one layer of each kind does not, then the best choice runs. On the CPU the memory
     is a budget that is counted.
     """
-    from trimtab.cli.show import plan_json, write_all
+    from trimtab.cli.report import plan_json, write_all
     from trimtab.plan.file.check import refuse_broken
     from trimtab.runtime.probe.run import probe as run  # torch: only for what can be run
 
