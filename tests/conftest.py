@@ -14,6 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from plain_cases import mark_the_rest
 
+pytest_plugins = ["refusals"]
+
 SOURCE = Path(__file__).parents[1] / "src" / "trimtab"
 
 # before anything imports torch, and for every process a test starts; set them yourself to test with more

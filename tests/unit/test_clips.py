@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
 
+from refusals import refused
 from trimtab.errors import ConfigError, ImageError
 from trimtab.models.images import asked as clips
 from trimtab.samples.encode import ConversationEncoder
@@ -161,7 +162,7 @@ def test_without_a_tokenizer_or_the_processors_files_that_is_said(tmp_path):
 def test_a_header_is_read_by_pyav_which_may_be_missing(tmp_path, monkeypatch):
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42 and nothing more")
     monkeypatch.setitem(sys.modules, "av", None)
-    with (tmp_path / "a.mp4").open("rb") as file, pytest.raises(ConfigError, match=r"trimtab\[video\]"):
+    with (tmp_path / "a.mp4").open("rb") as file, refused(ConfigError):
         read_clip(file, "a.mp4")
 
 
@@ -185,7 +186,7 @@ def test_files_of_every_container_are_read_and_damaged_ones_are_bad(tmp_path):
         assert frames.shape == (4, 48, 64, 3)
         assert (frames[1] == frames[2]).all()
         assert frames[3].mean() > frames[1].mean() + 40, "later frames are brighter"
-        with path.open("rb") as file, pytest.raises(BadRecordError, match="ends before frame 20"):
+        with path.open("rb") as file, refused(BadRecordError, "20"):
             read_frames(file, "a", [3, 20])
         whole = path.read_bytes()
         for damaged in (b"", whole[:40], b"x" * len(whole), whole[: len(whole) // 2] + bytes(len(whole) // 2)):
@@ -218,7 +219,7 @@ def test_a_frame_of_another_size_than_the_header_says_is_bad(tmp_path):
                 container.mux(packet)
     with (
         (tmp_path / "a.mkv").open("rb") as file,
-        pytest.raises(BadRecordError, match="frame 1 of 32 x 48"),
+        refused(BadRecordError, "1", "32", "48"),
     ):
         read_frames(file, "a", [0, 1])
 
@@ -234,7 +235,7 @@ def test_clips_are_asked_for_once_and_refused_in_the_processors_words(monkeypatc
 
     rule = clips.AskedClips(question='{"config": {}}', windows=(2, 4))
     monkeypatch.setattr(clips, "is_installed", lambda: False)
-    with pytest.raises(ConfigError, match="videos are counted by the model's own processor: "):
+    with refused(ConfigError):
         rule.prepare([CLIP])
     monkeypatch.setattr(clips, "is_installed", lambda: True)
     monkeypatch.setattr(clips, "ask", ask)
@@ -242,7 +243,7 @@ def test_clips_are_asked_for_once_and_refused_in_the_processors_words(monkeypatc
     rule.prepare([CLIP, short, CLIP])
     rule.prepare([CLIP])
     assert asked == ["images", "clips"]
-    with pytest.raises(ImageError, match="1 frames of 64 x 48 pixels, its processor says: give more frames"):
+    with refused(ImageError, "1", "64", "48"):
         rule.count_clip(short)
     # two tiles of 8 x 16 patches are two windows each, of 64 patches that see one another
     answer["rows"] = [[256, 64, 2, 32768, 1, 8, 16]]

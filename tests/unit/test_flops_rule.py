@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from refusals import refused
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.partition.published import (
@@ -112,7 +113,7 @@ def test_a_described_model_is_counted_by_its_own_layers_and_patches():
     own = {**asdict(NOTEBOOK), "patch_values": 2 * 588, "vision_layers": 32}  # two frames a patch; the real depth
     assert asdict(counted) == own
     assert flops_split(counted, pp=2).counts == (13, 15)
-    with pytest.raises(PartitionError, match=r"one feed-forward a layer, and \S+ of \S+ has experts or none"):
+    with refused(PartitionError):
         uneven_model(describe("Qwen3-VL-30B-A3B"), image=(224, 224), decoder_tokens=1024)
 
 
@@ -141,13 +142,11 @@ def test_more_stages_follow_the_rule():
 
 
 def test_messages():
-    with pytest.raises(PartitionError, match=r"splits into 2 to 28 stages, .* 1 were asked for: choose such a pp"):
+    with refused(PartitionError, "2", "28", "1"):
         flops_split(NOTEBOOK, pp=1)
-    with pytest.raises(PartitionError, match=r"splits into 2 to 28 stages, .* 29 were asked for: choose such a pp"):
+    with refused(PartitionError, "2", "28", "29"):
         best_split(NOTEBOOK, pp=29)
-    with pytest.raises(PartitionError, match=r"the first stage cannot have 29 of 28 language layers: give 0 to 28"):
+    with refused(PartitionError, "29", "28", "0"):
         split_with(NOTEBOOK, 29, pp=2)
-    with pytest.raises(
-        PartitionError, match=r"cannot divide 28 language layers among 20 stages: its rounding up leaves -\d+"
-    ):
+    with refused(PartitionError, "28", "20"):
         flops_split(NOTEBOOK, pp=20)

@@ -7,6 +7,7 @@ import struct
 import pytest
 from sample_sets import png_of
 
+from refusals import refused
 from trimtab.errors import ImageError
 from trimtab.samples.media import MAX_PIXELS, image_size
 
@@ -120,16 +121,16 @@ def test_jpeg_with_an_appendix_is_whole_but_a_thumbnails_end_marker_does_not_cou
     whole = encode((64, 48), "JPEG")
     assert image_size(whole + bytes(2_000_000)) == (64, 48)
     thumbnail = b"\xff\xe1" + struct.pack(">H", 4) + b"\xff\xd9"
-    with pytest.raises(ImageError, match="truncated: a JPEG"):
+    with refused(ImageError, "JPEG"):
         image_size(whole[:2] + thumbnail + whole[2:-2])
 
 
 def test_more_pixels_than_pillow_opens_or_than_is_asked_for_are_refused():
     assert image_size(png_of(MAX_PIXELS // 2, 2)) == (MAX_PIXELS // 2, 2)
-    with pytest.raises(ImageError, match="more than 178956970"):
+    with refused(ImageError, "178956970"):
         image_size(png_of(MAX_PIXELS // 2 + 1, 2))
     for name in ("png", "gif", "webp lossy"):
-        with pytest.raises(ImageError, match="64 x 48 pixels, more than 3071"):
+        with refused(ImageError, "64", "48", "3071"):
             image_size(VALID[name], max_pixels=64 * 48 - 1)
 
 
@@ -182,10 +183,10 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path, "/dev/zero", tmp_path / "fifo"):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with pytest.raises(ImageError, match="folder or a device"):
+        with refused(ImageError):
             image_size(fd)
         os.close(fd)
-    with pytest.raises(ImageError, match="cannot read the image"):
+    with refused(ImageError):
         image_size(fd)
 
 

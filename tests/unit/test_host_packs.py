@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from plans import size_and_plan
 
+from refusals import refused
 from trimtab.adapters.data_files import PlannedPacks, read_planned
 from trimtab.adapters.host_packs import write_energon_packs
 from trimtab.errors import PlanError, SampleError
@@ -106,12 +107,12 @@ def test_a_new_export_leaves_no_index_of_the_older_shards(plan: Path, tmp_path: 
 
 def test_ranks_that_do_not_divide_the_packs_are_refused(plan: Path, tmp_path: Path) -> None:
     num_packs = read_planned(plan).packing.num_packs
-    with pytest.raises(PlanError, match=rf"{num_packs} packs were to be shared by {num_packs - 1} ranks, and Energon"):
+    with refused(PlanError, num_packs, num_packs - 1):
         write_energon_packs(plan, tmp_path, ranks=num_packs - 1)
 
 
 def test_a_video_is_refused_by_name(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = {"video": "a.mp4", "conversations": [{"from": "human", "value": "<video>"}]}
     monkeypatch.setattr("trimtab.adapters.host_packs.read_conversation", lambda _, **__: read_conversation(clip))
-    with pytest.raises(SampleError, match=r"sample \S+: it holds a video, and these packs carry only images"):
+    with refused(SampleError):
         write_energon_packs(plan, tmp_path / "packs")

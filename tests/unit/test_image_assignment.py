@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusals import refused
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import (
     keep_at_home,
@@ -137,15 +138,15 @@ def test_no_images_and_one_rank():
 @pytest.mark.parametrize(
     ("cost", "num_ranks", "rule", "message"),
     [
-        ([1.0], 0, "balanced", "cannot be shared among 0 ranks: give a group of at least 1"),
-        ([1.0], 2, "greedy", "'greedy' is not a rule to share images by: choose one of balanced, contiguous"),
-        ([1.0, -2.0], 2, "balanced", "the cost of image 1 is -2: give finite numbers that are not negative"),
-        ([float("nan")], 2, "contiguous", "the cost of image 0 is nan: give finite"),
-        ([[1.0]], 2, "balanced", r"costs of shape \(1, 1\) are not one number for each image: give a flat list"),
+        ([1.0], 0, "balanced", ("0", "1")),
+        ([1.0], 2, "greedy", "greedy"),
+        ([1.0, -2.0], 2, "balanced", ("1", "-2")),
+        ([float("nan")], 2, "contiguous", "0"),
+        ([[1.0]], 2, "balanced", "1"),
     ],
 )
 def test_bad_input_is_named(cost, num_ranks, rule, message):
-    with pytest.raises(PackingError, match=message):
+    with refused(PackingError, message):
         share_images(cost, num_ranks, rule=rule)
 
 

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusals import refused
+
 pytest.importorskip("tokenizers", reason="the [data] extra is not installed")
 pytest.importorskip("jinja2", reason="the [data] extra is not installed")
 pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
@@ -64,7 +66,7 @@ def test_images_that_do_not_add_up_are_refused(tmp_path):
     for wrong in ([8, 8, 12], [12, 0, 16, 0], [-4, 16, 16]):
         object.__setattr__(table, "image_patches", np.array(wrong, np.int64))
         save_sizing(SizingResult(table=table), tmp_path / "t.npz")
-        with pytest.raises(SampleError, match="the patches of its images are not those of its samples"):
+        with refused(SampleError):
             load_table(tmp_path / "t.npz")
 
 
@@ -73,7 +75,7 @@ def test_patches_of_a_sample_without_images_are_refused(tmp_path):
     object.__setattr__(table, "num_images", np.array([2, 0], np.int32))
     object.__setattr__(table, "image_patches", np.array([4, 8], np.int64))
     save_sizing(SizingResult(table=table), tmp_path / "t.npz")
-    with pytest.raises(SampleError, match="the patches of its images are not those of its samples"):
+    with refused(SampleError):
         load_table(tmp_path / "t.npz")
 
 

@@ -26,6 +26,7 @@ from image_configs import (
     RULES,
 )
 
+from refusals import refused
 from trimtab.errors import ConfigError, ImageError
 from trimtab.models.describe import image_rule
 from trimtab.models.images.limits import with_limits
@@ -65,7 +66,7 @@ def test_squares_are_between_an_even_split_and_one_segment(rule: ImageRule, widt
 )
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_bad_sizes_are_refused(rule, size):
-    with pytest.raises(ImageError, match=r"cannot count an image of .* whole numbers from 1 to 2147483647: check"):
+    with refused(ImageError, "1", "2147483647"):
         rule.count(*size)
 
 
@@ -141,14 +142,14 @@ def test_windows_keep_the_rest_at_the_borders():
 @pytest.mark.parametrize("rule", [image_rule(QWEN25, QWEN_FILE), image_rule(QWEN3, QWEN3_FILE)])
 def test_smart_resize_refuses_slivers_beyond_200(rule):
     assert rule.count(200 * 7, 7).patches > 0
-    with pytest.raises(ImageError, match=r"1401 x 7 pixels: one side is more than 200 times the other.*: crop"):
+    with refused(ImageError, "1401", "7", "200"):
         rule.count(1401, 7)
 
 
 def test_glm_asks_for_the_ratio_after_it_enlarged_the_short_side():
     rule = image_rule(GLM, GLM_FILE)
     assert rule.count(200, 1).tokens == 200
-    with pytest.raises(ImageError, match="more than 200 times"):
+    with refused(ImageError, "200"):
         rule.count(201, 1)
 
 
@@ -168,24 +169,24 @@ def test_limits_tighten_a_rule():
 @pytest.mark.parametrize(
     ("rule", "limits", "message"),
     [
-        (image_rule(LLAVA), {"max_pixels": 5}, "cannot set max_pixels 5 on image rule fixed: .*: leave max_pixels out"),
-        (image_rule(NEXT), {"max_tiles": 5}, "cannot set max_tiles 5 on image rule llava_anyres: .*: leave max_tiles"),
+        (image_rule(LLAVA), {"max_pixels": 5}, ("max_pixels", "5")),
+        (image_rule(NEXT), {"max_tiles": 5}, ("max_tiles", "5", "llava_anyres")),
         (
             image_rule(QWEN25, QWEN_FILE),
             {"max_pixels": 0},
-            "between 0 and 0 pixels: .*: change min_pixels or max_pixels",
+            ("0", "min_pixels", "max_pixels"),
         ),
-        (image_rule(INTERNVL_CHAT), {"max_tiles": 0}, "into 0 to 0 tiles: .*: change the least or the largest"),
+        (image_rule(INTERNVL_CHAT), {"max_tiles": 0}, "0"),
     ],
 )
 def test_limits_that_a_rule_cannot_take_are_refused(rule, limits, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, message):
         with_limits(rule, **limits)
 
 
 @pytest.mark.parametrize("limits", [{"max_pixels": 10**30}, {"max_pixels": 2.5}, {"max_pixels": True}])
 def test_limits_of_no_image_are_refused(limits):
-    with pytest.raises(ConfigError, match="max_pixels"):
+    with refused(ConfigError, "max_pixels"):
         with_limits(image_rule(QWEN25, QWEN_FILE), **limits)
-    with pytest.raises(ConfigError, match=r"into 1 to 1000000000 tiles: .* at most 4096: change"):
+    with refused(ConfigError, "1", "1000000000", "4096"):
         with_limits(image_rule(INTERNVL_CHAT), max_tiles=HUGE)

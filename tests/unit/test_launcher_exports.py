@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from export_cases import by_counts, cut, decide, first_block, make_model
+from refusals import refused
 from trimtab.adapters import megatron_hosts, pai_megatron
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.launch_files import from_megatron
@@ -74,9 +75,7 @@ def test_every_way_of_megatron_is_exported_as_it_is():
 
 def test_a_forbidden_cut_is_refused():
     model = make_model(forbidden=frozenset({BLOCK + 1}), reason="DeepStack")
-    with pytest.raises(
-        UnsupportedPlanError, match=r"cuts stages before layers.1, which the model forbids \(DeepStack\)"
-    ):
+    with refused(UnsupportedPlanError, "layers.1", "DeepStack"):
         megatron(model, by_counts(model, 1, 11))
 
 
@@ -100,7 +99,7 @@ def test_bridge_copies_the_recompute_to_qwen3_vls_tower_alone():
 
 def test_bridge_refuses_a_family_without_provider():
     model = make_model(family="internvl")
-    with pytest.raises(UnsupportedPlanError, match=r"family internvl, and Megatron-Bridge 0.6 has .* for qwen2_5_vl, "):
+    with refused(UnsupportedPlanError, "0.6", "qwen2_5_vl"):
         bridge(model, by_counts(model, 6, 6))
 
 
@@ -196,25 +195,25 @@ def test_pai_refuses_other_splits_families_and_chunks_at_once():
         "stages of 3, 5, 4 blocks were planned, and the scripts know a count above 0 for the first stage and even ones "
         "after it: export with --fit FOLDER (the best such split takes 1.25 x as long a step)"
     )
-    with pytest.raises(UnsupportedPlanError, match="stages of 0, 12 blocks were planned"):
+    with refused(UnsupportedPlanError, "0", "12"):
         pai(MODEL, by_counts(MODEL, 0, 12))
-    with pytest.raises(UnsupportedPlanError, match="no letter for vision layers"):
+    with refused(UnsupportedPlanError):
         pai(MODEL, cut(MODEL, 3))
     stages = by_counts(MODEL, 3, 3, 3, 3)
-    with pytest.raises(UnsupportedPlanError, match=r"2 chunks a rank were planned, .* plan with 1F1B"):
+    with refused(UnsupportedPlanError, "2", "1F1B"):
         pai(MODEL, stages, dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2)
 
 
 @pytest.mark.parametrize(("name", "adapter"), [("pai-megatron", pai_megatron), ("megatron-bridge", megatron_hosts)])
 def test_a_family_that_a_host_lacks_is_refused_before_a_plan_is_made(name: str, adapter: ModuleType):
-    with pytest.raises(UnsupportedPlanError, match="is of the family internvl, and"):
+    with refused(UnsupportedPlanError):
         adapter.TARGETS[name].can(make_model(family="internvl"), 2)
     assert adapter.TARGETS[name].can(MODEL, 2).choices["zero_stage"] == (1, 0)
 
 
 def test_the_oldest_script_of_pai_splits_evenly_or_builds_another_tower():
     old = make_model(family="qwen2_vl")
-    with pytest.raises(UnsupportedPlanError, match="4 vision layers would be built"):
+    with refused(UnsupportedPlanError, "4"):
         pai(old, by_counts(old, 4, 8))
     assert pai(old, by_counts(old, 6, 6)).warnings == ()
     assert pai(MODEL, by_counts(MODEL, 4, 8)).warnings == ()

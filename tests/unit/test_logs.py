@@ -10,6 +10,7 @@ import pytest
 from cost_models import small_model
 from partition_cases import assess_stages
 
+from refusals import refused
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.host import HOSTS
 from trimtab.costs.measured.fitted import (
@@ -101,15 +102,15 @@ def test_recompute_takes_the_first_blocks_of_a_stage_and_costs_time(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"iteration_s": 1e-300}, r"iteration_s is 1e-300: give a number from 1e-06 to 1e\+07"),
-        ({"iteration_s": 10**400}, "iteration_s is 1000"),
-        ({"stage_s": [1e-300, 1.0]}, r"stage_s\.0 is 1e-300: give a number from 1e-06 to 1e\+07"),
-        ({"peak_bytes": [1e-9, 1e9]}, r"peak_bytes\.0 is 1e-09: give a number from 1 to 1e\+18"),
-        ({"work": {"patches": 1e300, "tokens": 1}}, r"work\.0\.patches is 1e\+300: give a number from 0"),
+        ({"iteration_s": 1e-300}, ("iteration_s", "1e-300", "1e-06", "1e+07")),
+        ({"iteration_s": 10**400}, ("iteration_s", "1000")),
+        ({"stage_s": [1e-300, 1.0]}, ("stage_s.0", "1e-300", "1e-06", "1e+07")),
+        ({"peak_bytes": [1e-9, 1e9]}, ("peak_bytes.0", "1e-09", "1", "1e+18")),
+        ({"work": {"patches": 1e300, "tokens": 1}}, ("work.0.patches", "1e+300", "0")),
     ],
 )
 def test_amounts_that_no_run_logs_are_refused(tmp_path, changes, message):
-    with pytest.raises(TrimtabError, match=message):
+    with refused(TrimtabError, message):
         read_runs(write(tmp_path, entry((3, 0), (0, 4), **changes)), MODEL, A100)
 
 
@@ -171,7 +172,7 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
 def test_other_files_are_refused_in_a_sentence(tmp_path, content, message):
     path = tmp_path / "runs.json"
     path.write_text(content)
-    with pytest.raises(TrimtabError, match=r"runs\.json") as caught:
+    with refused(TrimtabError, "runs.json") as caught:
         read_runs(path, MODEL, A100)
     assert message in str(caught.value)
 
@@ -182,17 +183,17 @@ def test_a_file_cannot_make_us_fill_the_memory(tmp_path):
         read_runs(write(tmp_path, huge), MODEL, A100)
     assert "num_microbatches is 1000000000000: give a number from 1 to 65536" in str(caught.value)
     huge["num_microbatches"] = 8
-    with pytest.raises(TrimtabError, match="1000000000000 vision blocks are placed, and the model has 3"):
+    with refused(TrimtabError, "1000000000000", "3"):
         read_runs(write(tmp_path, huge), MODEL, A100)
 
 
 def test_two_runs_of_one_name_are_refused(tmp_path):
-    with pytest.raises(TrimtabError, match="2 runs are named 'x': give each run a name of its own"):
+    with refused(TrimtabError, "2", "x"):
         read_runs(write(tmp_path, *[entry((3, 0), (0, 4), name="x")] * 2), MODEL, A100)
 
 
 def test_a_tp_that_the_model_refuses_is_said_with_the_run(tmp_path):
-    with pytest.raises(TrimtabError, match="three: tp 3 cannot share"):
+    with refused(TrimtabError, "3"):
         read_runs(write(tmp_path, entry((3, 0), (0, 4), name="three", tp=3)), MODEL, A100)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from export_cases import decide
+from refusals import refused
 from trimtab import (
     GivenRun,
     PlanOptions,
@@ -66,7 +67,7 @@ def test_what_is_typed_is_what_is_said():
 
 
 def test_adapters_in_a_frozen_tower_are_refused():
-    with pytest.raises(PlanError, match=r"'language' was to be frozen .* and to have adapters"):
+    with refused(PlanError, "language"):
         PlanOptions(lora=LORA, frozen_towers=("language",))
     assert PlanOptions(lora=LORA, frozen_towers=("vision",)).lora == LORA
 
@@ -160,7 +161,7 @@ def test_a_profile_without_lora_has_the_bytes_it_had(tmp_path):
     assert b'"lora"' not in profile_bytes(plain)
     save_profile(lora, tmp_path / "p.json")
     assert load_profile(tmp_path / "p.json") == lora
-    with pytest.raises(TrimtabError, match="the profile is for LoRA r=16, and the plan for none: give plan"):
+    with refused(TrimtabError, "LoRA", "r=16"):
         refuse_unlike(lora, MODEL, plain)
 
 
@@ -172,7 +173,7 @@ def samples() -> SampleTable:
 
 def test_one_device_suffices_where_full_training_needs_many(tmp_path):
     table, one = samples(), parse_cluster("1xA100-80GB")
-    with pytest.raises(TrimtabError, match="that may be expected"):
+    with refused(TrimtabError):
         make_plan(MODEL, table, one, PlanOptions(global_batch=16))
     made = make_plan(MODEL, table, one, PlanOptions(global_batch=16, lora=Lora(r=16, bits=4)))
     assert "LoRA r 16 on 196 matrices, 40.4 M trainable, 4-bit base, about" in made.plan.summary
@@ -182,7 +183,7 @@ def test_one_device_suffices_where_full_training_needs_many(tmp_path):
     assert check_plan(tmp_path) == []
     text = (tmp_path / "plan.yaml").read_text().replace("r: 16, bits: 4", "r: 0, bits: 4")
     (tmp_path / "plan.yaml").write_text(text)
-    with pytest.raises(PlanError, match=r"training\.lora\.: lora: r 0 was asked for"):
+    with refused(PlanError, "training.lora", "0"):
         load_plan(tmp_path)
 
 
@@ -208,14 +209,14 @@ def test_a_framework_is_told_adapters_or_refuses_them_in_a_sentence(name):
     target, lora = find_target(name), Lora(r=16, weights=own)
     if not target.lora:
         assert name not in TOLD
-        with pytest.raises(UnsupportedPlanError, match=f"the export to {target.title} has no words for it: plan"):
+        with refused(UnsupportedPlanError, target.title):
             target.refuse_lora(lora)
         return
     target.refuse_lora(lora)
     plan = decide(MODEL, WHOLE, dims=ParallelDims(), lora=lora, zero_stage=0)
     assert "16" in target.export(plan, None).text
     if 4 not in target.lora:
-        with pytest.raises(UnsupportedPlanError, match="over weights of 4 bits was asked for"):
+        with refused(UnsupportedPlanError, "4"):
             target.refuse_lora(Lora(r=16, bits=4))
 
 
@@ -255,16 +256,16 @@ def test_megatron_hosts_are_told_their_own_layers():
     assert "linear_fc" not in bridge.export(experts, None).text
     one = replace(plan, lora=Lora(r=8, targets=("q_proj", "v_proj"), weights="same"))
     assert "linear_k" not in bridge.export(one, None).text
-    with pytest.raises(UnsupportedPlanError, match="ms-swift has q, k, v in one matrix: plan with all"):
+    with refused(UnsupportedPlanError):
         swift.export(one, None)
     alone = replace(plan, lora=Lora(r=8, targets=("layers.3.self_attn.q_proj",), weights="same"))
-    with pytest.raises(UnsupportedPlanError, match="is told no pattern"):
+    with refused(UnsupportedPlanError):
         bridge.export(alone, None)
-    with pytest.raises(UnsupportedPlanError, match="plan with weights=same,towers=language"):
+    with refused(UnsupportedPlanError, "weights=same,towers=language"):
         bridge.export(replace(plan, lora=Lora(r=8, weights="fp32")), None)
 
 
 def test_the_own_loop_refuses_quantised_weights():
-    with pytest.raises(UnsupportedPlanError, match="`trimtab train` loads them in float32: leave bits out"):
+    with refused(UnsupportedPlanError, "float32", "trimtab train"):
         refuse_quantised(Lora(r=8, bits=4))
     refuse_quantised(LORA)

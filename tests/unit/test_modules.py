@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refusals import refused
 from trimtab.errors import PlanError
 from trimtab.plan.file.yaml import fold_modules, unfold_modules
 
@@ -23,5 +24,5 @@ def test_unfold_is_the_inverse_of_fold(parts: list[tuple[str, int | None]]) -> N
 
 @pytest.mark.parametrize("entry", ["a[5..3]", "a[0..999999999]"])
 def test_a_hostile_range_is_refused(entry: str) -> None:
-    with pytest.raises(PlanError, match="no range"):
+    with refused(PlanError):
         unfold_modules([entry])

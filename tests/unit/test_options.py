@@ -10,6 +10,7 @@ import typer
 from plans import small_plan
 from typer.testing import CliRunner
 
+from refusals import refused
 from trimtab.cli.app import Verb, Verbs, app
 from trimtab.cli.settings import verb
 from trimtab.cli.verbs import VERBS, load_verb
@@ -172,14 +173,14 @@ def test_what_a_plan_keeps_of_its_options_comes_back() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"timeout_s": 0}, r"--set timeout\) 0 was asked for: give 1 or more"),
-        ({"timeout_s": 10**9}, r"--set timeout\) 1000000000 was asked for: give 604800 or less"),
-        ({"timeout_s": 1.5}, r"--set timeout\) 1\.5 was asked for, which is a float: give a whole number"),
-        ({"device": "tpu"}, "device 'tpu' was asked for: choose one of cpu, cuda"),
+        ({"timeout_s": 0}, ("--set", "0", "1")),
+        ({"timeout_s": 10**9}, ("--set", "1000000000", "604800")),
+        ({"timeout_s": 1.5}, ("--set", "1.5")),
+        ({"device": "tpu"}, "tpu"),
     ],
 )
 def test_a_probe_asked_in_python_is_checked_as_on_the_command_line(change, words):
-    with pytest.raises(TrimtabError, match=words):
+    with refused(TrimtabError, words):
         ProbeSettings(plan=Path("plan"), model=Path("model"), **change)
 
 

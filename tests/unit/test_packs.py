@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import small_plan
 
+from refusals import refused
 from trimtab.errors import PlanError
 from trimtab.plan.decide.steps import even_steps
 from trimtab.plan.file.reload import load_packs
@@ -57,16 +58,16 @@ def written(folder: Path, packing: Packing = PACKING, schedule: Schedule = SCHED
 @pytest.mark.parametrize(
     ("packing", "schedule", "message"),
     [
-        (dataclasses.replace(PACKING, indices=np.array([2, 0, 3])), SCHEDULE, "point outside"),
-        (dataclasses.replace(PACKING, indices=np.array([2, 0, -1])), SCHEDULE, "point outside"),
-        (dataclasses.replace(PACKING, offsets=np.array([0, 3, 2])), SCHEDULE, "point outside"),
-        (dataclasses.replace(PACKING, offsets=np.array([0, 2, 9])), SCHEDULE, "point outside"),
-        (PACKING, Schedule(table=np.array([[[0], [2]]])), "point outside"),
-        (PACKING, Schedule(table=np.array([0, 1])), "other shapes"),
+        (dataclasses.replace(PACKING, indices=np.array([2, 0, 3])), SCHEDULE, ()),
+        (dataclasses.replace(PACKING, indices=np.array([2, 0, -1])), SCHEDULE, ()),
+        (dataclasses.replace(PACKING, offsets=np.array([0, 3, 2])), SCHEDULE, ()),
+        (dataclasses.replace(PACKING, offsets=np.array([0, 2, 9])), SCHEDULE, ()),
+        (PACKING, Schedule(table=np.array([[[0], [2]]])), ()),
+        (PACKING, Schedule(table=np.array([0, 1])), ()),
     ],
 )
 def test_tables_that_point_outside_are_refused(
     tmp_path: Path, packing: Packing, schedule: Schedule, message: str
 ) -> None:
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, message):
         load_packs(tmp_path, written(tmp_path, packing, schedule), times=np.ones(3, np.int64))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from refusals import refused
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.placement.machine import Workload, parse_machine
@@ -76,17 +77,17 @@ def test_placement_v1_0_still_loads():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (('placement_version: "1.0"', 'placement_version: "2.0"'), "this trimtab reads 1.0"),
-        (('placement_version: "1.0"', "placement_version: 1.0"), "no placement_version in quotes"),
-        (("batch: 2", "batch: many"), r"inputs.workload.batch"),
-        (("  objective: memory\n", ""), "objective"),
+        (('placement_version: "1.0"', 'placement_version: "2.0"'), "1.0"),
+        (('placement_version: "1.0"', "placement_version: 1.0"), "placement_version"),
+        (("batch: 2", "batch: many"), "inputs.workload.batch"),
+        (("  objective: memory\n", ""), ()),
     ],
 )
 def test_a_file_that_is_no_placement_is_refused(tmp_path, change, reason):
     written(tmp_path)
     path = tmp_path / "placement.yaml"
     path.write_text(path.read_text().replace(*change))
-    with pytest.raises(PlanError, match=reason):
+    with refused(PlanError, reason):
         load_placement(path)
 
 
@@ -99,14 +100,14 @@ def test_an_unknown_key_is_a_warning(tmp_path):
 
 
 def test_a_missing_binary_or_huge_file_is_refused(tmp_path):
-    with pytest.raises(PlanError, match="there is no placement at"):
+    with refused(PlanError):
         load_placement(tmp_path)
     path = tmp_path / "placement.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match="is not text"):
+    with refused(PlanError):
         load_placement(path)
     path.write_bytes(b"x" * (16 * 2**20 + 1))
-    with pytest.raises(PlanError, match="more than any placement"):
+    with refused(PlanError):
         load_placement(path)
 
 

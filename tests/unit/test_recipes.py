@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from export_cases import cut, decide, make_model
+from refusals import refused
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import Exported
 from trimtab.errors import UnsupportedPlanError
@@ -61,11 +62,11 @@ def test_mindspeeds_chunks_are_rows_of_ranks() -> None:
 
 
 def test_mindspeed_refuses_what_its_model_file_cannot_say() -> None:
-    with pytest.raises(UnsupportedPlanError, match=r"before visual.merger, and MindSpeed-MM cuts only between blocks"):
+    with refused(UnsupportedPlanError, "visual.merger", "MindSpeed-MM"):
         export("mindspeed-mm", MODEL, cut(MODEL, 5))
-    with pytest.raises(UnsupportedPlanError, match=r"ZeRO stage 2 was planned[^!]*a frozen language model"):
+    with refused(UnsupportedPlanError, "ZeRO", "2"):
         export("mindspeed-mm", MODEL, cut(MODEL, 3), zero_stage=2, frozen_towers=("language",))
-    with pytest.raises(UnsupportedPlanError, match="runs stages of qwen2_vl and qwen2_5_vl"):
+    with refused(UnsupportedPlanError, "qwen2_vl", "qwen2_5_vl"):
         find_target("mindspeed-mm").can(make_model(family="internvl"), 2)
 
 
@@ -95,13 +96,13 @@ def test_llama_factory_is_told_adapters_of_the_language_model(bits: int) -> None
     assert (told["finetuning_type"], told["lora_rank"], told["lora_target"]) == ("lora", 8, "q_proj,v_proj")
     assert told.get("quantization_bit") == (4 if bits == 4 else None)
     assert told["freeze_vision_tower"] is True
-    with pytest.raises(UnsupportedPlanError, match="plan with weights=fp32,towers=language"):
+    with refused(UnsupportedPlanError, "weights=fp32,towers=language"):
         export("llama-factory", MODEL, cut(MODEL), zero_stage=0, lora=Lora(r=8, weights="same"))
 
 
 @pytest.mark.parametrize("name", ["llama-factory", "axolotl"])
 def test_stages_are_refused_and_another_sharding_is_warned_of(name: str) -> None:
-    with pytest.raises(UnsupportedPlanError, match=r"2 stages were planned, and .* runs the whole model on every rank"):
+    with refused(UnsupportedPlanError, "2"):
         export(name, MODEL, cut(MODEL, 8))
     stages = find_target(name).can(MODEL, 1).choices["zero_stage"]
     warned = export(name, MODEL, cut(MODEL), zero_stage=1).warnings

@@ -1,9 +1,9 @@
 """Records become conversations, or a bad record with its reason; nothing else, whatever JSON they are."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusals import refused
 from trimtab.samples.problems import BadRecordError, BadSample, shorten
 from trimtab.samples.rows import read_conversation, record_id
 
@@ -53,7 +53,7 @@ def test_parts_take_their_own_image_and_the_others_the_columns():
 def test_images_of_a_shard_replace_those_a_row_names():
     row = {"image": "gone.png", "conversations": [{"from": "human", "value": "<image>"}]}
     assert read_conversation(row, images=(b"bytes",)).images == (b"bytes",)
-    with pytest.raises(BadRecordError, match="1 image placeholders and 0 images"):
+    with refused(BadRecordError, "1", "0"):
         read_conversation(row, images=())
 
 

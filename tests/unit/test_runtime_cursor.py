@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plan_cases import packs_of, write_packs
 from plans import small_plan
 
+from refusals import refused
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
 from trimtab.plan.file.yaml import name_table, plan_to_yaml
@@ -137,7 +138,7 @@ def test_step_is_what_iteration_gives() -> None:
     for rank in range(3):
         own = list(deal.microbatches(rank, Cursor(epoch=1)))
         assert [pack for step in range(4) for pack in deal.step(1, step, rank)] == own
-    with pytest.raises(PlanError, match="step 4 was asked for: an epoch has steps 0 to 3"):
+    with refused(PlanError, "4", "0", "3"):
         deal.step(0, 4, 0)
 
 
@@ -183,14 +184,14 @@ def test_the_tables_are_mapped_and_not_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tables_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"the table .*offsets.npy is missing: give the folder that"):
+    with refused(PlanError, "offsets.npy"):
         open_tables(tmp_path)
 
 
 def test_tables_that_are_not_arrays_are_refused(tmp_path: Path) -> None:
     write_packs(tmp_path, *packs_of(5, dp=2, num_microbatches=1))
     (tmp_path / "indices.npy").write_bytes(b"nonsense")
-    with pytest.raises(PlanError, match=r"indices.npy is no .npy array"):
+    with refused(PlanError, "indices.npy"):
         open_tables(tmp_path)
 
 
@@ -206,9 +207,9 @@ def test_an_empty_slot_inside_an_epoch_is_an_empty_pack() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schedule": np.zeros((2, 2), np.int64)}, "other shapes than a plan's"),
-        ({"offsets": np.array([0, 1, 99])}, "point outside their samples"),
-        ({"schedule": np.array([[[0], [1]]])}, "2 slots for 3 packs"),
+        ({"schedule": np.zeros((2, 2), np.int64)}, ()),
+        ({"offsets": np.array([0, 1, 99])}, ()),
+        ({"schedule": np.array([[[0], [1]]])}, ("2", "3")),
     ],
 )
 def test_tables_that_make_no_plan_are_refused(change: dict[str, np.ndarray], message: str) -> None:
@@ -219,7 +220,7 @@ def test_tables_that_make_no_plan_are_refused(change: dict[str, np.ndarray], mes
     }
     arrays |= change
     packing = Packing(offsets=arrays["offsets"], indices=arrays["indices"], limits=(1, 1))
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, message):
         hold_tables(packing, Schedule(table=arrays["schedule"]))
 
 
@@ -254,15 +255,13 @@ def test_a_state_of_a_plan_folder_is_one_of_the_same_packs_in_memory(tmp_path: P
 
 def test_a_plan_whose_tables_are_another_plans_is_refused(tmp_path: Path) -> None:
     write_plan_folder(tmp_path, num_packs=12)
-    with pytest.raises(PlanError, match=r"has 12 packs in \(3, 2, 2\) steps x dp x micro-batches, its tables 11 in"):
+    with refused(PlanError, "12", "3", "2", "11"):
         open_tables(tmp_path)
 
 
 def test_a_table_outside_the_plans_folder_is_refused(tmp_path: Path) -> None:
     write_plan_folder(tmp_path, indices="../indices.npy")
-    with pytest.raises(
-        PlanError, match=r"'../indices.npy', which lies outside its own folder: keep tables beside the plan"
-    ):
+    with refused(PlanError, "/indices.npy", "../indices.npy"):
         open_tables(tmp_path)
 
 
@@ -277,9 +276,7 @@ def test_all_problems_of_a_deal_are_told_at_once() -> None:
 
 
 def test_ranks_that_cannot_share_a_step_evenly_are_told() -> None:
-    with pytest.raises(
-        PlanError, match=r"hold 4 packs \(2 ranks x 2 micro-batches\), which 3 ranks cannot share evenly"
-    ):
+    with refused(PlanError, "4", "2", "3"):
         make_deal(tables_of(8), dp=3)
 
 
@@ -287,13 +284,13 @@ def test_a_state_of_another_plan_order_or_kind_is_refused() -> None:
     deal = make_deal(tables_of(16), dp=2, num_microbatches=2)
     state = cursor_to_state(deal, deal.advance(Cursor(epoch=1), 4))
     assert cursor_from_state(deal, state) == Cursor(epoch=1, packs_done=8)
-    with pytest.raises(PlanError, match=r"this is plan .*: resume with the plan of the run"):
+    with refused(PlanError):
         cursor_from_state(make_deal(tables_of(17), dp=2, num_microbatches=2), state)
-    with pytest.raises(PlanError, match="their order would differ"):
+    with refused(PlanError):
         cursor_from_state(make_deal(tables_of(16), dp=2, num_microbatches=2, seed=6), state)
-    with pytest.raises(PlanError, match="no usable seed, packs_done: give what state_dict"):
+    with refused(PlanError, "packs_done", "state_dict"):
         cursor_from_state(deal, {**state, "seed": "5", "packs_done": -1})
-    with pytest.raises(PlanError, match="stands after place 16 of 16"):
+    with refused(PlanError, "16"):
         cursor_from_state(deal, {**state, "packs_done": 16})
 
 
@@ -301,5 +298,5 @@ def test_a_state_inside_a_step_needs_the_same_ranks() -> None:
     deal = make_deal(tables_of(16), dp=2, num_microbatches=2)
     state = cursor_to_state(deal, deal.advance(Cursor(), 3))
     assert cursor_from_state(deal, state) == Cursor(packs_done=4, microbatches_done=1)
-    with pytest.raises(PlanError, match="inside a step, after 1 of its 2 micro-batches on 2 ranks"):
+    with refused(PlanError, "1", "2"):
         cursor_from_state(make_deal(tables_of(16), dp=4, num_microbatches=1), state)

@@ -11,6 +11,7 @@ import pytest
 from plans import size_and_plan
 from sample_sets import PixelRule, talk, write_jsonl
 
+from refusals import refused
 from trimtab.errors import SampleError
 from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.size import size_samples
@@ -115,20 +116,15 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "data.jsonl", [record("a"), b"[", record("b")])
     short = write_jsonl(tmp_path / "short.jsonl", [record("a")])
     table = size(file).table
-    with pytest.raises(
-        SampleError,
-        match=r"the samples were sized from 1 files, and 2 were named .*: name the files that were sized, in the",
-    ):
+    with refused(SampleError, "1", "2"):
         PlannedRecords(table, [file, file])
-    with pytest.raises(
-        SampleError, match=r"short.jsonl has 1 lines, and a sample was sized from line 3: give the files"
-    ):
+    with refused(SampleError, "short.jsonl", "1", "3"):
         PlannedRecords(table, [short])
-    with pytest.raises(IndexError, match="row 2 of a plan of 2 samples"):
+    with refused(IndexError, "2"):
         PlannedRecords(table, [file])[2]
     shard = tmp_path / "shard.tar"
     shard.write_bytes(bytes(1024))
-    with pytest.raises(SampleError, match=r"shard.tar: records of tar shards cannot be read one by one"):
+    with refused(SampleError, "shard.tar"):
         PlannedRecords(table, [shard])
 
 
@@ -139,7 +135,7 @@ def test_the_records_of_a_plan_folder(tmp_path: Path) -> None:
         assert names(records) == ["a", *(f"b{i}" for i in range(20))]
         np.testing.assert_array_equal(records.samples.num_tokens, size(file).table.num_tokens)
     file.rename(tmp_path / "moved.jsonl")
-    with pytest.raises(SampleError, match=r"looked for in .*data.jsonl, which is not there: name the data files"):
+    with refused(SampleError, "data.jsonl"):
         open_records(tmp_path / "plan")
     assert names(open_records(tmp_path / "plan", [tmp_path / "moved.jsonl"]))[1] == "b0"
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusals import refused
 from trimtab.balance.metrics import dist_ratio
 from trimtab.balance.schedule import BLOCK_STEPS, group_alike, schedule_packs
 from trimtab.errors import PackingError
@@ -89,7 +90,7 @@ def test_packs_that_stick_out_in_any_one_column_are_grouped(column):
 
 def test_tolerance_is_not_offered_where_rows_are_long():
     assert schedule_packs(make_columns(64), dp=32, order="tolerance").num_steps == 2
-    with pytest.raises(PackingError, match="64"):
+    with refused(PackingError, "64"):
         schedule_packs(make_columns(64), dp=64, order="tolerance")
 
 
@@ -151,7 +152,7 @@ def test_group_alike_finds_rows_of_equal_packs():
 
 
 def test_no_ranks_are_refused():
-    with pytest.raises(PackingError, match="dp 0 x 1"):
+    with refused(PackingError, "0", "1"):
         schedule_packs(make_columns(4), dp=0)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_cases import constant, layer, profile_of
 
+from refusals import refused
 from trimtab.costs.profile import weight_coefficients
 from trimtab.errors import PartitionError
 from trimtab.partition.schedules import (
@@ -239,35 +240,30 @@ def test_warmup_is_capped_by_the_number_of_blocks():
 
 def test_messages_of_impossible_schedules():
     times = times_of(np.ones((4, 6)), np.ones((4, 6)))
-    with pytest.raises(
-        PartitionError,
-        match=r"schedule 'zigzag' is unknown: choose one of 1F1B, GPipe, Interleaved1F1B, ZBH1, ZBVZeroBubble",
-    ):
+    with refused(PartitionError, "1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble", "zigzag"):
         simulate(times, schedule="zigzag")
-    with pytest.raises(PartitionError, match=r"4 stages do not spread evenly over 3 devices: give a divisor of 4"):
+    with refused(PartitionError, "4", "3"):
         simulate(times, num_devices=3)
-    with pytest.raises(PartitionError, match=r"1F1B runs one chunk a device, 2 were asked for: give num_chunks=1"):
+    with refused(PartitionError, "1F1B", "2", "num_chunks=1"):
         simulate(times, num_devices=2)
-    with pytest.raises(
-        PartitionError, match=r"rounds of 4.* 6 is no multiple: take 4 or 8 of them, or schedule='1F1B'"
-    ):
+    with refused(PartitionError, "4", "6", "8", "schedule='1F1B", "1F1B"):
         simulate(times, schedule="Interleaved1F1B", num_devices=4)
-    with pytest.raises(PartitionError, match=r"ZBVZeroBubble runs two chunks a device.* 1 were asked for: give"):
+    with refused(PartitionError, "ZBVZeroBubble", "1"):
         simulate(replace(times, weight_s=times.backward_s), schedule="ZBVZeroBubble")
-    with pytest.raises(PartitionError, match=r"ZBH1 runs weight gradients apart, and the stage times have none: give"):
+    with refused(PartitionError, "ZBH1"):
         simulate(times, schedule="ZBH1")
-    with pytest.raises(PartitionError, match=r"0 micro-batches is empty: give at least 1 of each"):
+    with refused(PartitionError, "0", "1"):
         block_order("1F1B", num_devices=2, num_microbatches=0)
-    with pytest.raises(PartitionError, match=r"shapes \(4, 5\), \(4, 6\): give arrays of one shape"):
+    with refused(PartitionError, "4", "5", "6"):
         simulate(times_of(np.ones((4, 6)), np.ones((4, 5)), np.ones((4, 6))))
-    with pytest.raises(PartitionError, match=r"negative or not finite: give seconds >= 0"):
+    with refused(PartitionError, ">=", "0"):
         simulate(times_of(np.ones((1, 1)), [[-1.0]]))
-    with pytest.raises(PartitionError, match=r"table of shape \(1, 1, 1\) over 6 packs cannot be simulated: give"):
+    with refused(PartitionError, "1", "6"):
         simulate_steps(times, np.array([[[6]]]))
 
 
 def test_recompute_tiers_that_the_profile_lacks_are_named():
     profile = profile_of([layer(0)])
     stages = (Stage(index=0, start=0, stop=1, recompute=(RecomputeChoice(tier="full", layers=(0,)),)),)
-    with pytest.raises(PartitionError, match=r"layers\.0 is to take the tier 'full'.*choose one of none"):
+    with refused(PartitionError, "layers.0", "full"):
         stage_times(profile, stages, np.array([constant(1.0)]))

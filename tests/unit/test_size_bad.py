@@ -7,6 +7,7 @@ import pytest
 from sample_sets import png, png_of, talk, tar_bytes, write_jsonl, write_tokenizer
 from size_cases import GOOD, TALK, fill_folder, parquet, pyarrow, size
 
+from refusals import refused
 from trimtab.errors import SampleError
 
 
@@ -163,7 +164,7 @@ def test_good_rows_among_bad_ones_are_kept(hostile):
     assert len(result.bad) + len(result.table) == result.num_read
     kept = [f"data:{2 * n + 1}" for n in range(len(BAD_ROWS))]
     assert [name for name in result.table.ids if name.startswith("data:")] == kept
-    with pytest.raises(SampleError, match=rf"{len(result.bad)} of {result.num_read} samples .*on_bad='skip'"):
+    with refused(SampleError, "on_bad='skip", "skip", len(result.bad), result.num_read):
         size(folder, "data.jsonl", max_tokens=200)
 
 
@@ -223,16 +224,16 @@ def test_files_that_cannot_be_read_always_raise(folder):
             (folder / name).write_bytes(content)
         with pytest.raises(SampleError, match=reason):
             size(folder, name, on_bad="skip")
-    with pytest.raises(SampleError, match="no data file was named"):
+    with refused(SampleError):
         size(folder)
-    with pytest.raises(SampleError, match="sub holds no data"):
+    with refused(SampleError):
         size(folder, "sub")
     write_jsonl(folder / "lengths.jsonl", [{"num_tokens": 3}])
     write_jsonl(folder / "data.jsonl", [GOOD])
-    with pytest.raises(SampleError, match="not both conversations nor both lengths"):
+    with refused(SampleError):
         size(folder, "data.jsonl", "lengths.jsonl")
     write_jsonl(folder / "data.jsonl", [{"messages": []}])
-    with pytest.raises(SampleError, match="1 of 1 samples"):
+    with refused(SampleError, "1"):
         size(folder, "data.jsonl", on_bad="skip")
 
 
@@ -256,7 +257,7 @@ def test_broken_shards_keep_what_came_before(folder):
     content = bytearray((folder / "p.parquet").read_bytes())
     content[60:400] = bytes(340)
     (folder / "p.parquet").write_bytes(bytes(content))
-    with pytest.raises(SampleError, match=r"cannot be planned|not readable|no sample"):
+    with refused(SampleError):
         size(folder, "p.parquet")
 
 
@@ -276,5 +277,5 @@ def test_members_of_one_name_are_a_bad_sample_and_lose_nothing_silently(folder):
     first = "the shard holds 2.json more than once in a row, and a loader would keep one: give each its own name"
     assert result.bad[0].reason == first
     assert "the shard holds 3.JPG, 3.jpg more than once" in result.bad[1].reason
-    with pytest.raises(SampleError, match=r"3 of 5 samples cannot be planned \(3 id\)"):
+    with refused(SampleError, "3", "5"):
         size(folder, "a.tar")

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from sample_sets import PixelRule, png, talk, write_jsonl
 
+from refusals import refused
+
 pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
 pytest.importorskip("pyarrow.parquet")
 
@@ -94,32 +96,32 @@ def test_no_image_lies_outside_the_root_of_its_source(tmp_path: Path) -> None:
     write_meta(tmp_path)
     (tmp_path / "secret.png").write_bytes(png(9, 9))
     write_jsonl(tmp_path / "notes" / "a.jsonl", [{"image": "../secret.png", "conversations": talk("<image>")}])
-    with pytest.raises(SampleError, match=r"lies outside the media folder .*pics"):
+    with refused(SampleError):
         size(tmp_path / "meta.json")
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"a_annotation": ...}, "data set 'a': annotation is None: it must be the path of a file of records"),
-        ({"a_annotation": 3}, "data set 'a': annotation is 3"),
-        ({"a_root": ["x"]}, r"data set 'a': root is \['x'\]: it must be the path of a folder"),
-        ({"b_repeat_time": "2"}, "data set 'b': repeat_time is '2': it must be a part from 0 to 1, or a whole number"),
-        ({"b_repeat_time": 1.5}, "data set 'b': repeat_time is 1.5"),
-        ({"b_repeat_time": -1}, "data set 'b': repeat_time is -1"),
-        ({"b_data_augment": "no"}, "data set 'b': data_augment is 'no': it must be true or false"),
-        ({"b_length": -4}, "data set 'b': length is -4: it must be a whole number of samples"),
+        ({"a_annotation": ...}, "a"),
+        ({"a_annotation": 3}, ("3", "a")),
+        ({"a_root": ["x"]}, "a"),
+        ({"b_repeat_time": "2"}, ("repeat_time", "2", "0", "1", "b")),
+        ({"b_repeat_time": 1.5}, ("repeat_time", "1.5", "b")),
+        ({"b_repeat_time": -1}, ("repeat_time", "-1", "b")),
+        ({"b_data_augment": "no"}, ("data_augment", "b", "no")),
+        ({"b_length": -4}, ("-4", "b")),
         (
             {"b_max_dynamic_patch": 6},
-            "data set 'b' has max_dynamic_patch 6, and images are counted with max_tiles None",
+            ("max_dynamic_patch", "6", "max_tiles", "b"),
         ),
-        ({"a_repeat_time": 0, "b_repeat_time": 0}, "repeat_time is 0 for every data set"),
-        ({"a_annotation": "meta.json"}, "annotation .*meta.json is a list of data sets itself: name files of records"),
-        ({"a_annotation": "absent.jsonl"}, r"cannot read .*absent.jsonl: No such file"),
+        ({"a_repeat_time": 0, "b_repeat_time": 0}, ("repeat_time", "0")),
+        ({"a_annotation": "meta.json"}, "meta.json"),
+        ({"a_annotation": "absent.jsonl"}, "absent.jsonl"),
     ],
 )
 def test_a_malformed_meta_file_is_refused_by_its_field(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(SampleError, match=sentence) as caught:
+    with refused(SampleError, sentence) as caught:
         size(write_meta(tmp_path, **change))
     assert len(str(caught.value).splitlines()) == 1
 
@@ -127,7 +129,7 @@ def test_a_malformed_meta_file_is_refused_by_its_field(tmp_path: Path, change: d
 def test_a_meta_file_that_is_not_json_is_called_one(tmp_path: Path) -> None:
     meta = write_meta(tmp_path)
     meta.write_text(meta.read_text().replace("2,", "2,,"))
-    with pytest.raises(SampleError, match=r"looks like a list of data sets \(InternVL's meta file\) and is not JSON"):
+    with refused(SampleError, "InternVL's", "JSON"):
         size(meta)
 
 
@@ -159,11 +161,9 @@ def test_each_file_may_have_a_media_root(tmp_path: Path) -> None:
     mixed = size(files, media_root=[tmp_path / "pics=a", roots[1]])
     assert mixed.table.num_patches.tolist() == PATCHES[:2]
     assert [file.media_root is None for file in mixed.files] == [True, False]
-    with pytest.raises(
-        SampleError, match=r"media root c.jsonl=pics names no data that is read: write FILE=FOLDER with"
-    ):
+    with refused(SampleError, "c.jsonl=pics", "FILE=FOLDER"):
         size(files, media_root=["c.jsonl=pics"])
-    with pytest.raises(SampleError, match="2 media roots are for every file"):
+    with refused(SampleError, "2"):
         size(files, media_root=[tmp_path, tmp_path / "pics=a"])
 
 
@@ -237,15 +237,15 @@ def test_arrow_streams_files_and_saved_datasets_are_read(tmp_path: Path) -> None
     [
         (
             {"_data_files": [{"filename": "../x.arrow"}]},
-            r"_data_files.filename is '../x.arrow': it must name a file in",
+            ("_data_files.filename", "/x.arrow", "../x.arrow"),
         ),
-        ({"_data_files": [{"filename": "gone.arrow"}]}, r"names gone.arrow, which is not in the folder"),
-        ({"_data_files": "x"}, r"_data_files is 'x': it must list objects with 'filename'"),
-        ({"_indices_files": [{"filename": "i.arrow"}]}, r"_indices_files chooses rows of the files"),
+        ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow"),
+        ({"_data_files": "x"}, ("_data_files", "x", "filename")),
+        ({"_indices_files": [{"filename": "i.arrow"}]}, "_indices_files"),
     ],
 )
 def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path: Path, state: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(SampleError, match=sentence):
+    with refused(SampleError, sentence):
         size(save_to_disk(tmp_path / "saved", **state))
 
 
@@ -253,17 +253,17 @@ def test_a_saved_dataset_that_is_not_whole_is_refused(tmp_path: Path, state: dic
 def test_splits_that_lead_elsewhere_are_refused(tmp_path: Path, splits: object) -> None:
     save_to_disk(tmp_path / "splits" / "train")
     (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
-    with pytest.raises(SampleError, match=r"splits is .*: it must list the names|splits names absent, and"):
+    with refused(SampleError):
         size(tmp_path / "splits")
 
 
 def test_damaged_arrow_is_refused(tmp_path: Path) -> None:
     path = write_stream(tmp_path / "s.arrow", rows())
     path.write_bytes(path.read_bytes()[:700])
-    with pytest.raises(SampleError, match="is not readable as an Arrow stream or file"):
+    with refused(SampleError):
         size(path)
     (tmp_path / "e.arrow").write_bytes(b"")
-    with pytest.raises(SampleError, match="is not readable as an Arrow stream or file"):
+    with refused(SampleError):
         size(tmp_path / "e.arrow")
 
 
@@ -276,7 +276,7 @@ def test_lance_is_read_where_its_package_is_and_else_named(tmp_path: Path) -> No
     except ModuleNotFoundError:
         (tmp_path / "x.lance" / "_versions").mkdir(parents=True)
         (tmp_path / "x.lance" / "_versions" / f"{2**64 - 2}.manifest").write_bytes(b"x")
-        with pytest.raises(SampleError, match=r"x.lance is a Lance data set, and Lance is not installed: pip install"):
+        with refused(SampleError, "x.lance"):
             size(tmp_path / "x.lance")
         return
     lance.write_dataset(pyarrow.Table.from_pylist(rows()[:2]), tmp_path / "x.lance")
@@ -297,15 +297,15 @@ def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(
     assert (len(result.table), result.table.source_names) == (2, (tmp_path.stem,))
     assert [source.file.name for source in find_sources(tmp_path)] == ["train-0.parquet", "train-1.parquet"]
     write_jsonl(tmp_path / "x.jsonl", [])
-    with pytest.raises(SampleError, match=r"holds files of several formats \(jsonl, parquet\): name the files to read"):
+    with refused(SampleError):
         size(tmp_path)
     (tmp_path / "x.jsonl").unlink()
     monkeypatch.chdir(tmp_path)
     assert size(".").table.source_names == (tmp_path.stem,)
     (tmp_path / "train-2.parquet").symlink_to("nowhere")
-    with pytest.raises(SampleError, match=r"cannot read .*train-2.parquet"):
+    with refused(SampleError, "train-2.parquet"):
         size(".")
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    with pytest.raises(SampleError, match="holds no data: name"):
+    with refused(SampleError):
         size(tmp_path)

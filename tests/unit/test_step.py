@@ -7,6 +7,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
+from refusals import refused
 from trimtab import SampleTable
 from trimtab.balance.cost import TILE_COST
 from trimtab.balance.step import pack_steps, share_step
@@ -98,7 +99,7 @@ def test_steps_of_an_epoch_hold_the_global_batch():
 def test_oversize_samples_run_alone_or_are_left_out():
     samples = SampleTable.of([5, 50, 5, 5, 5, 5, 0, 5], [10, 10, 10, 10, 10, 500, 10, 10])
     how = {"global_batch": 4, "limits": (20, 100), "dp": 2}
-    with pytest.raises(PackingError, match="sample 1: 50 patches"):
+    with refused(PackingError, "1", "50"):
         pack_steps(samples, **how)
     alone = pack_steps(samples, oversize="alone", **how).packing
     packs = [set(alone.indices[a:b].tolist()) for a, b in pairwise(alone.offsets)]
@@ -111,9 +112,9 @@ def test_oversize_samples_run_alone_or_are_left_out():
 
 
 def test_a_rank_without_a_sample_is_refused():
-    with pytest.raises(PackingError, match="3 of 8 ranks"):
+    with refused(PackingError, "3", "8"):
         share_step(np.ones((5, 2), np.int64), np.ones(5), limits=None, dp=8)
-    with pytest.raises(PackingError, match="global_batch 4"):
+    with refused(PackingError, "global_batch", "4"):
         pack_steps(SampleTable.of(np.ones(50), np.ones(50)), global_batch=4, limits=(9, 9), dp=8)
 
 
@@ -125,7 +126,7 @@ def test_samples_without_size_leave_no_rank_empty():
 def test_costs_and_limits_are_checked_before_compiled_loops_see_them():
     sizes = np.ones((8, 2), np.int64)
     for cost in (5e-324, 1e300, np.nan, -1.0):
-        with pytest.raises(PackingError, match="cost"):
+        with refused(PackingError):
             share_step(sizes, np.full(8, cost), limits=None, dp=2)
-    with pytest.raises(PackingError, match="limits"):
+    with refused(PackingError):
         share_step(sizes, np.ones(8), limits=(9, 2**53), dp=2)

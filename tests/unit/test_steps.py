@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from plan_cases import tile_samples
 
+from refusals import refused
 from trimtab.balance.packing import PackResult
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
@@ -60,7 +61,7 @@ def test_a_batch_is_refused_only_where_a_rank_has_no_sample(name: str) -> None:
     cluster = parse_cluster("8xH200")
     made = make_plan(model, samples, cluster, PlanOptions(global_batch=8))
     assert set(held(made)) == {8}
-    with pytest.raises(PartitionError, match="of 8 ranks"):
+    with refused(PartitionError, "8"):
         make_plan(model, samples, cluster, PlanOptions(global_batch=4, dp=8))
 
 
@@ -68,7 +69,7 @@ def test_data_smaller_than_the_default_batch_are_one_step() -> None:
     made = make_plan(MODEL, tile_samples(60), parse_cluster("16xA100-80GB"))
     assert held(made) == [60]
     assert any("60 samples" in text for text in made.plan.assumptions)
-    with pytest.raises(PlanError, match="61"):
+    with refused(PlanError, "61"):
         make_plan(MODEL, tile_samples(60), parse_cluster("16xA100-80GB"), PlanOptions(global_batch=61))
 
 

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from refusals import refused
+
 tokenizers = pytest.importorskip("tokenizers", reason="the [data] extra is not installed")
 pytest.importorskip("jinja2", reason="the [data] extra is not installed")
 
@@ -155,7 +157,7 @@ def test_a_template_is_held_in_its_sandbox(tmp_path):
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
     ):
-        with pytest.raises(ConfigError, match="chat template renders neither"):
+        with refused(ConfigError):
             counter_of(tmp_path, attack + "{{ messages[0].content }}")
         guarded = "{% if messages[0].content == 'attack' %}" + attack + "{% endif %}{{ messages[0].content }}"
         counter = counter_of(tmp_path, guarded)
@@ -166,14 +168,14 @@ def test_a_template_is_held_in_its_sandbox(tmp_path):
 
 def test_a_conversation_the_template_refuses_is_a_bad_sample(tmp_path):
     counter = counter_of(tmp_path, VICUNA)
-    with pytest.raises(BadRecordError, match="the chat template refuses it: only user and assistant speak") as caught:
+    with refused(BadRecordError) as caught:
         count(counter, sharegpt("hi", system="be kind"))
     assert caught.value.kind == "template"
 
 
 def test_the_images_own_token_in_a_text_is_a_bad_sample(tmp_path):
     counter = counter_of(tmp_path)
-    with pytest.raises(BadRecordError, match="2 times for 1 images: keep the token out of the texts") as caught:
+    with refused(BadRecordError, "2", "1") as caught:
         count(counter, sharegpt("<image> and <|image_pad|>", images=1), image(3))
     assert caught.value.kind == "placeholder"
 
@@ -239,25 +241,25 @@ def test_templates_are_found_in_transformers_order(tmp_path):
 
 
 def test_unreadable_tokenizers_and_templates_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read the tokenizer .*absent.*: name|; name a tokenizer.json"):
+    with refused(ConfigError):
         read_tokenizer(tmp_path / "absent.json")
     folder = write_tokenizer(tmp_path / "model")
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tokenizer.json is not readable"):
+    with refused(ConfigError, "tokenizer.json"):
         TokenCounter(read_tokenizer(folder))
     write_tokenizer(folder, "{% for %}")
-    with pytest.raises(ConfigError, match="not valid Jinja"):
+    with refused(ConfigError):
         TokenCounter(read_tokenizer(folder))
-    with pytest.raises(ConfigError, match="cannot read the chat template"):
+    with refused(ConfigError):
         read_tokenizer(folder, chat_template=tmp_path / "absent.jinja")
     (tmp_path / "list.json").write_text('{"chat_template": 3}')
-    with pytest.raises(ConfigError, match="is no text"):
+    with refused(ConfigError):
         read_tokenizer(folder, chat_template=tmp_path / "list.json")
     (tmp_path / "list.json").write_text("[")
-    with pytest.raises(ConfigError, match="download it again"):
+    with refused(ConfigError):
         read_tokenizer(folder, chat_template=tmp_path / "list.json")
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ConfigError, match="holds no JSON object"):
+    with refused(ConfigError, "JSON"):
         read_tokenizer(folder, chat_template=tmp_path / "list.json")
 
 
@@ -265,7 +267,7 @@ def test_tokens_that_are_no_list_are_none_and_half_characters_are_refused(tmp_pa
     folder = write_tokenizer(tmp_path, config={"extra_special_tokens": 7})
     assert [text for text, _ in read_tokenizer(folder).added] == ["<s>", "</s>"]
     (folder / "tokenizer_config.json").write_text(json.dumps({"extra_special_tokens": ["\ud800"]}))
-    with pytest.raises(ConfigError, match="surrogates not allowed"):
+    with refused(ConfigError):
         read_tokenizer(folder)
 
 

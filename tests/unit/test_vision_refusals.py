@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from plan_cases import tile_samples
 from vision_cases import CLUSTER, QWEN, TILES, image_samples, table_of, with_vision
 
+from refusals import refused
 from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
 from trimtab.plan.build import make_plan, write_plan
@@ -30,28 +30,28 @@ def shared() -> PlanDetails:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"group": "ep"}, "group (--vision-dp) 'ep' was asked for: choose one of none, auto, tp, dp"),
+        ({"group": "ep"}, ("--vision-dp", "ep")),
         (
             {"group": "tp", "rule": "random"},
-            "(--set vision_rule) 'random' was asked for: choose one of balanced, contiguous",
+            ("--set", "vision_rule", "random"),
         ),
         (
             {"group": "tp", "objective": "fun"},
-            "(--set vision_objective) 'fun' was asked for: choose one of time, memory",
+            ("--set", "vision_objective", "fun"),
         ),
-        ({"group": "tp", "pooling": 0}, "pooling (--set vision_pooling) 0 was asked for: give 1 or more"),
-        ({"pooling": 2}, "described without a group to share the images: give --vision-dp too"),
+        ({"group": "tp", "pooling": 0}, ("--set", "vision_pooling", "0", "1")),
+        ({"pooling": 2}, "--vision-dp"),
     ],
 )
 def test_choices_that_no_plan_can_follow_are_refused(choice, message):
-    with pytest.raises(PlanError, match=re.escape(message)):
+    with refused(PlanError, message):
         PlanOptions(vision=VisionChoice(**choice))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (with_vision(group="tp", pooling=3), "vision pooling 3 was asked for, and a step has 4 micro-batches a rank"),
+        (with_vision(group="tp", pooling=3), ("3", "4")),
         (
             PlanOptions(
                 pp=2,
@@ -62,28 +62,28 @@ def test_choices_that_no_plan_can_follow_are_refused(choice, message):
                 risk=0.05,
                 vision=VisionChoice(group="tp", pooling=2),
             ),
-            "vision pooling 2 was asked for on a pipeline of 2 stages where the plan does not price it",
+            "2",
         ),
         (
             PlanOptions(pp=1, tp=2, num_microbatches=4, schedule="GPipe", vision=VisionChoice(group="tp", pooling=2)),
-            "on GPipe, which holds all micro-batches, where the plan does not price it: leave it out",
+            "GPipe",
         ),
         (
             PlanOptions(
                 pp=8, num_microbatches=8, schedule="1F1B", zero_stage=1, risk=0.05, vision=VisionChoice(group="tp")
             ),
-            "the plan has tp 1, a group of one that shares with no other rank: leave it out",
+            "1",
         ),
     ],
 )
 def test_groups_and_pools_that_a_plan_does_not_have_are_refused(options, message):
-    with pytest.raises(PlanError, match=re.escape(message)):
+    with refused(PlanError, message):
         make_plan(QWEN, image_samples(120), CLUSTER, options)
 
 
 def test_without_images_there_is_nothing_to_share():
     text = table_of([np.array([], np.int64)] * 40, np.random.default_rng(0))
-    with pytest.raises(PlanError, match="the data holds no image to share: leave it out"):
+    with refused(PlanError):
         make_plan(QWEN, text, CLUSTER, with_vision(group="tp"))
 
 
@@ -98,7 +98,7 @@ def test_whole_towers_that_do_not_fit_are_refused_with_the_group():
         zero_stage=1,
         risk=0.05,
     )
-    with pytest.raises(PartitionError, match="over tp 8: "):
+    with refused(PartitionError, "8"):
         make_plan(TILES, tile_samples(100), parse_cluster("8xA100-80GB"), options)
 
 
@@ -133,7 +133,7 @@ def test_slots_that_the_tables_do_not_have_are_told(shared, tmp_path):
 
 def test_pools_of_tiles_are_refused_over_ranks_that_hold_the_same():
     options = with_vision(group="tp", pooling=2)
-    with pytest.raises(PlanError, match="InternVL-Chat-V1-5 cuts images into tiles: leave it out"):
+    with refused(PlanError, "InternVL-Chat-V1-5"):
         make_plan(TILES, tile_samples(), CLUSTER, dataclasses.replace(options, tp=8))
     wide = dataclasses.replace(with_vision(group="tp"), tp=8, max_patches=9225, max_tokens=4352, zero_stage=3)
     chosen = make_plan(TILES, tile_samples(), parse_cluster("16xH200"), wide)
@@ -143,15 +143,15 @@ def test_pools_of_tiles_are_refused_over_ranks_that_hold_the_same():
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ("group: tp", "group: ep", r"decisions\.vision_data_parallel\.group: 'ep' is none of tp, dp"),
-        ("reduction: mean", "reduction: sum", r"decisions\.vision_data_parallel\.reduction: 'sum' is none of mean"),
-        ("rule: balanced", "rule: best", r"decisions\.vision_data_parallel\.rule: 'best' is none of"),
-        ("pooling: 1", "pooling: 0", r"decisions\.vision_data_parallel\.pooling is 0, and a plan has 1 or more"),
-        ("degree: 4", "degree: 0", r"decisions\.vision_data_parallel\.degree is 0, and a plan has 1 or more"),
-        ("degree: 4, ", "", r"decisions\.vision_data_parallel\.degree: missing"),
+        ("group: tp", "group: ep", ("decisions.vision_data_parallel.group", "ep")),
+        ("reduction: mean", "reduction: sum", ("decisions.vision_data_parallel.reduction", "sum")),
+        ("rule: balanced", "rule: best", ("decisions.vision_data_parallel.rule", "best")),
+        ("pooling: 1", "pooling: 0", ("decisions.vision_data_parallel.pooling", "0", "1")),
+        ("degree: 4", "degree: 0", ("decisions.vision_data_parallel.degree", "0", "1")),
+        ("degree: 4, ", "", "decisions.vision_data_parallel.degree"),
     ],
 )
 def test_unknown_words_of_the_decision_are_refused_when_read(before, after, message):
     text = GOLDEN.read_text(encoding="utf-8")
-    with pytest.raises(PlanError, match=message):
+    with refused(PlanError, message):
         plan_from_yaml(text.replace(before, after))
