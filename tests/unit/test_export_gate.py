@@ -185,7 +185,15 @@ def planned(name: str, folder: Path, device: str, **settings: Any) -> ReloadedPl
     can = target.can(MODEL, 1).choices
     degrees = {"pp": 1, "tp": 1, "dp": 8} if can.get("pp") == (1,) else {"pp": 2, "tp": 1 if can.get("tp") else 2}
     stage = 3 if 3 in can["zero_stage"] else 1  # type: ignore[operator]
-    given = {"num_microbatches": 4, "zero_stage": stage, "host": target.host, **degrees, **settings}
+    given = {
+        "schedule": "1F1B",
+        "risk": 0.05,
+        "num_microbatches": 4,
+        "zero_stage": stage,
+        "host": target.host,
+        **degrees,
+        **settings,
+    }
     write_plan(make_plan(MODEL, tile_samples(120), parse_cluster(f"8x{device}"), PlanOptions(**given)), folder / "made")
     made = reload_plan(folder / "made")
     write_plan(fit_plan(made, target), folder / "fit")

@@ -1,4 +1,4 @@
-"""Data of the verbs: how it is read and sized, and `trimtab size`."""
+"""What `size` and `plan` share: the options that say how a data set is read."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trimtab.address import place_of
-from trimtab.cli.output import JsonOption, console, log, print_json
-from trimtab.cli.settings import verb
 from trimtab.errors import SampleError
 from trimtab.options import Option, ReadingOptions, same_fields
 from trimtab.plan.options import parse_share
@@ -17,7 +15,6 @@ from trimtab.plan.options import parse_share
 if TYPE_CHECKING:
     from trimtab.samples.table import SizingResult
     from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec
-
 
 DataArgument = Annotated[
     list[Path],
@@ -45,7 +42,7 @@ class ClusterOptions:
         Option("Standard deviation of a device's time from step to step.", read=parse_share, shown="2%"),
     ] = 0.02
 
-    def parsed(self, *, beside: DeviceSpec | None = None) -> "ClusterSpec":
+    def parsed(self, *, beside: "DeviceSpec | None" = None) -> "ClusterSpec":
         """The cluster; `beside`: one more device to find, of a profile."""
         from trimtab.costs.devices import parse_cluster
 
@@ -68,7 +65,7 @@ class ImageOptions:
         int | None, Option("Your own limit of an image's tiles, thumbnail aside (tiling models).", least=1)
     ] = None
 
-    def describe(self, config: str) -> ModelSpec:
+    def describe(self, config: str) -> "ModelSpec":
         """The model of CONFIG with these images."""
         from trimtab.models.describe import describe
 
@@ -175,62 +172,3 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
         image_rule=results[0].image_rule,
         files=tuple(file for result in results for file in result.files) if all(r.files for r in results) else (),
     )
-
-
-# -- trimtab size ------------------------------------------------------------------------------------------------------
-
-
-@verb
-def size(
-    data: DataArgument,
-    model: Annotated[str, typer.Option(help="config.json, its folder, or a shipped description.")],
-    images: ImageOptions,
-    sizing: SizingOptions,
-    out: Annotated[Path | None, typer.Option(help="Save the table here: a file.npz.")] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            help="I/N: size every N-th part of DATA from the I-th into --set resume=FOLDER, on any machine; the "
-            "same call without it joins all parts."
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Count images, ViT patches and LLM tokens of every sample of DATA, from image headers and the tokenizer."""
-    from trimtab.samples.table import save_sizing
-
-    if shard is not None:
-        if out is not None:
-            raise SampleError(
-                "--shard was given with --out, and a shard makes no table: leave --out to the joining call"
-            )
-        kept = size_data(images.describe(model), data, sizing, shard=parse_shard(shard))
-        log(kept.assumptions[0])
-        return
-    result = size_data(images.describe(model), data, sizing)
-    if out is not None:
-        save_sizing(result, out)
-        log(f"table: {out}")
-    table = result.table
-    if as_json:
-        print_json(
-            {
-                "num_samples": len(table),
-                "num_read": result.num_read,
-                "num_bad": len(result.bad),
-                "bad": result.bad,
-                "num_images": int(table.num_images.sum()),
-                "num_patches": int(table.num_patches.sum()),
-                "num_tokens": int(table.num_tokens.sum()),
-                "max_patches": int(table.num_patches.max(initial=0)),
-                "max_tokens": int(table.num_tokens.max(initial=0)),
-                "patch_unit": table.patch_unit,
-                "tokens_exact": table.tokens_exact,
-                "assumptions": result.assumptions,
-                "table": out,
-            }
-        )
-        return
-    from trimtab.report.tables import print_sizes
-
-    print_sizes(result, console())

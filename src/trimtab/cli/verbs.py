@@ -59,7 +59,7 @@ VERBS = MappingProxyType(
             "Price every layer of CONFIG: forward and backward seconds, share, rate, and how far they may be off.",
         ),
         "size": (
-            "data:size",
+            "size:size",
             "Count images, ViT patches and LLM tokens of every sample of DATA, from image headers and the tokenizer.",
         ),
         "pack": (
