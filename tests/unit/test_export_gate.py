@@ -188,6 +188,9 @@ def planned(name: str, folder: Path, device: str, **settings: Any) -> ReloadedPl
     given = {
         "schedule": "1F1B",
         "risk": 0.05,
+        "max_patches": 6000,
+        "max_tokens": 6000,
+        "oversize": "skip",
         "num_microbatches": 4,
         "zero_stage": stage,
         "host": target.host,
