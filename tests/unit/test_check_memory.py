@@ -96,6 +96,7 @@ def test_a_pooled_call_is_held_whole(tmp_path: Path) -> None:
             zero_stage=3,
             max_patches=9225,
             max_tokens=4352,
+            host="none",
             vision=VisionChoice(group="dp", pooling=pooling),
         )
         write_plan(make_plan(model, tile_samples(), cluster, options), tmp_path / str(pooling))

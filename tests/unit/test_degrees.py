@@ -274,7 +274,7 @@ def test_a_plan_for_experts_takes_ep_and_says_why(tmp_path):
     assert check_plan(tmp_path) == []
     found = reload_plan(tmp_path)
     assert same_fields(found.case.setting.dims, ParallelDims) == same_fields(parallel, ParallelDims)
-    flags = find_target("megatron").export(decided(found), None).text
+    flags = find_target("megatron").export(decided(found, "megatron"), None).text
     assert f"--expert-model-parallel-size {parallel.ep}" in flags
 
 
