@@ -44,7 +44,7 @@ HEAD = """# Which Transformers, which torch
 
 The extra `trimtab[torch]` asks for what the tests of real models run with: torch 2.13 and Transformers 5.23, or newer.
 Every change is tested with torch 2.13.0. The plain tests that need torch and all examples passed with 2.15.0 too
-(2026-11-24, on the CPU); no other torch was run. With older ones install `trimtab[data]` beside your own; the table
+(2026-11-24, on the CPU); no other torch was run. With older ones install `trimtab[trainer]` next to your own; the table
 says what ran. By reading:
 
 | what | needs |

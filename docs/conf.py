@@ -46,7 +46,7 @@ class PublicNames(SphinxDirective):
         lines: list[str] = []
         for module in MODULES:
             stub = Path(str(importlib.import_module(module).__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
-            for heading, name in re.findall(r"^# (.+)$| as (\w+)", stub, re.M):
+            for heading, name in re.findall(r"^# (.+)$|\b(\w+) as \2\b", stub, re.M):
                 if heading:
                     title = heading if module == "trimtab" else f"{module}: {heading}"
                     lines += [title, "-" * len(title), ""]

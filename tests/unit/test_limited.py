@@ -137,5 +137,5 @@ def test_a_template_that_does_not_end_costs_its_sample(tmp_path):
 
 
 def test_a_template_nested_too_deeply_is_refused(tmp_path):
-    with refused(ConfigError, "chat.template"):
+    with refused(ConfigError, "chat_template"):
         sized(tmp_path, "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "before")
