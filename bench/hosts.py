@@ -137,8 +137,10 @@ def check_core(source: Source) -> Iterator[str]:
     )
     said = {flag for flag in flags if f"--{flag.replace('_', '-')}" in text}
     yield from missing(flags - said, core, "Megatron-LM's parser")
-    given = {name.rpartition(".")[2] for name in exported("megatron-bridge") if not name.startswith("cfg.model.")}
-    yield from missing(given, core, "cfg.train and cfg.ddp, which Megatron-Bridge inherits from here,")
+    core |= set(source.fields("megatron/core/optimizer/optimizer_config.py"))
+    parts = tuple(f"cfg.{part}." for part in ("train", "ddp", "optimizer"))
+    given = {name.rpartition(".")[2] for name in exported("megatron-bridge") if name.startswith(parts)}
+    yield from missing(given, core, "cfg.train, cfg.ddp and cfg.optimizer, which Megatron-Bridge has from here,")
     layout = source.read("megatron/core/transformer/pipeline_parallel_layer_layout.py")
     if layout is None or "NotImplementedError" not in layout:
         yield "a layout's letters for other layers raise no NotImplementedError now: see whether the tower can be cut"
@@ -164,11 +166,15 @@ def check_bridge(source: Source) -> Iterator[str]:
         stem = {"exaone4_5": "exaone45", "ernie4_5_vl_moe": "ernie45_vl"}.get(stem, stem)
         if not any(stem in path for path in copying):
             yield f"the tower of {family} no longer copies the language model's recompute"
-    owners = ("cfg.model", "cfg.train", "cfg.ddp")
-    owned = {name.rpartition(".")[0] for name in exported("megatron-bridge")}
-    yield from missing(owned, set(owners), "what the adapter assigns to")
+    fields = exported("megatron-bridge")
     container = source.fields("megatron/bridge/training/config.py", of="ConfigContainer")
-    yield from missing({owner.removeprefix("cfg.") for owner in owners}, set(container), "ConfigContainer")
+    yield from missing({name.split(".")[1] for name in fields}, set(container), "ConfigContainer")
+    precision = fields["cfg.mixed_precision"]
+    if f"def {precision}(" not in (source.read("megatron/bridge/training/mixed_precision.py") or ""):
+        yield f"training/mixed_precision.py has no {precision}"
+    freezes = {name.removeprefix("cfg.model.") for name in fields if name.startswith("cfg.model.freeze_")}
+    providers = [path for path in source.paths if path.startswith(model) and path.endswith("_provider.py")]
+    yield from missing(freezes, set(source.fields(*providers)), "the providers of vision-language models")
 
 
 def check_swift(source: Source) -> Iterator[str]:
@@ -266,6 +272,7 @@ def exported_whole(name: str) -> Mapping[str, object]:
 def check_llama_factory(source: Source) -> Iterator[str]:
     own = source.fields(*(path for path in source.paths if path.startswith("llamafactory/hparams/")))
     inherited = {"do_train", "per_device_train_batch_size", "gradient_accumulation_steps", "deepspeed"}
+    inherited |= {"bf16", "fp16", "optim"}  # of Transformers' TrainingArguments, as those above
     yield from missing(set(exported_whole("llama-factory")) - inherited, set(own), "llamafactory.hparams")
     for name in ("freeze_vision_tower", "freeze_multi_modal_projector"):
         if "default=True" not in ast.unparse(own.get(name) or ast.Constant(value=None)):
@@ -277,7 +284,7 @@ def check_llama_factory(source: Source) -> Iterator[str]:
 
 
 def check_axolotl(source: Source) -> Iterator[str]:
-    yield from check_fields("axolotl", "axolotl/utils/schemas/")(source)
+    yield from check_fields("axolotl", "axolotl/utils/schemas/", "axolotl/integrations/liger/args.py")(source)
     text = source.read("axolotl/integrations/base.py") or ""
     for name in ("load_datasets", "post_model_load", "post_trainer_create"):
         if f"def {name}(" not in text:

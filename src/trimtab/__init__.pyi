@@ -23,6 +23,7 @@ from trimtab.balance.packing import (
     report_packing as report_packing,
 )
 from trimtab.balance.cost import LinearCost as LinearCost
+from trimtab.balance.step import pack_steps as pack_steps
 from trimtab.specs import (
     Packing as Packing,
     Schedule as Schedule,

@@ -72,8 +72,8 @@ def test_every_method_and_order_packs_every_sample(run: Run, planned: Path, meth
 
 
 def test_isf_takes_the_papers_arguments(run: Run, planned: Path) -> None:
-    words = ["pack", planned / "samples.npz", "--max-patches", "200000", "--max-tokens", "40000", "--method"]
-    isf = [*words, "isf", "--set", "filters=150000,30000", "--dp", "1"]
+    words = ["pack", planned / "samples.npz", "--max-patches", "60000", "--max-tokens", "16000", "--method"]
+    isf = [*words, "isf", "--set", "filters=50000,15000", "--dp", "1"]
     once, often = (run(*isf, "--set", f"iterations={n}", "--json").json for n in ("1", "10"))
     assert once["num_packed"] == often["num_packed"]
     assert once["num_packs"] > often["num_packs"]

@@ -53,7 +53,8 @@ def split(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     out = tmp_path_factory.mktemp("split") / "plan"
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json"]
-    words += ["--cluster", "8xA100-80GB", "--pp", "4", "--tp", "2", "--set", "num_microbatches=8", "--out", out]
+    words += ["--cluster", "8xA100-80GB", "--pp", "4", "--tp", "2", "--set", "num_microbatches=8"]
+    words += ["--set", "schedule=1F1B", "--out", out]
     app([str(word) for word in words], standalone_mode=False)
     return out
 

@@ -22,7 +22,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from trimtab.adapters import megatron_hosts
-from trimtab.adapters.running import Decided
+from trimtab.adapters.running import Decided, Launch
 from trimtab.models.describe import describe
 from trimtab.options import Dispatcher
 from trimtab.specs import ParallelDims, RecomputeChoice, stages_between
@@ -80,6 +80,7 @@ CASES = [
     decided("full"),
     decided("selective"),
     decided(None, num_chunks=2),
+    dataclasses.replace(decided(None), launch=Launch(grad_dtype="bf16")),
 ]
 
 
@@ -111,6 +112,13 @@ def core_training_fields() -> set[str]:
     return {name for tree in trees for name in fields_of(tree)}
 
 
+def provider_fields() -> set[str]:
+    """The fields that the providers of both families of the cases have."""
+    paths = ("qwen25_vl_provider", "qwen3_vl_provider")
+    found = [set(fields_of(source("megatron-bridge", f"megatron/bridge/models/qwen_vl/{path}.py"))) for path in paths]
+    return set.intersection(*found)
+
+
 @pytest.mark.parametrize("decided", CASES)
 def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(decided):
     export = megatron_hosts.export_bridge(decided, None)
@@ -124,10 +132,16 @@ def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(decided):
         pytest.importorskip("megatron.core.transformer", reason="needs megatron-core 0.16.1", exc_type=ImportError)
         import torch
         from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
         from megatron.core.transformer import TransformerConfig
     core = {field.name for field in dataclasses.fields(TransformerConfig)}
+    precision = "megatron/bridge/training/mixed_precision.py"
+    towers = {f"freeze_{name}" for name in megatron_hosts._FREEZES}
     known = {
-        "cfg.model": core | set(provider),
+        "cfg": set(container),
+        "cfg.mixed_precision": set(fields_of(source("megatron-bridge", precision), "MixedPrecisionConfig")),
+        "cfg.model": core | set(provider) | (towers & provider_fields()),
+        "cfg.optimizer": {field.name for field in dataclasses.fields(OptimizerConfig)},
         "cfg.train": set(container) | core_training_fields(),
         "cfg.ddp": {field.name for field in dataclasses.fields(DistributedDataParallelConfig)},
     }
@@ -135,12 +149,12 @@ def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(decided):
         assert isinstance(line, ast.Assign)
         (target,) = line.targets
         owner, _, name = ast.unparse(target).rpartition(".")
-        assert owner.removeprefix("cfg.") in container, owner
+        assert owner == "cfg" or owner.removeprefix("cfg.") in container, owner
         assert name in known[owner], (owner, name)
     model = {
         name.removeprefix("cfg.model."): list(value) if isinstance(value, tuple) else value
         for name, value in export.fields.items()
-        if name.startswith("cfg.model.")
+        if name.startswith("cfg.model.") and name.removeprefix("cfg.model.") not in towers
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -28,7 +28,7 @@ BLOCK_EMPHASIS = 1.5
 
 TOLERANT_RANKS = 32
 """More ranks are not offered `tolerance`: at 64 and 256 its steps are 12 and 93 times less mixed by source than chance
-makes them, for 0.04 to 0.09 % of the time (`python bench/packing_peers.py --part orders`)."""
+makes them, for 0.04 to 0.09 % of the time (the part `orders` of bench/packing_peers.py)."""
 
 TOLERANCE = 0.004
 """`tolerance` groups only packs that are further than this from the median of their block, in any column."""
