@@ -46,7 +46,7 @@ def test_what_cannot_be_said_still_has_its_exit_code() -> None:
 
 @pytest.mark.integration
 def test_a_limit_on_file_sizes_leaves_no_half_plan(planned: Path, tmp_path: Path) -> None:
-    command = f"plan Qwen2.5-VL-7B {planned / 'samples.npz'} --cluster 8xA100-80GB --pp 2 --num-microbatches 4"
+    command = f"plan Qwen2.5-VL-7B {planned / 'samples.npz'} --cluster 8xA100-80GB --pp 2 --set num_microbatches=4"
     code, told = shell(f"ulimit -f 8; {sys.executable} -m trimtab {command} --out {tmp_path / 'new' / 'plan'}")
     assert code == 2
     assert "file too large; raise the limit on file sizes" in told

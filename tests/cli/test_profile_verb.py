@@ -60,9 +60,7 @@ def test_a_timed_profile_makes_a_plan_that_says_so(run: Run, tiny: Path, drawn: 
     assert run("report", tmp_path / "plan").code == 0
     unlike = run(*plan, "--set", "dtype=bf16", "--set", "attention=sdpa", "--json")
     assert unlike.code == 2
-    assert unlike.json["error"] == (
-        "the profile is for dtype fp32, and the plan for bf16: plan with that --dtype, or profile with this one"
-    )
+    assert all(name in unlike.json["error"] for name in ("dtype", "fp32", "bf16"))
 
 
 def test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked(
@@ -83,6 +81,7 @@ def test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked(
     folder = tmp_path / "plan"
     plan = ["plan", tiny, drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--cluster", "2xH200"]
     plan += ["--profile", tmp_path / "p.json", "--out", folder, "--max-pixels", "50000", "--pp", "2"]
+    plan += ["--set", "schedule=1F1B"]
     planned = run(*plan, "--memory", "230MiB", "--json")
     assert planned.code == 0, planned.err
     written = (folder / "plan.yaml").read_text()
@@ -131,7 +130,7 @@ def test_logged_runs_are_fitted_and_shown_beside_the_fit(run: Run, tmp_path: Pat
     assert result.code == 0, result.err
     assert result.json["method"] == "logged"
     assert [row["name"] for row in result.json["runs"]] == ["4 first", "8 first", "16 first", "20 first"]
-    assert {term["name"] for term in result.json["terms"]} >= {"vision", "language"}
+    assert {term["name"] for term in result.json["terms"]} >= {"host", "language"}
     assert json.loads((tmp_path / "p.json").read_text())["method"] == "logged"
     printed = run(*words).out
     assert "16 first" in printed

@@ -138,7 +138,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(folder: P
     content[-1] ^= 1
     part.write_bytes(content)
     longer = replace(settings, steps=4)
-    with start_training(longer, 2, "--set", "resume=--set", "keep=3") as run:
+    with start_training(longer, 2, "--resume", "--set", "keep=3") as run:
         assert run.process.wait(timeout=300) == 0, run.errors
         (line,) = said(run)
         other = rf"{part.name} has other content"

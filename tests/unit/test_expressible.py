@@ -129,7 +129,7 @@ def test_the_costs_of_a_run_are_those_of_its_stages(alone: ReloadedPlan) -> None
 
 @pytest.mark.parametrize("name", ["megatron", "pai-megatron"])
 def test_a_frozen_tower_has_nothing_to_recompute(name: str, tmp_path: Path) -> None:
-    options = PlanOptions(pp=2, tp=2, num_microbatches=4, frozen_towers=("vision",))
+    options = PlanOptions(pp=2, tp=2, num_microbatches=4, frozen_towers=("vision",), schedule="1F1B")
     write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path / "made")
     frozen = reload_plan(tmp_path / "made")
     write_plan(fit_plan(frozen, find_target(name)), tmp_path / "fit")
@@ -144,6 +144,14 @@ def test_a_frozen_tower_has_nothing_to_recompute(name: str, tmp_path: Path) -> N
     bare = tuple(replace(stage, recompute=()) for stage in fitted.stages)
     assert relative_time(frozen.case, everywhere, bare) == 1.0
     assert overfull_ranks(frozen.case, everywhere) == overfull_ranks(frozen.case, bare)
+
+
+@pytest.mark.parametrize("name", KEEP_THE_TOWER_WHOLE)
+def test_a_schedule_that_the_framework_has_not_is_not_fitted(name: str, tmp_path: Path) -> None:
+    options = PlanOptions(pp=2, tp=2, num_microbatches=4, schedule="ZBVZeroBubble", num_chunks=2)
+    write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path)
+    with refused(PartitionError, "ZBVZeroBubble", "1F1B"):
+        fit_plan(reload_plan(tmp_path), find_target(name))
 
 
 def test_full_recompute_alone_is_solved_with_the_split(found: ReloadedPlan) -> None:

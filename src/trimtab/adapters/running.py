@@ -354,6 +354,12 @@ def fit_plan(found: ReloadedPlan, target: Target) -> PlanDetails:
     """The best plan found that the target can run: packs and degrees unchanged, stages and recompute solved again."""
     case = found.case
     can = target.can(case.model, case.setting.dims.pp)
+    planned, runs = found.plan.decisions.schedule.name, can.choices.get("schedule", ())
+    if case.setting.dims.pp > 1 and runs and planned not in runs:  # other chunks: other packs a step
+        raise PartitionError(
+            f"schedule {planned} was planned, and {target.title} runs {' or '.join(map(str, runs))}: plan again with "
+            "one of them, or with --for"
+        )
     best = best_expressible(case, can)
     if best is None:
         raise PartitionError(

@@ -172,8 +172,9 @@ def _settle(
         if len(settled) == most:
             break
     if not settled:
+        divisions = {x.setting.dims for x in chosen.considered}
         raise PartitionError(
-            f"none of {len(chosen.considered)} divisions of the devices that fit can run as the framework would: "
+            f"none of {len(divisions)} divisions of the devices that fit can run as the framework would: "
             "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
         )
     return min(settled, key=lambda x: x.vision.best.epoch_s)  # of equals the first

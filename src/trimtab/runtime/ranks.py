@@ -73,7 +73,7 @@ class Watch:
     _awake: float = field(default_factory=time.monotonic)  # since then this process was not stopped itself
     _number: int = 0
     _reads: bool = False
-    _answered: float = 0.0  # when the store last did
+    _asked: float = 0.0  # when the last read that the store has answered began
     _is_cut_off: bool = False  # the store does not answer
     _heard: dict[int, tuple[Beat, float]] = field(default_factory=dict)  # and when this rank first read it
     _closing: threading.Event = field(default_factory=threading.Event)
@@ -115,6 +115,7 @@ class Watch:
 
     def read(self) -> None:
         """Take in what the others have written; one that has written nothing yet is left out."""
+        began = time.monotonic()
         ranks = [r for r in range(self.num_ranks) if r != self.rank]
         ranks = [r for r in ranks if r in self._heard or self.store.check([f"beat/{r}"])]
         texts = self.store.multi_get([f"beat/{r}" for r in ranks]) if ranks else []
@@ -122,7 +123,7 @@ class Watch:
             beat = Beat(**json.loads(text))
             if rank not in self._heard or beat.number != self._heard[rank][0].number:
                 self._heard[rank] = beat, time.monotonic()
-        self._answered = time.monotonic()
+        self._asked = began
 
     def late(self) -> list[Late]:
         """Return the ranks that have kept this one waiting for `patience_s`."""
@@ -156,7 +157,7 @@ class Watch:
         silent = {r for r in range(self.num_ranks) if r != self.rank}
         while silent and not self._is_cut_off and time.monotonic() - began < PATIENCE_S:
             time.sleep(self._period / 4)
-            for rank, (beat, _) in list(self._heard.items()) if self._answered > began else ():
+            for rank, (beat, _) in list(self._heard.items()) if self._asked > began else ():
                 if beat.has_left or beat.number > first.setdefault(rank, beat.number):
                     silent.discard(rank)
         if self._is_cut_off:  # rank 0 keeps the store, or torchrun next to it does
