@@ -22,7 +22,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from trimtab.adapters import megatron_hosts
-from trimtab.adapters.running import Decided
+from trimtab.adapters.running import Decided, Launch
 from trimtab.models.describe import describe
 from trimtab.options import Dispatcher
 from trimtab.specs import ParallelDims, RecomputeChoice, stages_between
@@ -80,6 +80,7 @@ CASES = [
     decided("full"),
     decided("selective"),
     decided(None, num_chunks=2),
+    dataclasses.replace(decided(None), launch=Launch(grad_dtype="bf16")),
 ]
 
 
@@ -134,9 +135,11 @@ def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(decided):
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.transformer import TransformerConfig
     core = {field.name for field in dataclasses.fields(TransformerConfig)}
+    precision = "megatron/bridge/training/mixed_precision.py"
     towers = {f"freeze_{name}" for name in megatron_hosts._FREEZES}
     known = {
         "cfg": set(container),
+        "cfg.mixed_precision": set(fields_of(source("megatron-bridge", precision), "MixedPrecisionConfig")),
         "cfg.model": core | set(provider) | (towers & provider_fields()),
         "cfg.optimizer": {field.name for field in dataclasses.fields(OptimizerConfig)},
         "cfg.train": set(container) | core_training_fields(),

@@ -49,14 +49,19 @@ def megatron(exported: Exported) -> Said:
 
 def bridge(exported: Exported) -> Said:
     given = dict(line.split(" = ", 1) for line in exported.text.splitlines())
+    made = re.compile(r"get_mixed_precision_config\((.*?)\)")  # an object, whose fields are set; else a recipe's name
+    given = {name: made.sub(r"\1", value.partition("  # ")[0]) for name, value in given.items()}
     words = {name: ast.literal_eval(value) for name, value in given.items() if not value.startswith("cfg")}
     kind = words["cfg.mixed_precision"]
+    grads = words["cfg.ddp.grad_reduce_in_fp32"]
+    if kind is not None:  # the recipe's own is written over that of cfg.ddp
+        grads = words.get("cfg.mixed_precision.grad_reduce_in_fp32", kind != "fp16_mixed")
     towers = {"language_model": "language", "vision_model": "vision", "vision_projection": "projector"}
     return {
         "dtype": {None: "fp32", "bf16_mixed": "bf16", "fp16_mixed": "fp16"}[kind],
         "attention": {"flash": "flash", "unfused": "eager"}[words.get("cfg.model.attention_backend", "flash")],
         "optimizer": {"adam": "adamw", "sgd": "sgd_momentum"}[words["cfg.optimizer.optimizer"]],
-        "grad_dtype": "fp32" if words["cfg.ddp.grad_reduce_in_fp32"] else "bf16",
+        "grad_dtype": "fp32" if grads else "bf16",
         "fused_kernels": words["cfg.model.transformer_impl"] == "transformer_engine",
         "sequence_parallel": words.get("cfg.model.sequence_parallel", False),
         "zero_stage": int(words.get("cfg.ddp.use_distributed_optimizer", False)),

@@ -16,8 +16,9 @@ from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.launch_files import from_megatron
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, megatron_ladders, unsupported_cuts
 from trimtab.adapters.pai_megatron import pai_ladder, pai_splits
-from trimtab.adapters.running import Exported, degree_problems
+from trimtab.adapters.running import Exported, Launch, degree_problems
 from trimtab.errors import UnsupportedPlanError
+from trimtab.options import DType, Precision
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 
@@ -120,6 +121,21 @@ def test_bridge_lines_set_the_configuration():
     selective = {0: [RecomputeChoice(tier="selective", layers=(BLOCK,))]}
     exec(bridge(MODEL, by_counts(MODEL, 6, 6, recompute=selective)).text, {"cfg": cfg})
     assert cfg.model.recompute_modules == ["layernorm", "mlp"]
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")])
+def test_bridges_recipe_of_a_precision_reduces_gradients_as_planned(dtype: Precision, grad_dtype: DType):
+    """The recipe's own setting is written over that of `cfg.ddp`: fp32 beside bf16, and fp16 beside fp16."""
+    export = bridge(MODEL, by_counts(MODEL, 6, 6), launch=Launch(dtype=dtype, grad_dtype=grad_dtype))
+    parts = {name: SimpleNamespace() for name in ("train", "ddp", "optimizer")}
+    cfg = SimpleNamespace(model=SimpleNamespace(params_dtype="bf16"), **parts)
+
+    def recipe(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, grad_reduce_in_fp32=name == "bf16_mixed")
+
+    exec(export.text, {"cfg": cfg, "get_mixed_precision_config": recipe})
+    given = recipe(cfg.mixed_precision) if isinstance(cfg.mixed_precision, str) else cfg.mixed_precision
+    assert (given.name, given.grad_reduce_in_fp32) == (f"{dtype}_mixed", grad_dtype == "fp32")
 
 
 # -- ms-swift -------------------------------------------------------------------------------------------------------

@@ -46,12 +46,15 @@ _PRECISION: Mapping[str, str | None] = {
     "fp8": "bf16_with_fp8_delayed_scaling_mixed",
     "mxfp8": "bf16_with_mxfp8_mixed",
 }
+_RECIPE_GRADS: Mapping[str, bool] = {"bf16": True, "fp16": False, "fp8": True, "mxfp8": True}
+"""Whether a precision's recipe reduces gradients in fp32; Bridge writes it over `cfg.ddp` when training starts."""
 _FREEZES: Mapping[str, Tower] = {
     "language_model": "language",
     "vision_model": "vision",
     "vision_projection": "projector",
 }
 _LAYOUT = "cfg.model.pipeline_model_parallel_layout"
+_GRADS = "cfg.mixed_precision.grad_reduce_in_fp32"
 
 
 def export_bridge(plan: Decided, price: float | None) -> Exported:
@@ -82,6 +85,11 @@ def export_bridge(plan: Decided, price: float | None) -> Exported:
     lines = {name: repr(value) for name, value in values.items()}
     if plan.dims.pp > 1:  # recipes for one stage leave it None
         lines["cfg.model.pipeline_dtype"] = "cfg.model.params_dtype"
+    if _GRADS in fields:  # a field of the recipe's object, which a name alone does not have yet
+        kind = lines["cfg.mixed_precision"]
+        lines["cfg.mixed_precision"] = (
+            f"get_mixed_precision_config({kind})  # from megatron.bridge.training.mixed_precision"
+        )
     if plan.lora is not None:
         lines["cfg.peft"] = _lora(plan.model, plan.lora)
     runs = _with_towers_share(plan.model, flags.runs)
@@ -104,9 +112,12 @@ def _launch(plan: Decided) -> dict[str, Any]:
             if on
         ]
     )
-    found: dict[str, Any] = {
-        "cfg.mixed_precision": _PRECISION[launch.dtype],
-        "cfg.ddp.grad_reduce_in_fp32": launch.grad_dtype == "fp32",
+    fp32_grads = launch.grad_dtype == "fp32"
+    found: dict[str, Any] = {"cfg.mixed_precision": _PRECISION[launch.dtype]}
+    if _RECIPE_GRADS.get(launch.dtype, fp32_grads) != fp32_grads:
+        found[_GRADS] = fp32_grads
+    found |= {
+        "cfg.ddp.grad_reduce_in_fp32": fp32_grads,
         "cfg.optimizer.optimizer": {"adamw": "adam", "sgd_momentum": "sgd"}[launch.optimizer],
     }
     return found | {f"cfg.model.freeze_{name}": tower in plan.frozen_towers for name, tower in _FREEZES.items()}
