@@ -47,8 +47,9 @@ with warnings.catch_warnings():
         exc_type=ImportError,
     )
     from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.enums import AttnBackend, LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
@@ -73,6 +74,10 @@ def configure(flags: tuple[str, ...], num_layers: int, *, heads: int = 8, kv: in
             given[name] = [word] if given[name] is True else [*given[name], word]
         else:
             given[name] = int(word) if word.isdecimal() else word
+    if "optimizer" in given:  # of another class, which has no choices of its own
+        assert OptimizerConfig(optimizer=given.pop("optimizer")).optimizer in ("adam", "sgd")
+    if "attention_backend" in given:
+        given["attention_backend"] = AttnBackend[str(given["attention_backend"])]
     fields = {FIELDS.get(key, key): setting for key, setting in given.items() if key not in NOT_OF_THE_CONFIG}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -152,9 +157,7 @@ def test_megatron_takes_our_recompute_flags_of_experts():
     block = model.indices("language", "block")[0]
     stages = [*cut(model, block + 6)]
     stages[0] = replace(stages[0], recompute=(RecomputeChoice(tier="selective", layers=(block,)),))
-    config = configure(
-        export(model, stages, 2).flags, 12, num_moe_experts=8, moe_grouped_gemm=True, moe_ffn_hidden_size=64
-    )
+    config = configure(export(model, stages, 2).flags, 12, num_moe_experts=8, moe_ffn_hidden_size=64)
     assert config.recompute_modules == ["layernorm", "moe_act"]
 
 

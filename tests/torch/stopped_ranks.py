@@ -52,7 +52,13 @@ def run_stopped_for_too_long(rank: int, other: psutil.Process) -> None:
         with pytest.raises(TrimtabError, match=failed):
             case.forward()
     if rank == 0:
-        other.send_signal(signal.SIGCONT)
+        wake(other)
+
+
+def wake(process: psutil.Process) -> None:
+    while process.status() != psutil.STATUS_STOPPED:  # a busy machine, it is to stop yet
+        time.sleep(0.05)
+    process.send_signal(signal.SIGCONT)
 
 
 class Wakes(io.StringIO):
@@ -64,9 +70,7 @@ class Wakes(io.StringIO):
 
     def write(self, text: str) -> int:
         if "rank 1 of 2" in text:
-            while self.stopped.status() != psutil.STATUS_STOPPED:  # a busy machine, it is to stop yet
-                time.sleep(0.05)
-            self.stopped.send_signal(signal.SIGCONT)
+            wake(self.stopped)
         return super().write(text)
 
 

@@ -15,6 +15,9 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
+from trimtab.plan.decide.case import MemoryBudget, Setting, pack_case
+from trimtab.plan.decide.epoch import open_epoch
+from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.steps import fill_slots, open_steps, share_tried
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.figures import PlanDetails
@@ -130,3 +133,29 @@ def test_empty_slots_are_filled_where_there_are_samples() -> None:
     assert filled.schedule.table[1].T.reshape(-1).tolist()[1:] == [-1, -1, -1]
     assert sorted(filled.packing.indices.tolist()) == list(range(7))
     assert np.diff(filled.packing.offsets).min() == 1
+
+
+def test_open_limits_that_one_step_misses_grow_instead_of_the_micro_batches() -> None:
+    """Eight samples of 300 tokens on two ranks: a pack of four holds 1,200."""
+    samples = SampleTable.of(np.full(8, 1025), np.full(8, 300))
+    options = PlanOptions(global_batch=8, schedule="1F1B", zero_stage=1, dp=2, pp=1, tp=1)
+    dims, cluster = ParallelDims(dp=2), parse_cluster("2xH200")
+    model = describe("Qwen2.5-VL-3B")
+    setting = Setting(
+        dims=dims,
+        max_patches=4200,
+        max_tokens=1199,
+        num_microbatches=1,
+        profile=profile_setting(model, cluster, options, dims),
+    )
+
+    def packed(given: PlanOptions, budget: MemoryBudget, max_tokens: int = 1199) -> Setting:
+        own = replace(setting, max_tokens=max_tokens)
+        return pack_case(model, open_epoch(model, samples, given), cluster, budget, own, given).setting
+
+    budget = MemoryBudget.of(cluster, options)
+    grown = packed(options, budget)
+    assert (grown.num_microbatches, grown.max_patches, grown.max_tokens) == (1, 4242, 1211)  # 1 % more of each
+    assert packed(options, budget, 1100).num_microbatches == 2  # 1,200 is above all of 5 % more
+    assert packed(replace(options, max_tokens=1199), budget).num_microbatches == 2  # asked for
+    assert packed(options, replace(budget, fill_bytes=1.0)).num_microbatches == 2  # larger packs do not fit

@@ -82,6 +82,7 @@ class Watch:
     def meet(self, words: Mapping[str, str], timeout_s: float) -> None:
         """Wait until all ranks have begun; raises, on each of them, where one has other `words` or does not come."""
         self._reads = self.rank in (0, self.num_ranks - 1)
+        self.beat()  # a rank that stops before its thread writes is missed too
         self.store.set(f"words/{self.rank}", json.dumps(words))
         began, is_named = time.monotonic(), False
         while not self.store.check(["met"]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trimtab.balance.packing import PackResult
 from trimtab.costs.profile import MemoryBand, memory_band
-from trimtab.errors import PlanError
-from trimtab.partition.stages import SplitProblem
+from trimtab.errors import PartitionError, PlanError
+from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.decide.epoch import Epoch
 from trimtab.plan.decide.steps import fill_epoch, share_epoch
 from trimtab.plan.decide.work import (
@@ -35,6 +36,8 @@ from trimtab.specs import (
     Schedule,
 )
 from trimtab.units import MIB, format_bytes
+
+_MORE_ROOM = (1.01, 1.02, 1.05)  # of open limits, where a step of the epoch would need more micro-batches than priced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +202,33 @@ def pack_case(
     setting: Setting,
     options: PlanOptions,
 ) -> Case:
-    """The epoch in packs for this setting; stages are still to come."""
+    """The epoch in packs for this setting; stages are still to come.
+
+    Where limits were left open and a step needs more micro-batches under them than the setting was priced with, they
+    grow by up to 5 %, while the packs fit the memory: one step would else give every step of the epoch more.
+    """
+    case = _pack_within(model, epoch, cluster, budget, setting, options)
+    if options.fills_packs or case.setting.num_microbatches <= setting.num_microbatches:
+        return case
+    given = (options.max_patches, options.max_tokens)
+    limits = (setting.max_patches, setting.max_tokens)
+    for room in _MORE_ROOM if None in given else ():
+        patches, tokens = (math.ceil(x * room) if asked is None else x for x, asked in zip(limits, given, strict=True))
+        wider = replace(setting, max_patches=patches, max_tokens=tokens)
+        other = _pack_within(model, epoch, cluster, budget, wider, options)
+        if other.setting.num_microbatches == setting.num_microbatches:
+            try:
+                split_stages(other.problem)
+            except PartitionError:  # wider ones fit even less
+                return case
+            return other
+    return case
+
+
+def _pack_within(
+    model: ModelSpec, epoch: Epoch, cluster: ClusterSpec, budget: MemoryBudget, setting: Setting, options: PlanOptions
+) -> Case:
+    """The epoch in packs within the setting's limits."""
     samples_work = pad_documents(epoch.samples, setting.dims).work(token_window=model.token_window)
     cost = price_samples(setting.profile, samples_work)[epoch.rows]
     limits, count = (setting.max_patches, setting.max_tokens), setting.num_microbatches
