@@ -13,7 +13,7 @@ import pytest
 
 # test function -> how many of its cases the plain command keeps, evenly spread, or which by their names; 0: none
 KEPT: dict[str, int | tuple[str, ...]] = {
-    "cli/test_hostile.py::test_hostile_input_ends_in_one_sentence": 40,  # 60
+    "cli/test_refusals.py::test_a_command_ends_in_one_sentence": 40,  # 60
     "cli/test_cli.py::test_a_source_key_survives_resume_and_parquet": 0,  # 2
     "cli/test_cli.py::test_every_method_and_order_packs_every_sample": 6,
     "cli/test_cli.py::test_several_saved_tables_keep_what_they_skipped_and_assumed": 0,  # 3

@@ -1,7 +1,7 @@
 """Refusals in tests: a test asks for the class and for names in the message; the wording stands in refusals.txt.
 
-`with refused(PlanError, "num_chunks", "2"): ...` fails where another class is raised, or where a name is missing. The
-sentences are compared with tests/refusals.txt when the session ends: those that are not there are listed, and decide
+A refusal of a command or a call is a case of refusals.yaml. Where one needs more than that, `with refused(PlanError,
+"num_chunks", "2"): ...` fails where another class is raised, or where a name is missing. The sentences are compared with tests/refusals.txt when the session ends: those that are not there are listed, and decide
 nothing, for wording is no test. `pytest --rewrite-refusals` writes the file again from the tests that it ran, so that a
 change of wording is read in one place.
 """
@@ -37,10 +37,10 @@ def refused(kind: type[BaseException], *names: object) -> Iterator[pytest.Except
         assert name in message, f"{name!r} is not in the message: {message}"
 
 
-def record(message: str) -> None:
-    """Keep a sentence for the snapshot, without what differs from run to run."""
+def record(message: str, case: str | None = None) -> None:
+    """Keep a sentence for the snapshot, without what differs from run to run: under its case, else under its test."""
     test = os.environ["PYTEST_CURRENT_TEST"].partition(" (")[0].partition("[")[0]
-    _SEEN[test].add(_plain(message))
+    _SEEN[case or test].add(_plain(message))
 
 
 def _flat(names: Any) -> Iterator[str]:

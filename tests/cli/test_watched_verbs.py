@@ -17,7 +17,7 @@ from border_cases import playlists, served, watched_environment, write_video_set
 
 Run = Any
 ROOT = Path(__file__).parents[2]
-COMMANDS = {  # of each verb one that reads what came from outside; {word} as in hostile.yaml
+COMMANDS = {  # of each verb one that reads what came from outside; {word} as in refusals.yaml
     "demo": "demo --samples 20 --out {out}/demo",
     "plan": "plan Qwen2.5-VL-7B {data} --tokenizer {tokenizer} --cluster 8xA100-80GB --out {out}/plan",
     "predict": "predict Qwen2.5-VL-7B {table} --cluster 8xA100-80GB --tp 1 --pp 1 --batch 1",

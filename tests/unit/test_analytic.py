@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
-from refusals import refused
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.activations import kept_by_layer
 from trimtab.costs.formula.curves import efficiency_of, product_line
@@ -18,7 +17,6 @@ from trimtab.costs.formula.flops import attention_flops_per_pair, layer_matmuls,
 from trimtab.costs.formula.layers import Gradients, cost_layer, find_gradients
 from trimtab.costs.formula.settings import CostSettings, Efficiency
 from trimtab.costs.formula.state import bytes_per_param, local_params
-from trimtab.errors import PartitionError
 from trimtab.specs import WORK_TERMS, MlpSpec, ParallelDims
 
 A100 = DEVICES["A100-80GB"]
@@ -320,9 +318,3 @@ def test_a_lower_efficiency_never_makes_a_layer_faster(name, share):
     fast = cost(text_block(), tp=2)
     assert all(s >= f for s, f in zip(slow.forward_s, fast.forward_s, strict=True))
     assert slow.forward_s != fast.forward_s
-
-
-@pytest.mark.parametrize("value", [0, -0.5, 1.5])
-def test_an_efficiency_outside_its_range_is_refused(value):
-    with refused(PartitionError, "0"):
-        Efficiency(matmul=value)

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from plan_cases import tile_samples
 
-from refusals import refused
 from trimtab.costs.devices import parse_cluster
-from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.partition.simulate import simulate
 from trimtab.plan.build import make_plan, write_plan
@@ -44,24 +42,6 @@ def test_words_in_any_order() -> None:
         method="length_group", batch=2.5, recompute="full"
     )
     assert parse_baseline("balanced,balanced-stages") == Baseline(method="balanced", stages="balanced-stages")
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("randm", "randm"),
-        ("batch=many", "batch=many"),
-        ("batch=0.5", ("0.5", "1")),
-        ("batch=nan", ()),
-        ("isf,batch=4", ()),
-        ("isf,padded", ()),
-        ("random,packed", ()),
-        ("", ()),
-    ],
-)
-def test_words_that_cannot_be(text: str, sentence: str) -> None:
-    with refused(PlanError, sentence):
-        PlanOptions(baselines=(text,))
 
 
 def test_every_baseline_is_simulated_and_the_fastest_that_fits_is_the_baseline(made: PlanDetails) -> None:

@@ -109,12 +109,6 @@ def test_results_are_written_to_no_address(tmp_path: Path, monkeypatch: pytest.M
     write_atomically(Path("s3:/x.npz"), b"x")
 
 
-def test_a_saved_data_set_without_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text('{"_data_files": []}')
-    with refused(SampleError, "_data_files"):
-        size(tmp_path)
-
-
 # -- videos -----------------------------------------------------------------------------------------------------------
 
 

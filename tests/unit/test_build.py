@@ -11,7 +11,7 @@ from plan_cases import read_back, tile_samples
 
 from refusals import refused
 from trimtab.costs.devices import parse_cluster
-from trimtab.errors import PackingError, PlanError, TrimtabError
+from trimtab.errors import PackingError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.check import check_plan
@@ -115,45 +115,6 @@ def test_fewer_samples_than_ranks_still_make_a_plan(tmp_path: Path) -> None:
     assert check_plan(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pp": 3}, "3"),
-        ({"dp": 2, "pp": 2, "tp": 2}, ()),
-        ({"tp": 16}, ()),
-        ({"global_batch": 99}, "20"),
-        ({"memory_bytes": 2**40}, ()),
-        ({"memory_bytes": 40}, "40GiB"),
-    ],
-)
-def test_options_that_contradict_the_cluster_are_refused(options: dict[str, int], message: str) -> None:
-    with refused(PlanError, message):
-        make_plan(MODEL, tile_samples(20), CLUSTER, PlanOptions(**options))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dp": 0}, "0"),
-        ({"num_microbatches": 2, "global_batch": 4, "steps": "filled"}, ()),
-        ({"method": "isf"}, "steps=filled"),
-        ({"risk": 1.0}, ()),
-        ({"schedule": "Interleaved1F1B"}, ("--set", "num_chunks=2")),
-        ({"schedule": "ZBVZeroBubble"}, ("ZBVZeroBubble", "num_chunks", "1")),
-        ({"schedule": "ZBH1", "num_chunks": 2}, ("num_chunks", "2", "ZBH1")),
-        ({"schedule": "zigzag"}, ("1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble")),
-        ({"schedule": "Interleaved1F1B", "num_chunks": 2, "pp": 1}, ()),
-        ({"dtype": "bf17"}, "bf16"),
-        ({"method": "random"}, ()),
-        ({"frozen_towers": ("head",)}, ()),
-        ({"frozen_towers": ("vision", "projector", "language")}, ()),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(options: dict[str, object], message: str) -> None:
-    with refused(PlanError, message):
-        PlanOptions(**options)  # type: ignore[arg-type]
-
-
 def test_a_model_without_a_file_is_checked_with_the_model_in_hand(tmp_path: Path) -> None:
     model = dataclasses.replace(MODEL, origin=None)
     write_plan(make_plan(model, tile_samples(100), CLUSTER, OPTIONS), tmp_path)
@@ -170,14 +131,6 @@ def test_frozen_towers_exchange_no_gradients_and_recompute_nothing() -> None:
     assert [seconds > 0 for seconds in step_s] == trained
     modules = [m for entry in frozen.plan.decisions.recompute for m in entry.modules]
     assert not [m for m in modules if m.startswith("vision_model")]
-
-
-@pytest.mark.parametrize("limits", [(10, 10), (None, 10)])
-@pytest.mark.parametrize("oversize", ["error", "skip"])
-def test_limits_below_every_sample_are_refused(limits: tuple[int | None, int | None], oversize: str) -> None:
-    options = dataclasses.replace(OPTIONS, max_patches=limits[0], max_tokens=limits[1], oversize=oversize)
-    with refused(TrimtabError):
-        make_plan(MODEL, dataclasses.replace(tile_samples(50), num_tokens=np.full(50, 500)), CLUSTER, options)
 
 
 def test_open_limits_hold_most_samples_where_the_rest_may_be_skipped() -> None:
@@ -243,10 +196,3 @@ def test_a_file_of_the_plan_that_is_not_here_is_said_to_come_from_the_plan(
     write_plan(dataclasses.replace(made, plan=dataclasses.replace(made.plan, inputs=inputs)), tmp_path)
     with refused(PlanError, "somewhere/model", what):
         load_details(tmp_path)
-
-
-def test_oversize_samples_are_counted_among_all() -> None:
-    table = tile_samples(60)
-    limits = PlanOptions(pp=1, max_patches=int(np.median(table.num_patches)), max_tokens=10**6)
-    with refused(PackingError, "60"):
-        make_plan(MODEL, table, CLUSTER, limits)

@@ -22,7 +22,7 @@ from trimtab.costs.formula.layers import Gradients, cost_layer
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import shares_of
 from trimtab.costs.profile import profile_model
-from trimtab.errors import PartitionError, PlanError, TrimtabError
+from trimtab.errors import PartitionError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.options import Dispatcher, same_fields
 from trimtab.plan.build import make_plan, write_plan
@@ -242,13 +242,6 @@ def test_cp_is_tried_for_long_documents_or_where_nothing_fits():
     assert {d.cp for d in tried(longest=5_000, crowded=True)} == {2, 4}
     assert tried(longest=1_000, crowded=True) == []
     assert {d.cp for d in tried(cp=2)} == {2}
-
-
-def test_degrees_that_do_not_divide_the_devices_are_one_sentence():
-    with refused(PlanError, "3", "16"):
-        tried(cp=3)
-    with refused(PlanError, "16", "ep"):
-        tried(ep=16, pp=2)
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------

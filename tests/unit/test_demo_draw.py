@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from refusals import refused
-
 pytest.importorskip("PIL", reason="the demo draws with Pillow: pip install 'trimtab[data]'")
 pytest.importorskip("tokenizers", reason="the demo trains a tokenizer: pip install 'trimtab[data]'")
 
 from PIL import Image
 
 from trimtab.demo.draw import SPECIAL_TOKENS, draw_dataset
-from trimtab.errors import TrimtabError
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +63,6 @@ def test_a_seed_gives_the_same_records_on_every_machine(demo, tmp_path):
 
     assert lines(demo) == "af768c94b898d0e2"
     assert lines(draw_dataset(tmp_path, num_samples=300, seed=1)) != lines(demo)
-
-
-def test_no_samples_is_an_error(tmp_path):
-    with refused(TrimtabError, "num_samples"):
-        draw_dataset(tmp_path, num_samples=0)
 
 
 def test_tokenizer_is_lossless_and_knows_its_special_tokens(demo):

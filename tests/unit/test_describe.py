@@ -316,12 +316,6 @@ def test_missing_paths_name_the_shipped_descriptions(tmp_path):
             describe(source, preprocessor=settings_file)
 
 
-@pytest.mark.parametrize("value", [float("nan"), object()])
-def test_content_that_is_not_json_is_refused(value):
-    with refused(ConfigError, "JSON"):
-        describe({**QWEN25, "extra": value})
-
-
 def paths(config: dict, prefix: str = "") -> list[str]:
     found = []
     for key, value in config.items():

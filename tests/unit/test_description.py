@@ -19,7 +19,7 @@ from trimtab.models.images.rules import UnsettledRule
 from trimtab.models.shipped import shipped_models
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload
-from trimtab.specs import NUM_WORK_TERMS, LayerSpec, MeasuredWork, ModelSpec, ParallelDims
+from trimtab.specs import NUM_WORK_TERMS, LayerSpec, MeasuredWork, ModelSpec
 
 
 def measured(name: str = "model.language_model.layers.0", **changes: object) -> LayerSpec:
@@ -191,11 +191,6 @@ def test_measured_work_is_what_is_priced():
     assert cost.forward_s[4] > 1000 / DEVICES["H200"].peak_flops
     half = profile_model(spec, DEVICES["H200"], dtype="fp32").layers[1]
     assert half.tiers[0].saved_bytes[4] == 200.0
-
-
-def test_measured_work_is_not_divided():
-    with refused(PartitionError, "2"):
-        profile_model(model(measured()), DEVICES["H200"], dims=ParallelDims(tp=2))
 
 
 def test_work_that_is_not_known_is_refused_with_the_first_layer():

@@ -17,7 +17,6 @@ from trimtab.partition.published import (
     UnevenModel,
     best_split,
     flops_split,
-    split_with,
     stage_memory,
     uneven_model,
 )
@@ -139,14 +138,3 @@ def test_more_stages_follow_the_rule():
     assert flops_split(with_vision(1280), pp=4).counts == (4, 8, 8, 8)
     # a vision tower over its share: the first stage gets no language layer
     assert flops_split(with_vision(8000), pp=3).counts[0] == 0
-
-
-def test_messages():
-    with refused(PartitionError, "2", "28", "1"):
-        flops_split(NOTEBOOK, pp=1)
-    with refused(PartitionError, "2", "28", "29"):
-        best_split(NOTEBOOK, pp=29)
-    with refused(PartitionError, "29", "28", "0"):
-        split_with(NOTEBOOK, 29, pp=2)
-    with refused(PartitionError, "28", "20"):
-        flops_split(NOTEBOOK, pp=20)

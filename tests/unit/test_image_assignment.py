@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusals import refused
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import (
     keep_at_home,
@@ -20,7 +19,6 @@ from trimtab.balance.images import (
 )
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_model
-from trimtab.errors import PackingError
 from trimtab.models.describe import describe
 from trimtab.specs import ParallelDims
 
@@ -133,21 +131,6 @@ def test_no_images_and_one_rank():
     assert shares.imbalance == 0
     assert share_images([1, 2], 1).atoms_of(0).tolist() == [0, 1]
     assert share_images([0, 0], 2).imbalance == 0
-
-
-@pytest.mark.parametrize(
-    ("cost", "num_ranks", "rule", "message"),
-    [
-        ([1.0], 0, "balanced", ("0", "1")),
-        ([1.0], 2, "greedy", "greedy"),
-        ([1.0, -2.0], 2, "balanced", ("1", "-2")),
-        ([float("nan")], 2, "contiguous", "0"),
-        ([[1.0]], 2, "balanced", "1"),
-    ],
-)
-def test_bad_input_is_named(cost, num_ranks, rule, message):
-    with refused(PackingError, message):
-        share_images(cost, num_ranks, rule=rule)
 
 
 def test_tower_costs_are_the_profiles_own():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,13 +26,12 @@ from image_configs import (
 )
 
 from refusals import refused
-from trimtab.errors import ConfigError, ImageError
+from trimtab.errors import ImageError
 from trimtab.models.describe import image_rule
 from trimtab.models.images.limits import with_limits
 from trimtab.models.images.rules import DynamicTiling, SmartResize
 from trimtab.specs import ImageCounts, ImageRule
 
-ZOO = Path(__file__).parents[2] / "bench" / "data" / "model_zoo.json"
 HUGE = 10**9
 
 
@@ -164,29 +162,3 @@ def test_limits_tighten_a_rule():
     )
     assert with_limits(image_rule(INTERNVL_CHAT), max_tiles=6).count(1920, 1080).tiles == 3
     assert with_limits(image_rule(LLAVA)) == image_rule(LLAVA)
-
-
-@pytest.mark.parametrize(
-    ("rule", "limits", "message"),
-    [
-        (image_rule(LLAVA), {"max_pixels": 5}, ("max_pixels", "5")),
-        (image_rule(NEXT), {"max_tiles": 5}, ("max_tiles", "5", "llava_anyres")),
-        (
-            image_rule(QWEN25, QWEN_FILE),
-            {"max_pixels": 0},
-            ("0", "min_pixels", "max_pixels"),
-        ),
-        (image_rule(INTERNVL_CHAT), {"max_tiles": 0}, "0"),
-    ],
-)
-def test_limits_that_a_rule_cannot_take_are_refused(rule, limits, message):
-    with refused(ConfigError, message):
-        with_limits(rule, **limits)
-
-
-@pytest.mark.parametrize("limits", [{"max_pixels": 10**30}, {"max_pixels": 2.5}, {"max_pixels": True}])
-def test_limits_of_no_image_are_refused(limits):
-    with refused(ConfigError, "max_pixels"):
-        with_limits(image_rule(QWEN25, QWEN_FILE), **limits)
-    with refused(ConfigError, "1", "1000000000", "4096"):
-        with_limits(image_rule(INTERNVL_CHAT), max_tiles=HUGE)

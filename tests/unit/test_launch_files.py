@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from refusals import refused
 from trimtab.adapters.launch_files import completed, from_megatron, megatron_flags
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.models.describe import describe
@@ -133,11 +132,6 @@ def test_every_other_flag_is_refused_by_name():
             assert from_megatron(f"{FLAGS} {flag} {default}", MODEL) == from_megatron(FLAGS, MODEL), name
 
 
-def test_a_flag_of_nobody_is_refused_by_name():
-    with refused(PlanError, "--no-such-flag", "3"):
-        from_megatron(f"{FLAGS} --no-such-flag 3", MODEL)
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -160,12 +154,6 @@ def test_what_megatrons_flags_cannot_say_is_refused(flags, named):
     with pytest.raises(TrimtabError) as refused:
         from_megatron(flags, MODEL)
     assert named in str(refused.value)
-
-
-@pytest.mark.parametrize("number", ["9" * 5000, "²"])
-def test_a_number_of_megatrons_that_is_none_is_refused(number):
-    with refused(TrimtabError):
-        from_megatron(f"--tensor-model-parallel-size {number}", describe("Qwen2.5-VL-7B"))
 
 
 def test_what_is_typed_goes_before_the_file():

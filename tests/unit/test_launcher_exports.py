@@ -74,12 +74,6 @@ def test_every_way_of_megatron_is_exported_as_it_is():
             assert export.warnings == ()
 
 
-def test_a_forbidden_cut_is_refused():
-    model = make_model(forbidden=frozenset({BLOCK + 1}), reason="DeepStack")
-    with refused(UnsupportedPlanError, "layers.1", "DeepStack"):
-        megatron(model, by_counts(model, 1, 11))
-
-
 # -- Megatron-Bridge ------------------------------------------------------------------------------------------------
 
 
@@ -96,12 +90,6 @@ def test_bridge_copies_the_recompute_to_qwen3_vls_tower_alone():
         for way in ways:
             assert bridge(model, way).runs == way
             assert bridge(model, way).warnings == ()
-
-
-def test_bridge_refuses_a_family_without_provider():
-    model = make_model(family="internvl")
-    with refused(UnsupportedPlanError, "0.6", "qwen2_5_vl"):
-        bridge(model, by_counts(model, 6, 6))
 
 
 def test_bridge_lines_set_the_configuration():

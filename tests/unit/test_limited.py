@@ -134,8 +134,3 @@ def test_a_template_that_does_not_end_costs_its_sample(tmp_path):
     assert [(bad.line, bad.id, bad.kind) for bad in result.bad] == [(2, "attack", "reader")]
     with refused(ConfigError):
         sized(tmp_path, TURNING + CHATML, "before")
-
-
-def test_a_template_nested_too_deeply_is_refused(tmp_path):
-    with refused(ConfigError, "chat_template"):
-        sized(tmp_path, "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "before")

@@ -99,21 +99,6 @@ def test_recompute_takes_the_first_blocks_of_a_stage_and_costs_time(tmp_path):
     assert slower > 1.005
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"iteration_s": 1e-300}, ("iteration_s", "1e-300", "1e-06", "1e+07")),
-        ({"iteration_s": 10**400}, ("iteration_s", "1000")),
-        ({"stage_s": [1e-300, 1.0]}, ("stage_s.0", "1e-300", "1e-06", "1e+07")),
-        ({"peak_bytes": [1e-9, 1e9]}, ("peak_bytes.0", "1e-09", "1", "1e+18")),
-        ({"work": {"patches": 1e300, "tokens": 1}}, ("work.0.patches", "1e+300", "0")),
-    ],
-)
-def test_amounts_that_no_run_logs_are_refused(tmp_path, changes, message):
-    with refused(TrimtabError, message):
-        read_runs(write(tmp_path, entry((3, 0), (0, 4), **changes)), MODEL, A100)
-
-
 def test_every_problem_of_a_file_is_named_at_once(tmp_path):
     path = write(
         tmp_path,
@@ -185,16 +170,6 @@ def test_a_file_cannot_make_us_fill_the_memory(tmp_path):
     huge["num_microbatches"] = 8
     with refused(TrimtabError, "1000000000000", "3"):
         read_runs(write(tmp_path, huge), MODEL, A100)
-
-
-def test_two_runs_of_one_name_are_refused(tmp_path):
-    with refused(TrimtabError, "2", "x"):
-        read_runs(write(tmp_path, *[entry((3, 0), (0, 4), name="x")] * 2), MODEL, A100)
-
-
-def test_a_tp_that_the_model_refuses_is_said_with_the_run(tmp_path):
-    with refused(TrimtabError, "3"):
-        read_runs(write(tmp_path, entry((3, 0), (0, 4), name="three", tp=3)), MODEL, A100)
 
 
 # -- fitting --------------------------------------------------------------------------------------------------------

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from refusals import refused
-from trimtab.errors import PartitionError, TrimtabError
-from trimtab.placement.machine import Machine, machine_of, parse_machine
+from trimtab.errors import PartitionError
+from trimtab.placement.machine import parse_machine
 from trimtab.units import GIB
 
 
@@ -20,35 +19,7 @@ def test_sizes_names_and_what_is_free_on_them():
     assert machine.disk
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "GPU"),
-        ("24GiB,,24GiB", "GPU"),
-        ("0x24GiB", ("0", "GPUs")),
-        ("65x24GiB", ("65", "GPUs")),
-        ("40x1GiB,40x2GiB", ("80", "GPUs")),
-        ("24 stones", ()),
-        ("2²", ()),  # a digit to str.isdigit, not to int
-        ("9" * 5000, ()),
-        ("H300", ()),
-        ("24GiB:40GiB", ()),
-        ("A100-80GB:90GiB", "A100-80GB"),
-    ],
-)
-def test_what_is_no_machine_is_refused(text, reason):
-    with refused(TrimtabError, reason):
-        parse_machine(text)
-
-
 def test_all_bad_groups_are_named_at_once():
     with pytest.raises(PartitionError) as error:
         parse_machine("0x24GiB,H300,9 stones")
     assert len(str(error.value).splitlines()) == 3
-
-
-def test_a_machine_has_a_gpu_and_no_negative_memory():
-    with refused(PartitionError, "GPU"):
-        Machine(gpus=())
-    with refused(PartitionError, "-1"):
-        machine_of([-1])

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from export_cases import by_counts, cut, decide, first_block, make_model
-from refusals import refused
 from trimtab.adapters import megatron
 from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupported_cuts
-from trimtab.errors import PartitionError, UnsupportedPlanError
+from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 
@@ -91,16 +90,6 @@ def test_shell_lines_are_quoted_and_vision_fields_are_python():
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("at", "name"), [(3, "visual.blocks.2"), (5, "visual.merger"), (6, "embed_tokens")])
-def test_cuts_before_the_token_embedding_are_refused_with_reason_and_price(at, name):
-    model = make_model()
-    stages = cut(model, at, first_block(model) + 6)
-    with refused(UnsupportedPlanError, "--for", name):
-        export(model, stages)
-    with refused(UnsupportedPlanError, "--for", "1.86"):
-        export(model, stages, price=1.8571)
-
-
 def test_unsupported_cuts_are_exactly_the_refused_ones():
     model = make_model()
     norm_cut = len(model.layers) - 1
@@ -134,14 +123,6 @@ def test_all_problems_come_at_once():
         "ZeRO stage 3 was planned, and Megatron-Core's distributed optimizer shards only optimizer state"
     )
     assert len(lines) == 4
-
-
-def test_what_no_schedule_can_run_is_refused_when_it_is_decided():
-    model = make_model()
-    with refused(PartitionError, "2", "4", "1"):
-        decide(model, cut(model, 3), dims=ParallelDims(pp=4))
-    with refused(PartitionError, "1F1B", "2"):
-        decide(model, by_counts(model, 3, 3, 3, 3), dims=ParallelDims(pp=2), num_chunks=2)
 
 
 # -- recompute ------------------------------------------------------------------------------------------------------

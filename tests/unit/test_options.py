@@ -10,15 +10,12 @@ import typer
 from plans import small_plan
 from typer.testing import CliRunner
 
-from refusals import refused
 from trimtab.cli.app import Verb, Verbs, app
 from trimtab.cli.settings import verb
 from trimtab.cli.verbs import VERBS, load_verb
-from trimtab.errors import TrimtabError
 from trimtab.options import Option, option_problems, same_fields
 from trimtab.plan.file.reload import options_of
 from trimtab.plan.options import PlanOptions
-from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.units import parse_bytes
 
 
@@ -168,20 +165,6 @@ def test_what_a_plan_keeps_of_its_options_comes_back() -> None:
         assert getattr(found, name) == value, name
     assert (found.dp, found.pp, found.schedule) == (2, 2, plan.decisions.schedule.name)
     assert found.profile is None
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"timeout_s": 0}, ("--set", "0", "1")),
-        ({"timeout_s": 10**9}, ("--set", "1000000000", "604800")),
-        ({"timeout_s": 1.5}, ("--set", "1.5")),
-        ({"device": "tpu"}, "tpu"),
-    ],
-)
-def test_a_probe_asked_in_python_is_checked_as_on_the_command_line(change, words):
-    with refused(TrimtabError, words):
-        ProbeSettings(plan=Path("plan"), model=Path("model"), **change)
 
 
 @pytest.mark.parametrize("name", VERBS)

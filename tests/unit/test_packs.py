@@ -6,15 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import small_plan
 
-from refusals import refused
-from trimtab.errors import PlanError
 from trimtab.plan.decide.steps import even_steps
-from trimtab.plan.file.reload import load_packs
 from trimtab.plan.file.yaml import name_table, pack_contents
 from trimtab.plan.plan import PackingDecision
 from trimtab.specs import Packing, Schedule
@@ -53,21 +49,3 @@ def written(folder: Path, packing: Packing = PACKING, schedule: Schedule = SCHED
         (folder / name).write_bytes(content)
     tables = {name.removesuffix(".npy"): name_table(name, content) for name, content in contents.items()}
     return dataclasses.replace(small_plan().decisions.packing, **tables)
-
-
-@pytest.mark.parametrize(
-    ("packing", "schedule", "message"),
-    [
-        (dataclasses.replace(PACKING, indices=np.array([2, 0, 3])), SCHEDULE, ()),
-        (dataclasses.replace(PACKING, indices=np.array([2, 0, -1])), SCHEDULE, ()),
-        (dataclasses.replace(PACKING, offsets=np.array([0, 3, 2])), SCHEDULE, ()),
-        (dataclasses.replace(PACKING, offsets=np.array([0, 2, 9])), SCHEDULE, ()),
-        (PACKING, Schedule(table=np.array([[[0], [2]]])), ()),
-        (PACKING, Schedule(table=np.array([0, 1])), ()),
-    ],
-)
-def test_tables_that_point_outside_are_refused(
-    tmp_path: Path, packing: Packing, schedule: Schedule, message: str
-) -> None:
-    with refused(PlanError, message):
-        load_packs(tmp_path, written(tmp_path, packing, schedule), times=np.ones(3, np.int64))

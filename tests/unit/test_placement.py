@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_cases import sliding, small_model
+from placement_cases import small_model
 
 from refusals import refused
 from trimtab.errors import PartitionError
@@ -232,16 +232,6 @@ def test_a_smaller_batch_that_fits_is_named():
     assert place(model, machine_of([24 * GIB]), Workload(batch=batch, **asked)).fits
     with pytest.raises(PartitionError):
         place(model, machine_of([24 * GIB]), Workload(batch=batch + 1, **asked))
-
-
-def test_activations_that_nothing_can_hold_are_told_apart_from_weights():
-    with refused(PartitionError, "KV"):
-        place(sliding(), machine([300_000], cpu_bytes=GIB), Workload(batch=8, seq_len=4000))
-
-
-def test_a_machine_that_is_full_says_so():
-    with refused(PartitionError, "GPU"):
-        place(small_model(), machine([0, 0]), WORK)
 
 
 def test_what_streams_needs_room_only_while_it_runs():

@@ -63,22 +63,6 @@ def test_all_wrong_types_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "YAML"),
-        ("[1, 2]", ()),
-        ("plan_version: 1.0", ()),
-        ("plan_version: '2.0'", "1.0"),
-        ("a: &a [1]\nb: *a\nplan_version: '1.0'", ()),
-        ("plan_version: '1.0'\nx: !!python/object/apply:os.system ['true']", "YAML"),
-    ],
-)
-def test_what_is_no_plan_is_refused_in_one_sentence(text: str, message: str) -> None:
-    with refused(PlanError, message):
-        plan_from_yaml(text)
-
-
-@pytest.mark.parametrize(
     ("place", "value"),
     [
         *(("estimates.step_ms", value) for value in (".nan", ".inf", "-1.0")),

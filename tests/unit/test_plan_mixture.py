@@ -113,13 +113,6 @@ def test_all_problems_of_the_weights_are_named_at_once() -> None:
         draw_epoch(of_sources([1]), [("a", 0)])
 
 
-def test_weights_that_no_data_could_have_are_refused_before_there_is_data() -> None:
-    with refused(PlanError, "-2", "a"):
-        PlanOptions(weights=(("a", -2), ("b", 1)))
-    with refused(PlanError, "num_drawn", "7"):
-        PlanOptions(num_drawn=7)
-
-
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 

@@ -9,9 +9,7 @@ import pytest
 from plan_cases import tile_samples
 from report_fixtures import plan_text
 
-from refusals import refused
 from trimtab.costs.devices import parse_cluster
-from trimtab.errors import PartitionError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.check import check_plan
@@ -56,12 +54,3 @@ def test_the_plan_says_how_it_was_searched(made: PlanDetails, tmp_path: Path) ->
     assert (found.plan.inputs.training.search, found.plan.inputs.training.radius) == ("omnibal", 2)
     assert "OmniBal's search" in plan_text(made)
     assert "exact optimum" in html_report(made)
-
-
-def test_what_it_cannot_search() -> None:
-    with refused(PlanError, "1"):
-        make_plan(MODEL, tile_samples(60), CLUSTER, replace(OPTIONS, pp=1, tp=8))
-    with refused(PartitionError, "99", "3", "7880599"):
-        make_plan(MODEL, tile_samples(), CLUSTER, replace(OPTIONS, radius=99))
-    with refused(PlanError, "0"):
-        replace(OPTIONS, top=0)

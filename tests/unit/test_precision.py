@@ -7,10 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from refusals import refused
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
-from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.specs import ParallelDims, evaluate
 
@@ -38,12 +36,6 @@ def test_mxfp8_pays_for_copies_that_fp8_leaves_to_fused_kernels():
         for name in ("fp8", "mxfp8")
     )
     assert fp8 < mxfp8
-
-
-@pytest.mark.parametrize(("device", "dtype"), [("A100-80GB", "fp8"), ("H100-80GB", "mxfp8"), ("L4", "fp8")])
-def test_a_device_without_a_published_rate_of_8_bit_products_is_refused(device, dtype):
-    with refused(PartitionError, device):
-        profile_model(describe("Qwen2.5-VL-7B"), DEVICES[device], dtype=dtype)
 
 
 def test_of_overlapped_tensor_parallel_messages_one_part_in_tp_is_waited_for():

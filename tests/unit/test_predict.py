@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from plan_cases import tile_samples
 
-from refusals import refused
 from trimtab.costs.devices import parse_cluster
-from trimtab.errors import TrimtabError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
 from trimtab.plan.given import GivenRun
@@ -86,37 +84,6 @@ def test_a_global_batch_gives_the_micro_batches():
     assert found.samples_per_s == pytest.approx(300 / found.variant.step_s.sum())
     assert found.variant.step_s.min() <= found.mean_step_s < found.expected_step_s < found.p95_step_s
     assert found.p95_step_s < 1.1 * found.variant.step_s.max(), "jitter of 2 % a device"
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"dp": 4}, ("4", "2", "32", "16")),
-        ({"pp": 3}, ("2", "3", "12")),
-        ({"tp": 16, "pp": 1}, ("16", "8")),
-        ({"batch": None}, "--batch"),
-        ({"max_tokens": 9}, "2"),
-        ({"method": "isf"}, ("--set", "max_tokens")),
-        ({"batch": None, "max_tokens": 9000, "method": "random"}, ()),
-        ({"global_batch": 64}, ()),
-        ({"num_microbatches": None, "global_batch": 63}, ("2", "4")),
-        ({"stages": "1v|2l"}, ("2", "4")),
-        ({"stages": "1v|1l|1l|1l"}, ("45", "48")),
-        ({"stages": "1l|1v|1l|1l"}, ()),
-        ({"stages": "99v|1l|1l|1l"}, ("99", "45")),
-        ({"stages": "a|b"}, ()),
-        ({"stages": "1v||2l|3l"}, ()),
-        ({"recompute": "some"}, ()),
-        ({"recompute": "1,2"}, ("2", "4")),
-        ({"recompute": "99,0,0,0"}, ("99", "0")),
-        ({"recompute": "-1,0,0,0"}, ()),
-        ({"schedule": "ZBVZeroBubble"}, ("--set", "num_chunks=2")),
-        ({"zero_stage": 4}, "3"),
-    ],
-)
-def test_what_cannot_be_is_one_sentence(given, message):
-    with refused(TrimtabError, message):
-        predict_run(MODEL, SAMPLES, CLUSTER, run_of(**given))
 
 
 def test_a_profile_that_was_given_is_predicted_with():

@@ -275,11 +275,6 @@ def test_saved_tables_join_others(tmp_path):
     assert set(table.source_names) <= {"a", "b", "empty"}
 
 
-def test_a_table_is_saved_under_known_suffixes_only(tmp_path):
-    with refused(SampleError):
-        save_sizing(SizingResult(table=result_of().table), tmp_path / "table.csv")
-
-
 def test_damaged_tables_are_refused(tmp_path):
     good = {name: np.arange(3) for name in COLUMNS} | {"source": np.zeros(3, np.int32)}
     good |= {"id_utf8": np.empty(0, np.uint8), "id_ends": np.empty(0, np.int64)}

@@ -61,15 +61,6 @@ def test_mindspeeds_chunks_are_rows_of_ranks() -> None:
     assert made.text.startswith("export VP_SIZE=2\n")
 
 
-def test_mindspeed_refuses_what_its_model_file_cannot_say() -> None:
-    with refused(UnsupportedPlanError, "visual.merger", "MindSpeed-MM"):
-        export("mindspeed-mm", MODEL, cut(MODEL, 5))
-    with refused(UnsupportedPlanError, "ZeRO", "2"):
-        export("mindspeed-mm", MODEL, cut(MODEL, 3), zero_stage=2, frozen_towers=("language",))
-    with refused(UnsupportedPlanError, "qwen2_vl", "qwen2_5_vl"):
-        find_target("mindspeed-mm").can(make_model(family="internvl"), 2)
-
-
 @pytest.mark.parametrize("name", ["llama-factory", "axolotl"])
 def test_hosts_with_a_trainer_of_transformers_run_the_plan_as_it_is(name: str) -> None:
     stages = cut(MODEL, recompute={0: full(2, 9)})

@@ -183,18 +183,6 @@ def test_the_tables_are_mapped_and_not_read(tmp_path: Path) -> None:
         assert isinstance(base, np.memmap), name
 
 
-def test_a_folder_without_tables_is_named(tmp_path: Path) -> None:
-    with refused(PlanError, "offsets.npy"):
-        open_tables(tmp_path)
-
-
-def test_tables_that_are_not_arrays_are_refused(tmp_path: Path) -> None:
-    write_packs(tmp_path, *packs_of(5, dp=2, num_microbatches=1))
-    (tmp_path / "indices.npy").write_bytes(b"nonsense")
-    with refused(PlanError, "indices.npy"):
-        open_tables(tmp_path)
-
-
 def test_an_empty_slot_inside_an_epoch_is_an_empty_pack() -> None:
     packing = Packing(offsets=np.array([0, 1, 2, 3]), indices=np.arange(3), limits=(1, 1))
     tables = hold_tables(packing, Schedule(table=np.array([[[0], [-1]], [[1], [2]]])))
@@ -253,18 +241,6 @@ def test_a_state_of_a_plan_folder_is_one_of_the_same_packs_in_memory(tmp_path: P
     assert cursor_from_state(make_deal(held, dp=2), state) == Cursor(epoch=2, packs_done=4)
 
 
-def test_a_plan_whose_tables_are_another_plans_is_refused(tmp_path: Path) -> None:
-    write_plan_folder(tmp_path, num_packs=12)
-    with refused(PlanError, "12", "3", "2", "11"):
-        open_tables(tmp_path)
-
-
-def test_a_table_outside_the_plans_folder_is_refused(tmp_path: Path) -> None:
-    write_plan_folder(tmp_path, indices="../indices.npy")
-    with refused(PlanError, "/indices.npy", "../indices.npy"):
-        open_tables(tmp_path)
-
-
 # -- settings and states ----------------------------------------------------------------------------------------------
 
 
@@ -273,11 +249,6 @@ def test_all_problems_of_a_deal_are_told_at_once() -> None:
         make_deal(tables_of(8), dp=0, num_microbatches=0)
     assert "dp 0 is not a number of ranks" in str(caught.value)
     assert "0 micro-batches are no step" in str(caught.value)
-
-
-def test_ranks_that_cannot_share_a_step_evenly_are_told() -> None:
-    with refused(PlanError, "4", "2", "3"):
-        make_deal(tables_of(8), dp=3)
 
 
 def test_a_state_of_another_plan_order_or_kind_is_refused() -> None:

@@ -173,35 +173,6 @@ def test_weights_that_zero_3_gathers_come_on_top_of_counted_transients() -> None
         assert gathered.tolist() == [2 * 2 * ours.num_params, 0, 0, 0, 0, 0, 0]  # two layers' weights of two bytes
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layers_blake2b": "0"}, ("11", "trimtab profile")),
-        ({"dtype": "fp32"}, ("fp32", "bf16", "--set")),
-        ({"attention": "eager"}, "--set"),
-        ({"device": DEVICES["H20"]}, ("H20", "A100-80GB", "--cluster")),
-        ({"frozen_towers": ("vision",)}, ()),
-        ({"fused_kernels": True}, ()),
-    ],
-)
-def test_a_profile_of_something_else_is_refused(changes: dict[str, object], message: str) -> None:
-    target = profile_model(MODEL, A100)
-    with refused(TrimtabError, message):
-        refuse_unlike(dataclasses.replace(target, **changes), MODEL, target)
-
-
-def test_a_profile_that_lost_a_layer_or_a_tier_is_refused() -> None:
-    """Whatever its fingerprint says: files are edited."""
-    target = profile_model(MODEL, A100)
-    short = dataclasses.replace(target, layers=target.layers[:-1])
-    with refused(TrimtabError, "10"):
-        refuse_unlike(short, MODEL, target)
-    block = dataclasses.replace(target.layers[1], tiers=target.layers[1].tiers[:1])
-    bare = dataclasses.replace(target, layers=(target.layers[0], block, *target.layers[2:]))
-    with refused(TrimtabError, "vision.0"):
-        refuse_unlike(bare, MODEL, target)
-
-
 def test_all_that_is_unlike_is_said_at_once() -> None:
     target = profile_model(MODEL, A100)
     with pytest.raises(TrimtabError) as caught:

@@ -151,11 +151,6 @@ def test_group_alike_finds_rows_of_equal_packs():
     assert (kinds[packs].reshape(-1, 8) == kinds[packs].reshape(-1, 8)[:, :1]).all()
 
 
-def test_no_ranks_are_refused():
-    with refused(PackingError, "0", "1"):
-        schedule_packs(make_columns(4), dp=0)
-
-
 def test_rows_of_a_random_step_are_alike_and_the_step_is_the_shuffles():
     columns = make_columns(512)
     schedule = schedule_packs(columns, dp=8, num_microbatches=8)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
-from refusals import refused
 from trimtab.errors import PartitionError
 from trimtab.partition.search import _STEPS, Evaluator, _joint_moves, search_makespan
 from trimtab.partition.simulate import simulate, stage_times
@@ -100,14 +99,6 @@ def test_forbidden_cuts_and_interleaving_are_respected():
         assert not forbidden & {stage.start for stage in result.split.stages}
         assert len(result.split.stages) == 4 * chunks
         assert result.makespan_s <= result.start_makespan_s
-
-
-def test_work_of_the_wrong_shape_is_refused():
-    profile = profile_of([layer(i) for i in range(4)])
-    work = equal_work(4)
-    problem = problem_of(profile, 2, 4, work)
-    with refused(PartitionError, "1", "3", "7", "4"):
-        Evaluator(problem, work[:, :3])
 
 
 def test_runs_of_two_or_more_cuts_move_together():

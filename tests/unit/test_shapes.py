@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from sample_sets import PixelRule, png, write_jsonl
 
-from refusals import refused
-from trimtab.errors import SampleError
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import Conversation, read_conversation
 from trimtab.samples.shapes import read_columns
@@ -70,12 +68,6 @@ def test_what_fits_no_shape_is_refused_by_its_fields(record: Any, words: list[st
         read_conversation(record)
     assert caught.value.kind == "type"
     assert all(word in str(caught.value) for word in words)
-
-
-@pytest.mark.parametrize("text", ["question", "quest=a", "answer="])
-def test_a_map_of_other_meanings_is_refused(text: str) -> None:
-    with refused(SampleError, "MEANING=FIELD"):
-        read_columns(text)
 
 
 def test_flat_columns_are_sized_and_fields_that_are_not_read_are_named(tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_cases import constant, layer, profile_of
 
-from refusals import refused
 from trimtab.costs.profile import weight_coefficients
-from trimtab.errors import PartitionError
 from trimtab.partition.schedules import (
     BACKWARD,
     FORWARD,
@@ -236,34 +234,3 @@ def test_warmup_is_capped_by_the_number_of_blocks():
     order = block_order("1F1B", num_devices=2, num_microbatches=3)
     assert order.kind[0].tolist() == [0, 0, 1, 0, 1, 1]
     assert order.microbatch[0].tolist() == [0, 1, 0, 2, 1, 2]
-
-
-def test_messages_of_impossible_schedules():
-    times = times_of(np.ones((4, 6)), np.ones((4, 6)))
-    with refused(PartitionError, "1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble", "zigzag"):
-        simulate(times, schedule="zigzag")
-    with refused(PartitionError, "4", "3"):
-        simulate(times, num_devices=3)
-    with refused(PartitionError, "1F1B", "2", "num_chunks=1"):
-        simulate(times, num_devices=2)
-    with refused(PartitionError, "4", "6", "8", "schedule='1F1B", "1F1B"):
-        simulate(times, schedule="Interleaved1F1B", num_devices=4)
-    with refused(PartitionError, "ZBVZeroBubble", "1"):
-        simulate(replace(times, weight_s=times.backward_s), schedule="ZBVZeroBubble")
-    with refused(PartitionError, "ZBH1"):
-        simulate(times, schedule="ZBH1")
-    with refused(PartitionError, "0", "1"):
-        block_order("1F1B", num_devices=2, num_microbatches=0)
-    with refused(PartitionError, "4", "5", "6"):
-        simulate(times_of(np.ones((4, 6)), np.ones((4, 5)), np.ones((4, 6))))
-    with refused(PartitionError, ">=", "0"):
-        simulate(times_of(np.ones((1, 1)), [[-1.0]]))
-    with refused(PartitionError, "1", "6"):
-        simulate_steps(times, np.array([[[6]]]))
-
-
-def test_recompute_tiers_that_the_profile_lacks_are_named():
-    profile = profile_of([layer(0)])
-    stages = (Stage(index=0, start=0, stop=1, recompute=(RecomputeChoice(tier="full", layers=(0,)),)),)
-    with refused(PartitionError, "layers.0", "full"):
-        stage_times(profile, stages, np.array([constant(1.0)]))

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from sample_sets import PixelRule, talk, write_jsonl
 
-from refusals import refused
-from trimtab.errors import SampleError
 from trimtab.samples import records
 from trimtab.samples.size import size_samples
 from trimtab.samples.table import SizingResult, save_sizing
@@ -40,9 +38,3 @@ def test_shards_sized_apart_are_joined_to_the_bytes_of_one_pass(
     monkeypatch.setattr("trimtab.samples.sizer._SizingChild.size", None)  # nothing is read again
     save_sizing(size(files, resume_dir=kept), tmp_path / "joined.npz")
     assert (tmp_path / "joined.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
-
-
-def test_lengths_have_no_shards(tmp_path: Path) -> None:
-    lengths = write_jsonl(tmp_path / "lengths.jsonl", [{"num_tokens": 3}])
-    with refused(SampleError):
-        size([lengths], shard=(1, 2), resume_dir=tmp_path / "kept")

@@ -111,13 +111,6 @@ def test_oversize_samples_run_alone_or_are_left_out():
     assert skipped.schedule.num_steps == 2
 
 
-def test_a_rank_without_a_sample_is_refused():
-    with refused(PackingError, "3", "8"):
-        share_step(np.ones((5, 2), np.int64), np.ones(5), limits=None, dp=8)
-    with refused(PackingError, "global_batch", "4"):
-        pack_steps(SampleTable.of(np.ones(50), np.ones(50)), global_batch=4, limits=(9, 9), dp=8)
-
-
 def test_samples_without_size_leave_no_rank_empty():
     step = share_step(np.zeros((9, 2), np.int64), np.zeros(9), limits=(4, 4), dp=8, num_microbatches=1)
     assert np.diff(step.offsets).min() == 1

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from described_configs import describe
 
-from refusals import refused
 from trimtab.costs.devices import parse_cluster
-from trimtab.errors import ConfigError, PartitionError, PlanError
+from trimtab.errors import PlanError
 from trimtab.lora import parse_lora
 from trimtab.models.describe import read_config
 from trimtab.models.stored import stored_format
@@ -41,22 +40,12 @@ def test_every_quantization_config_has_a_name(said, name):
     assert describe({**QWEN, "quantization_config": said}).stored_as == name
 
 
-def test_a_quantization_config_of_another_kind_is_refused():
-    with refused(ConfigError, "quantization_config"):
-        describe({**QWEN, "quantization_config": 3})
-
-
 @pytest.mark.parametrize(("name", "gib"), [("bnb-nf4-double", 5.5), ("awq", 6.45), (None, 15.45)])
 def test_a_map_counts_weights_as_they_are_stored(name, gib):
     model = replace(describe("Qwen2.5-VL-7B"), stored_as=name)
     found = inference_table(model, Workload()).weights.sum() / GIB
     assert found == pytest.approx(gib, rel=0.01)
     assert inference_table(model, Workload(quant="bnb-int8")).weights.sum() / GIB == pytest.approx(8.7, rel=0.05)
-
-
-def test_a_format_without_a_formula_is_refused_where_bytes_are_counted():
-    with refused(PartitionError):
-        inference_table(replace(describe("Qwen2.5-VL-7B"), stored_as="hqq"), Workload())
 
 
 def table(tokens: int = 700) -> SampleTable:

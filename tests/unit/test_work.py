@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import tile_samples
 
-from refusals import refused
 from trimtab.balance.packing import pack_samples
-from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.decide.work import (
     PATCHES,
@@ -58,8 +56,3 @@ def test_tiles_become_the_models_patches() -> None:
     assert samples.num_patches.tolist() == [0, 1025, 5 * 1025]
     assert samples.patches_sq.tolist() == [0, 1025**2, 5 * 1025**2]
     assert samples.patch_unit == "patches"
-
-
-def test_tiles_mean_nothing_to_a_model_of_native_resolution() -> None:
-    with refused(PlanError):
-        in_patches(lengths([1], [300]), describe("Qwen2.5-VL-7B"))
