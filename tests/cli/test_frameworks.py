@@ -122,7 +122,7 @@ def test_frameworks_without_stages_take_a_plan_without_pipeline(
     assert made.code == 0, made.err
     lines = run("export", "transformers", plan)
     assert lines.code == 0, lines.err
-    assert "from trimtab import apply_recompute" in lines.out
+    assert "from trimtab.torch import apply_recompute" in lines.out
     assert lines.err.startswith("checked with Transformers 5.23")
     given = run("export", "transformers", plan, "--json").json
     assert given["recompute"]

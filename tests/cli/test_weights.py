@@ -13,6 +13,7 @@ import pytest
 
 Run = Any
 WORDS = ["--cluster", "8xA100-80GB", "--pp", "2", "--set", "num_microbatches=2", "--set", "source_key=source"]
+WORDS += ["--set", "schedule=1F1B"]
 WEIGHTS = "chart=0,page=1,photo=1,screenshot=2,multi-image=1,text=5"
 
 

@@ -17,7 +17,6 @@ def test_the_lines_switch_on_exactly_the_planned_layers():
     vision, language = spec.indices("vision", "block"), spec.indices("language", "block")
     chosen = (
         RecomputeChoice(tier="full", layers=(*vision[1:3], language[0])),
-        RecomputeChoice(tier="attention", layers=(language[1],)),
         RecomputeChoice(tier="selective", layers=(language[2],)),
     )
     stages = (Stage(index=0, start=0, stop=len(spec.layers), recompute=chosen),)

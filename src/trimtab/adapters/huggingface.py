@@ -134,7 +134,7 @@ def _call(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
-_APPLY = """from trimtab import apply_recompute
+_APPLY = """from trimtab.torch import apply_recompute
 
 RECOMPUTE = {{
 {tiers}
