@@ -1,9 +1,10 @@
 """Refusals in tests: a test asks for the class and for names in the message; the wording stands in refusals.txt.
 
 A refusal of a command or a call is a case of refusals.yaml. Where one needs more than that, `with refused(PlanError,
-"num_chunks", "2"): ...` fails where another class is raised, or where a name is missing. The sentences are compared with tests/refusals.txt when the session ends: those that are not there are listed, and decide
-nothing, for wording is no test. `pytest --rewrite-refusals` writes the file again from the tests that it ran, so that a
-change of wording is read in one place.
+"num_chunks", "2"): ...` fails where another class is raised, or where a name is missing. The sentences are compared
+with tests/refusals.txt when the session ends: those that are not there are listed, and decide nothing, for wording is
+no test. `pytest --rewrite-refusals` writes the file again from the tests that it ran, so that a change of wording is
+read in one place.
 """
 
 from __future__ import annotations
