@@ -22,7 +22,8 @@ from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.layout import PipelineLayout, Recompute, read_layout
 from trimtab.runtime.pipeline import build as builder
 from trimtab.runtime.pipeline.build import build_pipeline, layers_of
-from trimtab.runtime.pipeline.cuts import Cuts
+from trimtab.runtime.pipeline.cuts import Cuts, Way
+from trimtab.runtime.pipeline.trace import Call, Output, Trace
 from trimtab.runtime.probe.trial import CpuMeter
 
 TEXT = "model.language_model"
@@ -299,3 +300,15 @@ def test_a_layout_is_what_the_plan_decides():
     assert layout.modules[24:26] == ("model.visual.blocks.23", "model.language_model.layers.0")
     assert (layout.schedule, layout.num_microbatches, layout.num_chunks) == ("1F1B", 4, 1)
     assert layout.recompute[0].modules[0] == "model.visual.blocks.0"
+
+
+def test_what_crosses_a_cut_comes_in_the_order_in_which_it_is_written():
+    """Both sides of a cut are processes of their own, and a set's order of names is a process's own."""
+    names = [f"blocks.{i}" for i in range(9)]
+    leaves = [Output(name=name, shape=(1,), dtype=torch.float32) for name in names]
+    calls = [
+        Call(layer=name, reads=frozenset(names[:i]), returned=(leaf,), spec=None)
+        for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))
+    ]
+    way = Way(layers=tuple(names), trace=Trace(calls=calls, result=frozenset(names)), graded=frozenset())
+    assert [way.alive(cut) for cut in range(1, 9)] == [tuple(names[:cut]) for cut in range(1, 9)]

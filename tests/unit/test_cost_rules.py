@@ -1,11 +1,14 @@
-"""costs/formula (activations, adapters, layers, state, exchange, curves): every documented rule as a row of a table."""
+"""Every documented rule of costs as a row of a table.
+
+costs/ (profile), costs/formula/ (activations, adapters, layers, state, exchange, curves, settings).
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from cost_models import embed, head, patches, projector, text_block, vision_block
+from cost_models import embed, head, patches, projector, small_model, text_block, vision_block
 
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.activations import (
@@ -21,8 +24,9 @@ from trimtab.costs.formula.exchange import expert_tp_bytes, ring_bytes
 from trimtab.costs.formula.layers import COLLECTIVE_S, KERNEL_S, Gradients, cost_layer
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import Share, added_bytes, bytes_per_param, shares_of, state_bytes, step_seconds
+from trimtab.costs.profile import chosen_tiers, price_model, profile_model
 from trimtab.lora import Lora
-from trimtab.specs import WORK_TERMS, MlpSpec, ParallelDims
+from trimtab.specs import WORK_TERMS, MlpSpec, ParallelDims, RecomputeChoice, Stage
 
 A100 = DEVICES["A100-80GB"]
 PERFECT = Efficiency(matmul=1, outputs=0, depth=0, product_s=0, attention=1, memory=1, link=1)
@@ -178,6 +182,44 @@ def test_what_only_a_weights_gradient_needs_goes_with_it(weights, names):
     assert "q, k, v" in kept
 
 
+def test_a_shared_expert_keeps_its_share_and_a_fused_head_two_gradients():
+    mlp = MlpSpec(intermediate_size=64, gated=True, num_experts=8, experts_per_token=2, shared_intermediate_size=512)
+    moe = replace(text_block(), mlp=mlp)
+    for tp in (1, 2):
+        kept = {x.name: x.row_bytes for x in kept_when(moe, settings(tp=tp), weights=True)}
+        alone = {x.name: x.row_bytes for x in kept_when(text_block(), settings(tp=tp), weights=True)}
+        assert [kept[x.replace("mlp", "shared")] for x in alone if "mlp" in x and x != "mlp input"] == [
+            size for x, size in alone.items() if "mlp" in x and x != "mlp input"
+        ]
+    plain, fused = cost(head()), cost(head(), fused_kernels=True)
+    assert plain.transient_bytes[TOKENS] == 8 * 1000
+    assert fused.transient_bytes[TOKENS] == 2 * 1000
+    assert fused.other_transient_bytes[TOKENS] == (2 - 4) * 1000 + 2 * 128
+    assert fused.other_transient_bytes[ONCE] == 2 * 128 * 1000
+
+
+def test_a_stages_tiers_are_those_of_its_choices():
+    profile = profile_model(small_model(), A100)
+    stage = Stage(index=0, start=1, stop=4, recompute=(RecomputeChoice(tier="full", layers=(2,)),))
+    assert [x.name for x in chosen_tiers(profile, stage)] == ["none", "full", "none"]
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"tp_overlap": True, "tp": 2}, "one part in 2"),
+        ({"zero_stage": 3, "dp": 2}, "ZeRO-3"),
+        ({"cp": 2}, "cp 2"),
+    ],
+)
+def test_what_a_launcher_must_switch_on_is_named_once(more, named):
+    degrees = {name: more.pop(name) for name in ("tp", "dp", "cp") if name in more}
+    plain = price_model(small_model(), A100, settings()).assumptions
+    found = price_model(small_model(), A100, settings(**degrees, **more)).assumptions
+    assert [named in x for x in found].count(True) == 1
+    assert not any(named in x for x in plain)
+
+
 # -- messages -------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +256,8 @@ def test_keys_and_values_go_round_the_other_ranks(cp, tp):
     own = settings(cp=cp, tp=tp)
     assert ring_bytes(text_block(), own) == (cp - 1) * 2 * 2 * KV / tp
     assert ring_bytes(vision_block(), own) == 0.0
+    slow, fast = (cost(text_block(), cp=cp, tp=tp, cp_bytes_per_s=x).forward_s[TOKENS] for x in (1e9, 2e9))
+    assert slow - fast == pytest.approx(ring_bytes(text_block(), own) / cp / 2e9)
 
 
 def test_an_expert_of_several_devices_gathers_its_rows_and_scatters_results():

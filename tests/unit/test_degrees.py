@@ -1,4 +1,7 @@
-"""Expert and context parallelism: bytes, work and traffic against counting by hand; which degrees are tried."""
+"""Expert and context parallelism: bytes, work and traffic against counting by hand; which degrees are tried.
+
+costs/formula/ (exchange, activations, layers, flops), plan/decide/ (degrees).
+"""
 
 from __future__ import annotations
 

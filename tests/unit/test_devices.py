@@ -1,4 +1,4 @@
-"""Devices and clusters by name."""
+"""costs/ (devices): devices and clusters by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles of whole models: settings, groups, errors, and files."""
+"""costs/ (profile): profiles of whole models, their settings, groups, errors and files."""
 
 from __future__ import annotations
 

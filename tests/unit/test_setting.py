@@ -1,4 +1,4 @@
-"""Tests of plan/decide/setting.py: degrees and schedules that are left open, and what the plan says of them."""
+"""Tests of plan/decide/ (setting, simplest, search): open degrees and schedules, and what the plan says of them."""
 
 from __future__ import annotations
 
@@ -98,6 +98,10 @@ def test_of_settings_alike_in_speed_the_simplest_is_taken() -> None:
 def test_kinds_sort_by_what_they_ask_of_a_launcher() -> None:
     order = [
         ({"dp": 8}, "data parallel"),
+        ({"dp": 8, "ep": 2}, "data parallel, expert parallel"),
+        ({"dp": 8, "ep": 4}, "data parallel, expert parallel"),
+        ({"dp": 4, "cp": 2}, "data parallel, context parallel"),
+        ({"dp": 2, "cp": 4}, "data parallel, context parallel"),
         ({"dp": 8, "zero_stage": 2}, "data parallel, ZeRO-2"),
         ({"dp": 8, "zero_stage": 3}, "data parallel, ZeRO-3"),
         ({"dp": 4, "tp": 2}, "tensor parallel"),

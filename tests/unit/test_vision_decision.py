@@ -1,4 +1,4 @@
-"""Vision data parallel as a decision of the plan: image sizes, shares, time and memory, its file and its refusals."""
+"""plan/decide/ (sharing, exchange): image sizes, shares, time and memory of shared images, the plan file."""
 
 from __future__ import annotations
 
