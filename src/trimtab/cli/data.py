@@ -58,9 +58,7 @@ class ImageOptions:
     preprocessor: Annotated[Path | None, Option("preprocessor_config.json, where it does not lie beside CONFIG.")] = (
         None
     )
-    max_pixels: Annotated[int | None, Option("Most pixels of an image.", least=1, common=True)] = (
-        None
-    )
+    max_pixels: Annotated[int | None, Option("Most pixels of an image.", least=1, common=True)] = None
     max_tiles: Annotated[
         int | None, Option("Your own limit of an image's tiles, thumbnail aside (tiling models).", least=1)
     ] = None
@@ -77,9 +75,7 @@ class SizingOptions:
     """How a data set is sized, as the user chose."""
 
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    on_bad: Annotated[Literal["error", "skip"], Option("At bad samples.", common=True)] = (
-        "error"
-    )
+    on_bad: Annotated[Literal["error", "skip"], Option("At bad samples.", common=True)] = "error"
     max_length: Annotated[int | None, Option("Treat a sample with more tokens as bad.", least=1)] = None
     source_key: Annotated[str | None, Option("Field of a record that names its data set; else its file.")] = None
     number_ids: Annotated[bool, Option("Number repeated ids instead of refusing them.")] = False

@@ -292,9 +292,7 @@ class PlanOptions:
     oversize: Annotated[Oversize, OVERSIZE] = "error"
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()  # of every source, by name; none: each sample once
     num_drawn: Annotated[int | None, NUM_DRAWN] = None
-    recompute: Annotated[RecomputeMode, Option("Layers that recompute.", common=True)] = (
-        "auto"
-    )
+    recompute: Annotated[RecomputeMode, Option("Layers that recompute.", common=True)] = "auto"
     memory_bytes: Annotated[int | None, MEMORY] = None  # None: all of it
     risk: Annotated[float, RISK] = 0.005
     reserve_bytes: int | None = None  # kept free instead: of a plan that was probed, or made before there was a risk
