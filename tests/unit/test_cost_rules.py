@@ -12,6 +12,7 @@ from cost_models import embed, head, patches, projector, small_model, text_block
 
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.activations import (
+    adapter_item_bytes,
     adapter_traffic,
     attention_result_bytes,
     count_kernels,
@@ -252,6 +253,27 @@ def test_what_a_launcher_must_switch_on_is_named_once(more, named):
     found = price_model(small_model(), A100, settings(**degrees, **more)).assumptions
     assert [named in x for x in found].count(True) == 1
     assert not any(named in x for x in plain)
+
+
+@pytest.mark.parametrize(
+    ("weights", "products", "middle", "inputs"), [("same", 2, 2, []), ("fp32", 2, 2, [2]), ("fp32_products", 4, 4, [4])]
+)
+def test_adapters_keep_their_middle_and_a_cast_copy_of_their_input(weights, products, middle, inputs):
+    own = settings(lora=Lora(r=8, targets=("q_proj",), weights=weights))
+    assert adapter_item_bytes(own) == products
+    for trained in (True, False):
+        kept = kept_when(text_block(), own, weights=trained)
+        assert [x.row_bytes for x in kept if x.name == "adapter middle"] == [middle * 8]
+        assert [x.row_bytes for x in kept if x.name == "adapter input"] == [x * H for x in inputs]
+        assert ("qkv input" in {x.name for x in kept}) == (trained or not inputs)  # what q's adapter multiplies
+
+
+def test_rows_are_shared_by_cp_in_the_language_model_and_by_tp_where_sequence_parallel():
+    own = settings(cp=2, tp=4, sequence_parallel=True)
+    assert [own.token_share(x) for x in ("language", "vision", "projector")] == [2, 1, 1]
+    assert [own.row_share(x) for x in ("language", "vision")] == [4, 1]
+    assert settings(tp=4, vision_sequence_parallel=True).row_share("vision") == 4
+    assert settings(tp=4).row_share("language") == 1
 
 
 # -- messages -------------------------------------------------------------------------------------------------------

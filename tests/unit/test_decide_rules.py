@@ -1,4 +1,4 @@
-"""plan/decide/ (advice, compare, exchange, search, sharing, simplest, steps): documented rules as rows of tables."""
+"""plan/decide/ (advice, case, compare, exchange, search, sharing, simplest, steps, work): rules as rows of tables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from trimtab.balance.images import share_images, tower_bytes, tower_seconds
 from trimtab.costs.devices import parse_cluster
 from trimtab.costs.profile import profile_model
 from trimtab.lora import Lora
+from trimtab.partition.simulate import StageTimes
 from trimtab.partition.stages import split_stages
 from trimtab.plan.decide import advice
 from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, possible_changes, tied_settings
-from trimtab.plan.decide.case import Case, MemoryBudget, Setting, pack_case
-from trimtab.plan.decide.compare import _balanced_stages, _baseline, _moved, compare_variants, explain_losses
+from trimtab.plan.decide.case import Case, MemoryBudget, Setting, pack_case, tower_cuts
+from trimtab.plan.decide.compare import _balanced_stages, _baseline, _columns, _moved, compare_variants, explain_losses
 from trimtab.plan.decide.epoch import open_epoch
 from trimtab.plan.decide.exchange import image_sizes, pool_packs, price_exchange
 from trimtab.plan.decide.search import (
@@ -442,6 +443,24 @@ def test_a_row_that_is_slower_is_explained():
     assert explain_losses([replace(rows[0], name="other baseline"), slower]) == ()
 
 
+def test_an_empty_slot_takes_no_time():
+    ones = np.ones((2, 3))
+    times = StageTimes(
+        forward_s=ones, backward_s=2 * ones, weight_s=3 * ones, send_forward_s=4 * ones, send_backward_s=5 * ones
+    )
+    found = _columns(times, np.array([2, -1]))
+    for name, one in zip(("forward", "backward", "weight", "send_forward", "send_backward"), range(1, 6), strict=True):
+        assert getattr(found, f"{name}_s").tolist() == [[one, 0], [one, 0]]
+
+
+@pytest.mark.parametrize(("attention", "pairs"), [("flash", 2 * 500**2), ("sdpa", 1000**2), ("eager", 1000**2)])
+def test_scores_and_masks_of_a_pack_are_those_of_one_long_sample(attention, pairs):
+    options = PlanOptions(attention=attention, global_batch=8, schedule="1F1B", zero_stage=1)
+    case = case_of(replace(options, max_tokens=1000, max_patches=2000), dims_of(), num_microbatches=4)
+    assert case.held_work[:, 5].max() == pairs
+    assert case.problem.work_max[5] == pairs
+
+
 # -- shared images --------------------------------------------------------------------------------------------------
 
 
@@ -478,6 +497,12 @@ def test_time_is_that_of_the_slowest_share_and_memory_that_of_the_largest_term_b
     margin = limit_work(plain.work, *limits)[1:4] / plain.work[:, 1:4].max(axis=0)
     np.testing.assert_allclose(found.vision.largest, found.vision.held[:, 1:4].max(axis=0) * np.maximum(margin, 1.0))
     np.testing.assert_allclose(found.problem.work_max[1:4], found.vision.largest)
+
+
+def test_no_cut_lies_in_front_of_the_last_layer_of_what_is_shared():
+    assert tower_cuts(MODEL) == {1, 2, 3, 4}  # patches, three blocks, projector
+    language = replace(MODEL, layers=tuple(x for x in MODEL.layers if x.tower == "language"))
+    assert tower_cuts(language) == frozenset()
 
 
 def test_a_dispatch_sends_the_pixels_of_images_that_move_and_their_rows_back():

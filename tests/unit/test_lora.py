@@ -1,4 +1,4 @@
-"""LoRA as an option: what is asked, what it trains and holds, what a plan keeps of it, which exports are told."""
+"""costs/formula/ (adapters), LoRA as an option: what it trains and holds, what a plan keeps, which exports take it."""
 
 from __future__ import annotations
 
