@@ -18,7 +18,8 @@ from rounding import assert_close
 from vision_runs import Case, make_case, sum_over_ranks
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision import exchange, vision_dp
+from trimtab.runtime.vision import exchange
+from trimtab.runtime.vision.apply import vision_dp
 
 
 def run_stopped(rank: int) -> None:

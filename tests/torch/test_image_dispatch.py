@@ -16,9 +16,9 @@ from train_runs import run_on_ranks, settings_of, values_of, write_run, write_va
 from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.layout import read_layout
 from trimtab.plan.runs import read_run_of
 from trimtab.report.run import run_sentences
-from trimtab.runtime.pipeline import read_layout
 from trimtab.runtime.training.loop import train
 from trimtab.runtime.training.settings import TrainSettings
 

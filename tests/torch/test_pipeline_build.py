@@ -19,9 +19,9 @@ from tiny_packs import TinyPacks
 from trimtab.errors import UnsupportedPlanError
 from trimtab.models.asking.units import split_units
 from trimtab.plan.file.yaml import load_plan
-from trimtab.runtime.layout import Recompute
-from trimtab.runtime.pipeline import PipelineLayout, build_pipeline, layers_of, read_layout
+from trimtab.plan.layout import PipelineLayout, Recompute, read_layout
 from trimtab.runtime.pipeline import build as builder
+from trimtab.runtime.pipeline.build import build_pipeline, layers_of
 from trimtab.runtime.pipeline.cuts import Cuts, Way
 from trimtab.runtime.pipeline.trace import Call, Output, Trace
 from trimtab.runtime.probe.trial import CpuMeter

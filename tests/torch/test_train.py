@@ -25,7 +25,7 @@ from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.runs import compare_times, read_run_log, read_run_of
 from trimtab.report.html import html_report
 from trimtab.report.run import run_lines
-from trimtab.runtime.pipeline import Pipeline, StepResult
+from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
 from trimtab.runtime.training.checkpoint import list_checkpoints
 from trimtab.runtime.training.loop import fit_layout, refuse_useless, train
 

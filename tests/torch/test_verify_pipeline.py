@@ -13,7 +13,7 @@ from rounding import BOUNDS
 from shrunk_models import make_shrunk
 
 from trimtab.errors import UnsupportedPlanError
-from trimtab.runtime.pipeline import layers_of, verify_pipeline
+from trimtab.runtime.pipeline.build import layers_of, verify_pipeline
 from trimtab.runtime.pipeline.cuts import Way
 
 pytestmark = pytest.mark.filterwarnings("ignore")

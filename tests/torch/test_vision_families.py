@@ -19,9 +19,9 @@ from shrunk_models import make_shrunk
 
 from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision import BatchFamily, GridFamily, check_family
 from trimtab.runtime.vision.hooks import find_functions
-from trimtab.runtime.vision.inputs import find_family, tower_flops
+from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, find_family, tower_flops
+from trimtab.runtime.vision.verify import check_family
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -16,9 +16,8 @@ from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import apply as callback
 from trimtab.runtime.vision import exchange as summing
-from trimtab.runtime.vision import vision_dp
 from trimtab.runtime.vision.agreement import differing_ranks, fingerprint
-from trimtab.runtime.vision.apply import encode_pooled
+from trimtab.runtime.vision.apply import encode_pooled, vision_dp
 from trimtab.runtime.vision.exchange import check_convention, lay_out_rows
 from trimtab.runtime.vision.hooks import KINDS, Heartbeat
 from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, Part, VisionInputs, join_inputs

@@ -32,8 +32,9 @@ from vision_runs import (
 )
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision import encode_pooled, verify_vision_dp, vision_dp
+from trimtab.runtime.vision.apply import encode_pooled, vision_dp
 from trimtab.runtime.vision.exchange import KAPPA_IS_N
+from trimtab.runtime.vision.verify import verify_vision_dp
 
 # -- sequence parallel, end to end ----------------------------------------------------------------------------------
 

@@ -16,13 +16,10 @@ from vision_runs import Case, make_case, make_rank_case, shard, sum_over_ranks
 
 from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision import (
-    exchange,
-    verify_vision_dp,
-    vision_dp,
-    vision_heartbeat,
-)
+from trimtab.runtime.vision import exchange
+from trimtab.runtime.vision.apply import vision_dp, vision_heartbeat
 from trimtab.runtime.vision.handle import VisionDataParallel
+from trimtab.runtime.vision.verify import verify_vision_dp
 
 
 def run_odd_uses(rank: int) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from vision_runs import make_case, shard
 
-from trimtab.runtime.vision import vision_dp
+from trimtab.runtime.vision.apply import vision_dp
 
 LEARNING_RATE = 0.5
 

@@ -405,7 +405,7 @@ def shared_case(**given: object) -> tuple[Case, Case]:
     decision = VisionDecision(**{**rule, **given})  # type: ignore[arg-type]
     options = PlanOptions(schedule="1F1B", zero_stage=1, global_batch=32)
     degrees = dims_of(dp=2, tp=4) if decision.group == "tp" else dims_of(dp=4, tp=2)
-    case = case_of(options, degrees, image_samples(64), model=QWEN)
+    case = case_of(options, degrees, image_samples(64, most=8, largest=2048), model=QWEN)
     return share_vision(case, decision), case
 
 

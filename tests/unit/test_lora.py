@@ -27,8 +27,8 @@ from trimtab.costs.measured.saved import refuse_unlike
 from trimtab.costs.profile import load_profile, profile_bytes, profile_model, save_profile
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.lora import NF4_BYTES, Lora, parse_lora
+from trimtab.plan.layout import refuse_quantised
 from trimtab.plan.predict import predict_run
-from trimtab.runtime.training.settings import refuse_quantised
 from trimtab.specs import Linear, ParallelDims, Stage
 
 A100 = DEVICES["A100-80GB"]

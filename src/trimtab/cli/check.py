@@ -162,8 +162,7 @@ def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[
     found = reload_plan(plan)
     try:
         if framework == OWN_LOOP:
-            from trimtab.runtime.layout import read_layout
-            from trimtab.runtime.training.settings import refuse_quantised
+            from trimtab.plan.layout import read_layout, refuse_quantised
 
             refuse_quantised(found.case.options.lora)
             read_layout(found.plan)

@@ -32,16 +32,16 @@ def plan(
     config: ConfigArgument,
     data: DataArgument,
     cluster: ClusterOptions,
-    out: Annotated[Path, typer.Option(help="Folder for the plan and its report.")] = Path("plan"),
+    out: Annotated[Path, typer.Option(help="Folder for plan and report.")] = Path("plan"),
     target: Annotated[
         Framework | None,
-        typer.Option("--for", help="Decide only what this framework can run."),
+        typer.Option("--for", help="Only what this target of `export` can run."),
     ] = None,
     as_json: JsonOption = False,
     options: PlanOptions,
     profile: Annotated[
         Path | None,
-        typer.Option(help="Plan with this profile of `trimtab profile`."),
+        typer.Option(help="Profile of `trimtab profile` to plan with."),
     ] = None,
     sizing: SizingOptions,
     images: ImageOptions,
@@ -59,7 +59,7 @@ def plan(
     sized = size_data(model, data, sizing)
     sources = find_sources(data, sizing.reading.media_root, sizing.reading.allowed)
     if target == OWN_LOOP:
-        from trimtab.runtime.training.settings import refuse_data
+        from trimtab.plan.layout import refuse_data
 
         refuse_data(sized.table, [source.file for source in sources])
     origin = PlanOrigin(
@@ -107,7 +107,7 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
     from trimtab.plan.decide.expressible import within_choices
 
     if target == OWN_LOOP:
-        from trimtab.runtime.training.settings import can_train, refuse_quantised
+        from trimtab.plan.layout import can_train, refuse_quantised
 
         refuse_quantised(options.lora)
         options = replace(options, host="eager") if options.host == PlanOptions().host else options
@@ -125,7 +125,7 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
 def _refuse_untrainable(details: "PlanDetails", target: str | None) -> None:
     """With --for trimtab, before anything is written: what the loop would refuse of the decisions."""
     if target == OWN_LOOP:
-        from trimtab.runtime.layout import read_layout
+        from trimtab.plan.layout import read_layout
 
         read_layout(details.plan)
 

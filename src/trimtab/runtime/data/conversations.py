@@ -25,6 +25,7 @@ from trimtab.models.images.rules import UnsettledRule
 from trimtab.options import ReadingOptions
 from trimtab.plan.file.figures import model_fingerprint
 from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.layout import refuse_remote_code
 from trimtab.plan.plan import ModelInput
 from trimtab.runtime.data.formats import (
     GRIDS,
@@ -35,7 +36,7 @@ from trimtab.runtime.data.formats import (
     pixel_keys,
     tile_tokens,
 )
-from trimtab.runtime.data.records import PlannedRecords, open_records, refuse_remote_code
+from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
 from trimtab.samples.media import MediaFolders

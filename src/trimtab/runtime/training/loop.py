@@ -28,13 +28,15 @@ from trimtab.options import AttentionImplementation
 from trimtab.plan.file.check import verify_plan
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.layout import PipelineLayout, read_layout, refuse_quantised
 from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.plan.runs import StepRecord
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import UnreadableSampleError, open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.runtime.data.packing import prepare_packing_on_ranks
-from trimtab.runtime.pipeline import Pipeline, PipelineLayout, StepResult, build_pipeline, read_layout
+from trimtab.runtime.pipeline.build import build_pipeline
+from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
 from trimtab.runtime.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
 from trimtab.runtime.training.checkpoint import (
     Progress,
@@ -46,7 +48,7 @@ from trimtab.runtime.training.checkpoint import (
     words_of,
 )
 from trimtab.runtime.training.run_recorder import RunRecorder
-from trimtab.runtime.training.settings import TrainSettings, refuse_quantised
+from trimtab.runtime.training.settings import TrainSettings
 from trimtab.samples.problems import shorten
 
 # Adapters in `trimtab train`: PEFT puts them beside the layers that a plan names, an export merges them.

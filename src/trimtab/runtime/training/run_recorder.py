@@ -23,7 +23,7 @@ from trimtab.plan.file.reload import PlannedSteps, planned_steps
 from trimtab.plan.plan import Plan
 from trimtab.plan.runs import RunHeader, StepRecord, digest_of, line_of
 from trimtab.runtime.data.tables import Deal
-from trimtab.runtime.pipeline import Pipeline, StepResult
+from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.specs import IntArray
 

@@ -1,18 +1,25 @@
-"""What of a plan the pipeline runs: stages, schedule and recompute, and whether torch's schedules can run it.
-
-No torch here: `trimtab plan --for trimtab` asks this file before a plan is written.
-"""
+"""The part of a plan that our own runtime carries out, and what it cannot: read without torch or the runtime."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, get_args
 
-from trimtab.errors import PartitionError, UnsupportedPlanError, join_problems
+from trimtab.address import place_of
+from trimtab.errors import ConfigError, PartitionError, SampleError, UnsupportedPlanError, join_problems
+from trimtab.lora import Lora
+from trimtab.models.families import family_of
 from trimtab.options import RecomputedTier, ScheduleName
 from trimtab.partition.schedules import check_schedule, device_of_stage
+from trimtab.plan.decide.expressible import Expressible
 from trimtab.plan.file.yaml import unfold_modules
 from trimtab.plan.plan import Plan, VisionDecision
+from trimtab.samples.records import detect_format
+from trimtab.samples.table import is_saved_table, sized_files
+from trimtab.specs import ModelSpec, SampleTable
 
 TorchSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
 """Schedules that torch.distributed.pipelining 2.13 has under the same name and runs in the same order."""
@@ -127,3 +134,68 @@ def _problems_of(layout: PipelineLayout) -> list[str]:
             "plan with --recompute full or none"
         )
     return problems
+
+
+# What `trimtab train` can run of a model and its data.
+
+
+CHOICES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "tp": (1,),
+        "schedule": get_args(TorchSchedule),
+        "fills_pipeline": (True,),
+        "zero_stage": (0,),  # every data-parallel rank holds the whole state of its stages
+        "host": ("eager",),
+        "fused_kernels": (False,),
+        "dtype": ("bf16", "fp32"),
+        "optimizer": ("adamw", "sgd_momentum", "sgd"),  # of torch.optim
+    }
+)
+
+
+def can_train(model: ModelSpec) -> Expressible:
+    """Return what the loop can run of a model; raises `ConfigError` for one that it cannot run at all."""
+    refuse_remote_code(model)
+    return Expressible(choices=CHOICES)
+
+
+def refuse_data(samples: SampleTable, files: Sequence[Path]) -> None:
+    """Raises `SampleError` for data that the loop cannot read one by one, or whose sizes it could not meet.
+
+    `files`: as `find_sources` found them.
+    """
+    if not samples.tokens_exact:
+        raise SampleError(
+            "a plan to be trained was asked for, and its data was sized without a tokenizer, by estimates that no "
+            "sample meets: give --tokenizer"
+        )
+    saved = [file for file in files if is_saved_table(file)]
+    behind = [place_of(file.path) for table in saved for file in sized_files(table)]
+    refuse_tars([file for file in (*files, *behind) if file not in saved and file.is_file()])
+
+
+def refuse_quantised(lora: Lora | None) -> None:
+    """Raises `UnsupportedPlanError` for adapters over weights that the loop, which loads float32, does not hold."""
+    if lora is not None and lora.bits < 16:
+        raise UnsupportedPlanError(
+            f"LoRA over {lora.bits}-bit weights was asked for ({lora}), and `trimtab train` loads them in float32: "
+            "leave bits out, or train by TRL or ms-swift (`trimtab export trl`)"
+        )
+
+
+def refuse_tars(files: Sequence[Path]) -> None:
+    """`SampleError` for shards: their records are read one after the other only."""
+    refused = [str(file) for file in files if detect_format(file) == "tar"]
+    if refused:
+        raise SampleError(
+            f"{', '.join(refused)}: records of tar shards cannot be read one by one; read the shards in your own "
+            "data set and take its items by row"
+        )
+
+
+def refuse_remote_code(model: ModelSpec) -> None:
+    if family_of(model.family).is_remote_code:
+        raise ConfigError(
+            f"samples of the family {model.family} were to be made, but its code is remote and is never run: take a "
+            "checkpoint that Transformers has a class for (their names often end in -hf), or process the data yourself"
+        )
