@@ -23,7 +23,7 @@ FLAGS = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_framework_has_its_file_its_help_and_its_row_in_the_docs(run: Run, name: str) -> None:
     target = find_target(name)
-    page = Path(__file__).parents[2] / "docs" / "exports.md"
+    page = Path(__file__).parents[2] / "docs" / "tables" / "exports.md"
     rows = [row for row in page.read_text(encoding="utf-8").splitlines() if row.startswith("|")]
     assert any(target.title in row and row.endswith(f"| {target.checked_with} |") for row in rows)
     assert FRAMEWORKS[name].help.split()[0] in run("export", name, "--help").out
@@ -31,7 +31,7 @@ def test_every_framework_has_its_file_its_help_and_its_row_in_the_docs(run: Run,
 
 def test_what_a_host_is_said_to_carry_is_proved_by_a_test_that_is_there() -> None:
     root = Path(__file__).parents[2]
-    text = (root / "docs" / "exports.md").read_text(encoding="utf-8")
+    text = (root / "docs" / "tables" / "exports.md").read_text(encoding="utf-8")
     proofs = dict(re.findall(r"^- (\w): `(tests/[\w/]+\.py::test_\w+)`", text, re.MULTILINE))
     for path, _, function in (proof.partition("::") for proof in proofs.values()):
         assert f"\ndef {function}(" in (root / path).read_text(encoding="utf-8"), f"{path} has no {function}"
