@@ -49,6 +49,7 @@ def test_the_help_without_a_verb_is_the_same_without_typer(run: Run, monkeypatch
 def test_plan_shows_few_options_and_lists_the_rest(run: Run) -> None:
     named = re.findall(r"^  (--[a-z-]+)", help_of("plan"), re.M)
     assert len(named) <= 27  # --help is one of them
+    assert len(help_of("plan").splitlines()) <= 45  # one screen
     assert {"--cluster", "--out", "--for", "--global-batch", "--tokenizer", "--json", "--set", "--options"} <= set(
         named
     )

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from trimtab.plan.decide.compare import Variant
-from trimtab.plan.decide.simplest import complexity
 from trimtab.plan.file.figures import PlanDetails
-from trimtab.plan.plan import Estimates, VisionEstimate
+from trimtab.plan.plan import Estimates, VariantEstimate, VisionEstimate
 from trimtab.report.table import Cell, Cells, Column, Table, numeric
 from trimtab.report.words import (
     balance_rows,
@@ -32,8 +31,8 @@ SEARCHED_NOTE = (
 
 
 def variants_table(details: PlanDetails) -> Table:
-    """One row per variant, the plan's last."""
-    rows = details.plan.estimates.variants
+    """One row per variant that changes something, the plan's last."""
+    rows = shown_variants(details.plan.estimates)
     step, epoch = time_scale(row.step_ms / 1e3 for row in rows), time_scale(row.epoch_s for row in rows)
     rate, best = count_scale(row.samples_per_s for row in rows), max(row.samples_per_s for row in rows)
     against = "baseline" if details.plan.estimates.compared[0].fits else "what fits"
@@ -67,10 +66,22 @@ def variants_table(details: PlanDetails) -> Table:
     )
 
 
+def shown_variants(estimates: Estimates) -> tuple[VariantEstimate, ...]:
+    """Return the other baselines, the baseline, each decision that changes speed or memory, and the plan."""
+    baseline, *decisions, plan = estimates.compared if len(estimates.compared) > 1 else (None, estimates.variants[-1])
+    others = estimates.variants[: len(estimates.variants) - len(estimates.compared)]
+    kept = [row for row in (baseline,) if row is not None]
+    for row in decisions:
+        ratio = kept[-1].epoch_s / row.epoch_s
+        if format_ratio(ratio) != "1.00x" or row.fits != kept[-1].fits:
+            kept.append(row)
+    return (*others, *kept, plan)
+
+
 def settings_table(estimates: Estimates) -> Table:
-    """Degrees, ZeRO stages and schedules that came near, the simplest first and this plan's marked."""
+    """Degrees, ZeRO stages and schedules that came near, the fastest first and this plan's marked."""
     taken = estimates.settings[0]
-    rows = sorted(estimates.settings, key=lambda row: (complexity(row), -row.samples_per_s))
+    rows = sorted(estimates.settings, key=lambda row: -row.samples_per_s)
     step, rate = time_scale(row.step_ms / 1e3 for row in rows), count_scale(row.samples_per_s for row in rows)
     best = max(row.samples_per_s for row in rows)
     return Table(

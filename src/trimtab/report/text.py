@@ -22,7 +22,7 @@ from trimtab.report.plan_tables import (
 )
 from trimtab.report.table import Table, numeric, print_table
 from trimtab.report.words import MAX_SUMMARY, clean, error_sentence, idle_sentence, memory_scale, vision_words
-from trimtab.units import format_bytes, format_degrees, format_number, format_seconds
+from trimtab.units import format_degrees, format_number, format_seconds
 
 MAX_STAGE_ROWS = 16
 
@@ -62,8 +62,7 @@ def prediction_sentences(found: Prediction) -> tuple[str, ...]:
         f"jitter of {100 * found.cluster.jitter:g} % a device, {format_seconds(found.p95_step_s)} or more in one of "
         f"20: {format_number(found.samples_per_s)} samples/s, {format_seconds(ran.epoch_s)} for the "
         f"{found.num_samples:,} samples in {steps:,} steps.",
-        f"The fullest device is expected to hold {format_bytes(peak)} of {format_bytes(memory.total_bytes)}: "
-        f"{memory.band.verdict(peak / memory.total_bytes)}.",
+        f"Memory of the fullest device: {memory.band.verdict(peak, memory.total_bytes)}.",
         idle_sentence(ran),
         f"Seconds are within {time_band:.0%}, bytes within {memory.band.half_width:.0%} of measured runs, as far as "
         "is known (docs/calibrate.md).",
@@ -110,7 +109,7 @@ def print_memory(check: MemoryCheck, console: Console) -> None:
         bad=frozenset(number for number, rank in enumerate(check.ranks) if rank.problem is not None),
     )
     print_table(table, console)
-    fullest = max(rank.peak.memory.total_bytes for rank in check.ranks) / budget.total_bytes
-    console.print(Text(f"The fullest rank: {budget.band.verdict(fullest)}."))
+    fullest = max(rank.peak.memory.total_bytes for rank in check.ranks)
+    console.print(Text(f"Memory of the fullest rank: {budget.band.verdict(fullest, budget.total_bytes)}."))
     for sentence in check.assumptions:
         console.print(Text(clean(sentence, limit=400), style="dim"))
