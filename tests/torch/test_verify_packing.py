@@ -12,6 +12,7 @@ import transformers
 from drawn_images import draw_image_samples
 from shrunk_models import draw_weights, make_shrunk, shrink
 
+from refusals import refused
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.formats import PackFormat, ask_format, hold_samples_apart, pack_format
@@ -125,7 +126,7 @@ def test_a_layer_that_counts_through_the_row_is_named():
     layer = model.model.language_model.layers[1].mlp
     forward = layer.forward
     layer.forward = lambda x: forward(x) + 0.1 * torch.arange(x.shape[1])[None, :, None].to(x)
-    with pytest.raises(UnsupportedPlanError, match=r"layers.1.mlp .*computed otherwise than alone"):
+    with pytest.raises(UnsupportedPlanError, match="otherwise than alone"):
         prepare_packing(model)
 
 
@@ -139,7 +140,7 @@ class _Counting(PackedCollator):
 def test_wrong_axes_of_mrope_are_found():
     model = make_shrunk("qwen2_5_vl")
     collator = _Counting(model.config, vision_in_every_pack=False)
-    with pytest.raises(UnsupportedPlanError, match=r"rotary_emb .*its positions may not restart"):
+    with refused(UnsupportedPlanError, "qwen2_5_vl", "PackFormat"):
         verify_packing(model, draw_image_samples(model), collator=collator, max_tokens=64)
 
 
