@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 SNAPSHOT = Path(__file__).with_suffix(".txt")
+MOST = 600  # characters of a sentence that are kept
 _SEEN: dict[str, set[str]] = defaultdict(set)  # sentences by test
 _NEW: dict[str, set[str]] = {}  # of these, those that the snapshot lacks
 
@@ -58,7 +59,8 @@ def _plain(message: str) -> str:
     text = re.sub(r"[^\s'\"(]*pytest-of-[^\s'\":,;)]*", "PATH", message)
     text = re.sub(r"0x[0-9a-f]+", "N", text)
     text = re.sub(r"(?<![\w.])-?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?!\w)", "N", text)
-    return text.replace("\n", "\\n")
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= MOST else f"{text[:MOST]} ..."
 
 
 def read_snapshot() -> dict[str, set[str]]:
