@@ -15,7 +15,6 @@ from trimtab.runtime.training.settings import TrainSettings, rate_factor
     [
         ({"optimizer": "Adamm"}, "optimizer 'Adamm' is no class of torch.optim"),
         ({"steps": 0, "keep": 0}, r"steps 0 was asked for(.|\n)*keep 0 was asked for"),
-        ({"vision_dp": "auto"}, "vision_dp 'auto' was asked for: choose one of plan, dispatch, off"),
         ({"learning_rate": float("nan")}, r"learning_rate \(--lr\) nan was asked for: give a number above 0"),
         ({"optimizer": "LBFGS"}, "needs closures"),
         (

@@ -89,7 +89,7 @@ def read_layout(plan: Plan) -> PipelineLayout:
     if images is not None and (images.group, images.exchange) != ("dp", "dispatch"):
         raise UnsupportedPlanError(
             f"a plan in which {images.group} ranks share images by {images.exchange} was given, but this runtime "
-            "shares them among data-parallel ranks only: train with --vision-dp dispatch or off, or plan for that group"
+            "shares them among data-parallel ranks only: plan with --vision-dp dp or none"
         )
     return PipelineLayout(
         images=images,
