@@ -125,7 +125,6 @@ def shrink_memory(text: str) -> str:
 def test_report_draws_again_from_the_files(run: Run, planned: Path, tmp_path: Path) -> None:
     found = run("report", planned, "--out", tmp_path, "--json").json
     assert Path(found["report"]).read_bytes() == (planned / "report.html").read_bytes()
-    assert Path(found["trace"]).read_bytes() == (planned / "trace.json").read_bytes()
     assert Path(found["report"]).stat().st_size < 500_000
     assert "Before and after" in run("report", planned, "--out", tmp_path).out
 
@@ -146,7 +145,7 @@ def test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash
         contents.append({path.name: path.read_bytes() for path in sorted(out.iterdir())})
     assert contents[0] == contents[1] == contents[2]
     assert set(contents[0]) == {
-        "plan.yaml", "samples.npz", "offsets.npy", "indices.npy", "schedule.npy", "report.html", "trace.json",
+        "plan.yaml", "samples.npz", "offsets.npy", "indices.npy", "schedule.npy", "report.html",
     }  # fmt: skip
 
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import report_fixtures as fixtures
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from refusals import refused
 from trimtab.errors import PlanError
@@ -172,26 +170,6 @@ def test_the_comparison_is_step_by_step_and_leaves_the_first_out():
     assert found.num_steps == 39
     assert found.ratio == pytest.approx(1.05)
     assert found.share_inside == 1.0
-    assert found.rank_correlation == pytest.approx(1.0)
     narrow = compare_times(fixtures.make_run(40), band=0.04)
     assert narrow is not None
     assert narrow.share_inside == 0.0
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=4, max_size=30))
-def test_the_rank_correlation_is_spearmans(pairs):
-    """Against its definition: Pearson's of the mean places that equal values have among the sorted."""
-    steps = [fixtures.make_step(i + 1, float(m), planned_s=float(p)) for i, (p, m) in enumerate(pairs)]
-    found = compare_times(replace(fixtures.make_run(3), steps=tuple(steps), starts=()), band=0.1)
-    assert found is not None
-    planned, measured = zip(*pairs, strict=True)
-    if len(set(planned)) == 1 or len(set(measured)) == 1:
-        assert found.rank_correlation is None
-        return
-
-    def places(values):
-        return [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
-
-    expected = np.corrcoef(places(planned), places(measured))[0, 1]
-    assert found.rank_correlation == pytest.approx(expected, abs=1e-12)

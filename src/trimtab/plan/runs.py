@@ -104,8 +104,6 @@ class TimeComparison:
     ratio: float  # median of measured / planned, step by step
     band: float  # relative half-width that the plan claims
     share_inside: float  # of the steps
-    planned_range: float  # of the planned times' middle 80 %, over their median
-    rank_correlation: float | None  # Spearman's, of planned and measured; None: fewer than 3 steps, or all alike
 
 
 def compare_times(log: RunLog, *, band: float) -> TimeComparison | None:
@@ -121,8 +119,6 @@ def compare_times(log: RunLog, *, band: float) -> TimeComparison | None:
         ratio=float(np.median(ratios)),
         band=band,
         share_inside=float(np.mean(np.abs(ratios - 1.0) <= band)),
-        planned_range=float(np.ptp(np.quantile(planned, (0.1, 0.9))) / np.median(planned)),
-        rank_correlation=_rank_correlation(planned, measured),
     )
 
 
@@ -217,20 +213,6 @@ def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> fl
         problems.append(f"{place} is {json.dumps(value)[:40]}")
         return value
     return value if kind is int else float(value)
-
-
-def _rank_correlation(a: FloatArray, b: FloatArray) -> float | None:
-    """Spearman's rho; equal values share the mean of their ranks."""
-    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return None
-    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
-
-
-def _ranks(values: FloatArray) -> FloatArray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    ranks: FloatArray = (ends - (counts - 1) / 2.0)[inverse]
-    return ranks
 
 
 def _same_device(run: str, planned: str) -> bool:
