@@ -104,7 +104,7 @@ class _Narrowed:
 
 def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowed:
     """Without what the framework cannot express."""
-    from trimtab.plan.decide.expressible import within_choices
+    from trimtab.plan.decide.stages import within_choices
 
     if target == OWN_LOOP:
         from trimtab.plan.layout import can_train, refuse_quantised

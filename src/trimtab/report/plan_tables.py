@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from trimtab.plan.decide.compare import Variant
-from trimtab.plan.decide.simplest import complexity
+from trimtab.plan.decide.setting import complexity
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.plan import Estimates, VisionEstimate
 from trimtab.report.table import Cell, Cells, Column, Table, numeric, print_lines, print_table
