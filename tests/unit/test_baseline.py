@@ -52,7 +52,7 @@ def test_every_baseline_is_simulated_and_the_fastest_that_fits_is_the_baseline(m
     assert baseline.epoch_s == min(x.epoch_s for x in (*others, baseline) if x.fits)
     assert made.baseline is baseline
     ratio = baseline.epoch_s / made.variants[-1].epoch_s
-    assert f"would take {ratio:.2f}x as long: balanced packs" in made.plan.summary
+    assert f"{ratio:.2f}x" in made.plan.summary
 
 
 def test_a_faster_baseline_that_does_not_fit_is_shown_and_not_compared_with() -> None:

@@ -1,4 +1,4 @@
-"""The best plan that a framework can run: never one it cannot, never over the memory, priced against the plan."""
+"""plan/decide/expressible.py: the best plan that a framework can run, within memory, priced against the plan."""
 
 from __future__ import annotations
 

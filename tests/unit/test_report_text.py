@@ -121,8 +121,9 @@ def test_data_of_one_source_has_no_shuffle_figure():
     details = fixtures.internvl_details()
     balance = replace(details.plan.estimates.balance, shuffle_chi2=None)
     plan = replace(details.plan, estimates=replace(details.plan.estimates, balance=balance))
-    assert "one source" in fixtures.plan_text(replace(details, plan=plan))
-    assert "one source" in html_report(replace(details, plan=plan))
+    assert "shuffle chi2" in fixtures.plan_text(details)
+    assert "shuffle chi2" not in fixtures.plan_text(replace(details, plan=plan))
+    assert "shuffle chi2" not in html_report(replace(details, plan=plan))
     assert f"{details.plan.estimates.balance.shuffle_chi2:.3f}" in fixtures.plan_text(details)
 
 

@@ -54,7 +54,6 @@ class StepRecord:
     num_tokens: int  # LLM tokens of the step, all ranks
     step_s: float  # wall time of the slowest rank, data loading included
     data_s: float  # of it waiting for samples, slowest rank
-    planned_s: float | None  # simulated for these very packs; null where the plan's model or device is not at hand
     peak_memory_bytes: tuple[int, ...]  # of each pipeline device so far, the largest over its data-parallel ranks
     num_fillers: int = 0  # samples that could not be read, of all data-parallel ranks
     patches_held: tuple[int, ...] = ()  # ViT patches in the packs of each data-parallel rank; () where none are shared
@@ -97,25 +96,20 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeComparison:
-    """Measured against planned step times of the warm steps that have both."""
+    """The warm steps' times against the plan's mean step."""
 
-    num_steps: int
-    planned_s: float  # median
-    ratio: float  # median of measured / planned, step by step
+    planned_s: float
+    ratio: float  # median of measured / planned
     band: float  # relative half-width that the plan claims
     share_inside: float  # of the steps
 
 
-def compare_times(log: RunLog, *, band: float) -> TimeComparison | None:
-    """None where no step was simulated."""
-    pairs = [(record.planned_s, record.step_s) for record in log.warm if record.planned_s]
-    if not pairs:
-        return None
-    planned, measured = np.array(pairs, np.float64).T
-    ratios = measured / planned
+def compare_times(log: RunLog, *, band: float) -> TimeComparison:
+    """Compare measured steps with the mean step that the plan expects."""
+    planned_s = log.header.planned_step_s
+    ratios = np.array([record.step_s for record in log.warm]) / planned_s
     return TimeComparison(
-        num_steps=len(pairs),
-        planned_s=float(np.median(planned)),
+        planned_s=planned_s,
         ratio=float(np.median(ratios)),
         band=band,
         share_inside=float(np.mean(np.abs(ratios - 1.0) <= band)),

@@ -118,8 +118,8 @@ def _tiles(details: PlanDetails) -> list[str]:
 
 def _variants(details: PlanDetails) -> str:
     note = (
-        "The whole data set, run once in each way; each row adds one decision to the row above, and the last is this "
-        "plan."
+        "The whole data set, run once in each way; each row adds one decision to the row above, unless it changes "
+        "nothing, and the last is this plan."
     )
     return section("Before and after", note, on_page(variants_table(details)))
 
@@ -131,7 +131,7 @@ def _settings(details: PlanDetails) -> str:
     band = f"{100 * estimates.setting_error:g} % of the fastest"
     rule = f"The simplest of those within {band} was taken" if estimates.setting_error else "The fastest was taken"
     note = (
-        "Degrees, ZeRO stage and schedule, simplest first, at their mean packs and about as many samples a step. "
+        "Degrees, ZeRO stage and schedule, fastest first, at their mean packs and about as many samples a step. "
         f"{rule}: it is marked."
     )
     return section("Nearest alternatives", note, on_page(settings_table(estimates)))

@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from trimtab.plan.decide.compare import Variant
-from trimtab.plan.decide.setting import complexity
 from trimtab.plan.file.figures import PlanDetails
-from trimtab.plan.plan import Estimates, VisionEstimate
+from trimtab.plan.plan import Estimates, VariantEstimate, VisionEstimate
 from trimtab.report.table import Cell, Cells, Column, Table, numeric, print_lines, print_table
 from trimtab.report.words import (
     MAX_SUMMARY,
@@ -43,8 +42,8 @@ SEARCHED_NOTE = (
 
 
 def variants_table(details: PlanDetails) -> Table:
-    """One row per variant, the plan's last."""
-    rows = details.plan.estimates.variants
+    """One row per variant that changes something, the plan's last."""
+    rows = shown_variants(details.plan.estimates)
     step, epoch = time_scale(row.step_ms / 1e3 for row in rows), time_scale(row.epoch_s for row in rows)
     rate, best = count_scale(row.samples_per_s for row in rows), max(row.samples_per_s for row in rows)
     against = "baseline" if details.plan.estimates.compared[0].fits else "what fits"
@@ -78,10 +77,22 @@ def variants_table(details: PlanDetails) -> Table:
     )
 
 
+def shown_variants(estimates: Estimates) -> tuple[VariantEstimate, ...]:
+    """Return the other baselines, the baseline, each decision that changes speed or memory, and the plan."""
+    baseline, *decisions, plan = estimates.compared if len(estimates.compared) > 1 else (None, estimates.variants[-1])
+    others = estimates.variants[: len(estimates.variants) - len(estimates.compared)]
+    kept = [row for row in (baseline,) if row is not None]
+    for row in decisions:
+        ratio = kept[-1].epoch_s / row.epoch_s
+        if format_ratio(ratio) != "1.00x" or row.fits != kept[-1].fits:
+            kept.append(row)
+    return (*others, *kept, plan)
+
+
 def settings_table(estimates: Estimates) -> Table:
-    """Degrees, ZeRO stages and schedules that came near, the simplest first and this plan's marked."""
+    """Degrees, ZeRO stages and schedules that came near, the fastest first and this plan's marked."""
     taken = estimates.settings[0]
-    rows = sorted(estimates.settings, key=lambda row: (complexity(row), -row.samples_per_s))
+    rows = sorted(estimates.settings, key=lambda row: -row.samples_per_s)
     step, rate = time_scale(row.step_ms / 1e3 for row in rows), count_scale(row.samples_per_s for row in rows)
     best = max(row.samples_per_s for row in rows)
     return Table(
@@ -306,8 +317,7 @@ def prediction_sentences(found: Prediction) -> tuple[str, ...]:
         f"jitter of {100 * found.cluster.jitter:g} % a device, {format_seconds(found.p95_step_s)} or more in one of "
         f"20: {format_number(found.samples_per_s)} samples/s, {format_seconds(ran.epoch_s)} for the "
         f"{found.num_samples:,} samples in {steps:,} steps.",
-        f"The fullest device is expected to hold {format_bytes(peak)} of {format_bytes(memory.total_bytes)}: "
-        f"{memory.band.verdict(peak / memory.total_bytes)}.",
+        f"Memory of the fullest device: {memory.band.verdict(peak, memory.total_bytes)}.",
         f"Devices are idle for {percent(ran.idle_share)} of the time.",
         f"Seconds are within {time_band:.0%}, bytes within {memory.band.half_width:.0%} of measured runs, as far as "
         "is known (docs/calibrate.md).",
@@ -353,6 +363,6 @@ def print_memory(check: MemoryCheck, console: Console) -> None:
         bad=frozenset(number for number, rank in enumerate(check.ranks) if rank.problem is not None),
     )
     print_table(table, console)
-    fullest = max(rank.peak.memory.total_bytes for rank in check.ranks) / budget.total_bytes
-    print_lines(console, f"The fullest rank: {budget.band.verdict(fullest)}.")
+    fullest = max(rank.peak.memory.total_bytes for rank in check.ranks)
+    print_lines(console, f"Memory of the fullest rank: {budget.band.verdict(fullest, budget.total_bytes)}.")
     print_lines(console, *check.assumptions, style="dim")

@@ -50,10 +50,7 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
         sentences.append(f"The plan's times are for {clean(header.planned_device, limit=80)}, so nothing is compared.")
         return sentences
     if header.dp != planned.parallel.dp:
-        sentences.append(
-            f"The plan is for dp {planned.parallel.dp}: planned times are of the same packs on dp {header.dp}, with "
-            "the gradient exchange of the plan's."
-        )
+        sentences.append(f"The plan's times are for dp {planned.parallel.dp}, the run had dp {header.dp}.")
     training = details.plan.inputs.training
     if training.dtype != {"float32": "fp32", "bfloat16": "bf16"}.get(header.dtype):
         sentences.append(f"The plan's times are for {clean(training.dtype, limit=20)}, the run was in {header.dtype}.")
@@ -100,16 +97,14 @@ def _memory_sentence(log: RunLog) -> list[str]:
 
 def run_figures(details: PlanDetails, log: RunLog) -> list[tuple[str, str, str]]:
     """Name, figure, and what it is compared with or means; the most wanted first."""
-    found = compare_times(log, band=details.plan.estimates.time_error)
     median = log.median_step_s()
     step, tokens = time_scale([median]), count_scale([_tokens_per_s(log)])
-    against = "not compared with the plan" if found is None else "median; another device than the plan's"
+    against = "median; another device than the plan's"
     figures = []
-    if found is not None and log.comparable:
-        against = (
-            f"planned {step.text(found.planned_s)} for the same packs; "
-            f"{percent(found.share_inside, digits=0)} of steps within ± {percent(found.band, digits=0)}"
-        )
+    if log.comparable:
+        found = compare_times(log, band=details.plan.estimates.time_error)
+        inside, band = percent(found.share_inside, digits=0), percent(found.band, digits=0)
+        against = f"planned {step.text(found.planned_s)}; {inside} of steps within ± {band}"
         figures.append(("Measured against planned", format_ratio(found.ratio), "median of the steps' ratios"))
     waiting = f"{percent(_waiting(log))} of the time waiting for samples"
     last, first = log.steps[-1], log.steps[0]

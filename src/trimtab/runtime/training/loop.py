@@ -127,7 +127,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         if start >= num_steps:
             tell(f"nothing is left to train: the run in {settings.out} is at step {start} of {num_steps}")
 
-        recorder = RunRecorder(settings, plan, run.pipeline, run.sampler.deal, run.mesh, start=start)
+        recorder = RunRecorder(settings, plan, run.pipeline, run.mesh, start=start)
         batches = chain.from_iterable(repeat(run.loader))  # epoch after epoch
         records = []
         for step in range(start + 1, num_steps + 1):

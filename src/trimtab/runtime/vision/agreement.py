@@ -183,16 +183,6 @@ def compare_kinds(
             yield kind, holding, [rank for rank in range(len(told)) if rank not in holding]
 
 
-def agree_on_kinds(control: Control, present: Sequence[Kind], kinds: Sequence[Kind]) -> None:
-    """A rank without images would leave those that have some waiting in the tower."""
-    for kind, holding, lacking in compare_kinds(control, present, kinds):
-        raise TrimtabError(
-            f"rank {listed(lacking)} of the group begins a forward without {kind}s, "
-            f"and rank {listed(holding)} has some: this exchange needs the same images "
-            f"on every rank; for ranks with images of their own use exchange='dispatch'"
-        )
-
-
 def agree_on_rows(
     control: Control, name: str, features: Features | None, shares: ImageShares, problem: Exception | None
 ) -> IntArray:
