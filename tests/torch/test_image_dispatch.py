@@ -13,6 +13,7 @@ from gloo_ranks import on_ranks
 from pipeline_runs import dispatch_by
 from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant
 
+from refusals import refused
 from trimtab.errors import UnsupportedPlanError
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import load_plan
@@ -83,5 +84,5 @@ def test_other_ways_of_sharing_are_refused(runs):
     images = plan.decisions.vision_data_parallel
     assert read_layout(plan).images == images
     other = replace(images, group="tp", exchange="gather", reduction="mean")
-    with pytest.raises(UnsupportedPlanError, match="in which tp ranks share images by gather was given, but this run"):
+    with refused(UnsupportedPlanError):
         read_layout(replace(plan, decisions=replace(plan.decisions, vision_data_parallel=other)))

@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 
+from refusals import refused
+
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
@@ -99,5 +101,5 @@ def test_a_tokenizer_with_code_of_its_own_is_refused(folder: Path, tmp_path: Pat
         "added_tokens_decoder": {"300": {"content": "<IMG_CONTEXT>"}},
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"the processor in .* cannot be read .*: name a folder in Transformers' own"):
+    with refused(ConfigError):
         load_processor(tmp_path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from refusals import refused
+
 pytest.importorskip("transformers", minversion="5", reason="holds the models that are cut")
 
 import shrunk_models
@@ -44,9 +46,7 @@ def test_a_wire_that_is_left_out_is_noticed(monkeypatch):
     assert verify_pipeline(model, stages, batches).largest <= EXACT
     alive = Way.alive
     monkeypatch.setattr(Way, "alive", lambda way, cut: tuple(x for x in alive(way, cut) if "features" not in x))
-    with pytest.raises(
-        UnsupportedPlanError, match=r"cut in front of .*layers.1, this model's loss is .* off the whole"
-    ):
+    with refused(UnsupportedPlanError, "layers.1"):
         verify_pipeline(model, stages, batches)
 
 
@@ -69,9 +69,7 @@ def test_shared_keys_and_values_are_not_cut_from_the_layer_that_made_them(monkey
     layers = layers_of(model, batches[0])
     blocks = blocks_of(model, "language", layers)
     assert verify_pipeline(model, cut_at(layers, blocks[1:2]), batches).largest <= EXACT
-    with pytest.raises(
-        UnsupportedPlanError, match=r"begins at .*layers.2, but .*layers.2 is handed what .*layers.1 in"
-    ):
+    with refused(UnsupportedPlanError, "layers.2", "layers.1"):
         verify_pipeline(model, cut_at(layers, blocks[2:]), batches)
 
 
@@ -81,16 +79,12 @@ def test_a_tower_behind_the_text_that_reads_it_is_refused():
     layers = layers_of(model, batches[0])
     text = layers.index("model.language_model.layers.1")
     swapped = [layers[text:-1], (*layers[:text], layers[-1])]
-    with pytest.raises(
-        UnsupportedPlanError, match=r"take model.language_model.layers.1 out of forward order, but it re"
-    ):
+    with refused(UnsupportedPlanError, "model.language_model.layers.1"):
         verify_pipeline(model, swapped, batches)
 
 
 def test_micro_batches_that_the_model_does_not_take_are_one_sentence():
     model = make_shrunk("internvl")
     batches, _ = draw_batches(model)
-    with pytest.raises(
-        UnsupportedPlanError, match=r"cannot be followed without weights \(\w+: .*\): give micro-batches"
-    ):
+    with refused(UnsupportedPlanError):
         layers_of(model, {**batches[0], "pixel_values": torch.zeros(3, 5, 7)})

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from refusals import refused
+
 pytest.importorskip("transformers", minversion="5", reason="holds the families' models")
 
 from drawn_images import draw_several_images
@@ -86,9 +88,7 @@ def test_arguments_of_the_function_that_encodes_say_how_it_divides():
     tiles = find_family(config, of_tiles)
     assert tiles.tiles(torch.tensor([[112, 56]]), config).tolist() == [3]
     assert tiles.beside == ("image_sizes",)
-    with pytest.raises(
-        TrimtabError, match=r"nothing says how a call of the 'nobody_knows' vision tower divides .*neither"
-    ):
+    with refused(TrimtabError, "nobody_knows"):
         find_family(config, of_words)
 
 
@@ -187,9 +187,7 @@ def test_what_belongs_to_the_text_is_left_out():
 
 
 def test_a_module_without_such_a_function_is_refused():
-    with pytest.raises(
-        TrimtabError, match="Linear has 0 modules with get_image_features, and exactly one can be shared"
-    ):
+    with refused(TrimtabError, "0", "get_image_features"):
         find_functions(torch.nn.Linear(1, 1), "features")
-    with pytest.raises(TrimtabError, match="Linear has 0 vision towers whose forward takes grid_thw, and exactly one"):
+    with refused(TrimtabError, "0", "grid_thw"):
         find_functions(torch.nn.Linear(1, 1))
