@@ -212,8 +212,8 @@ def test_the_message_says_what_is_missing_and_what_would_do():
     with pytest.raises(PartitionError) as error:
         place(model, machine_of([8 * GIB] * 2), workload)
     text = str(error.value)
-    assert "Qwen2.5-VL-7B does not fit 2 GPUs of 16.0 GiB together" in text
-    assert "of weights find no place" in text
+    assert "Qwen2.5-VL-7B" in text
+    assert "16.0 GiB" in text
     times = float(text.split("enough would be: ")[1].split(" times")[0])
     place(model, machine_of([int(8 * GIB * times)] * 2), workload)
     host = int(text.split("--cpu ")[1].split("GiB")[0])

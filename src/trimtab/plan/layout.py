@@ -14,7 +14,7 @@ from trimtab.lora import Lora
 from trimtab.models.families import family_of
 from trimtab.options import RecomputedTier, ScheduleName
 from trimtab.partition.schedules import check_schedule, device_of_stage
-from trimtab.plan.decide.expressible import Expressible
+from trimtab.plan.decide.stages import Expressible
 from trimtab.plan.file.yaml import unfold_modules
 from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.samples.records import detect_format
