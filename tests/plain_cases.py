@@ -78,7 +78,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_recompute_memory.py::test_elsewhere_the_workspace_is_an_upper_bound": 1,  # 10
     "torch/test_recompute_memory.py::test_sizes_alone_need_the_same_bytes": 0,  # 4
     "torch/test_recompute_memory.py::test_the_backward_of_a_block_needs_its_workspace": 1,  # 13
-    "torch/test_serve.py::test_a_signal_finishes_what_was_accepted": 0,  # 8
     "torch/test_serve.py::test_torchserves_handler_answers_as_the_model": 0,
     "torch/test_smart_resize_against_processors.py::test_smart_resize_equals_tensors_and_placeholders_of_a_full_run": 2,
     "torch/test_tiles_against_processors.py::test_llava_equals_tensors_and_placeholders_of_a_full_run": 0,

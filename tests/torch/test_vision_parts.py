@@ -17,7 +17,6 @@ pytest.importorskip("transformers", minversion="5", reason="holds the models tha
 from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import apply as callback
-from trimtab.runtime.vision import exchange as summing
 from trimtab.runtime.vision.agreement import differing_ranks, fingerprint
 from trimtab.runtime.vision.apply import encode_pooled, vision_dp
 from trimtab.runtime.vision.exchange import lay_out_rows
@@ -78,22 +77,18 @@ def test_features_of_images_of_one_size_come_back_image_by_image():
 
 
 def test_features_that_cannot_be_told_apart_are_refused():
-    with pytest.raises(TrimtabError, match=r"features of 3 images came as shape \(7, 4\), and it cannot be told which"):
+    with refused(TrimtabError, "3", "7", "4"):
         read_features(torch.randn(7, 4), inputs_of([2, 1, 3]))
-    with pytest.raises(
-        TrimtabError, match="the vision tower returned dict, and image features are expected as a tensor"
-    ):
+    with refused(TrimtabError):
         read_features({}, inputs_of([1]))
 
 
 def test_micro_batches_of_families_without_grids_are_not_pooled():
     handle = SimpleNamespace(family=BatchFamily(), model=torch.nn.Linear(1, 1))
-    with pytest.raises(
-        TrimtabError, match="micro-batches of Linear were to share a call of the tower, which is known for"
-    ):
+    with refused(TrimtabError):
         encode_pooled(handle, [{}])
     handle = SimpleNamespace(family=GridFamily(), heartbeat=object())
-    with pytest.raises(TrimtabError, match="a pool has no heartbeat that would call the others"):
+    with refused(TrimtabError):
         encode_pooled(handle, [])
 
 
@@ -164,20 +159,3 @@ def test_a_kind_that_a_rank_lacks_is_encoded_once_and_in_the_order_of_all_ranks(
     both = heartbeat((), ["image", "video"])
     assert both.run_missing(None) == 2
     assert encoded == ["image", "video"]
-
-
-def test_gradients_are_summed_in_buckets_of_one_type(monkeypatch):
-    summed = []
-
-    def all_reduce(flat, group):
-        summed.append((flat.dtype, len(flat)))
-        flat *= 3
-
-    monkeypatch.setattr(summing, "BUCKET_BYTES", 40)
-    monkeypatch.setattr(summing.dist, "all_reduce", all_reduce)
-    shapes = [((4,), torch.float32), ((2, 2), torch.float32), ((4,), torch.float32), ((3,), torch.float64)]
-    gradients = [torch.randn(shape, dtype=dtype) for shape, dtype in [*shapes, ((20,), torch.float32)]]
-    before = [x.clone() for x in gradients]
-    summing.sum_in_place(gradients, None)
-    assert summed == [(torch.float32, 8), (torch.float32, 4), (torch.float64, 3), (torch.float32, 20)]
-    assert all(torch.equal(x, 3 * own) for x, own in zip(gradients, before, strict=True))

@@ -25,7 +25,7 @@ from trimtab.costs.formula.exchange import expert_tp_bytes, ring_bytes
 from trimtab.costs.formula.layers import COLLECTIVE_S, KERNEL_S, Gradients, cost_layer
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import Share, added_bytes, bytes_per_param, shares_of, state_bytes, step_seconds
-from trimtab.costs.profile import chosen_tiers, price_model, profile_model
+from trimtab.costs.profile import chosen_tiers, price_model, profile_model, weight_coefficients
 from trimtab.lora import NF4_BYTES, Lora
 from trimtab.specs import WORK_TERMS, MlpSpec, ParallelDims, RecomputeChoice, Stage
 
@@ -208,6 +208,7 @@ def test_what_only_a_weights_gradient_needs_goes_with_it(weights, names):
     [
         (patches(), {}, {"pixels": 2 * 588}),
         (embed(), {}, {"token ids": 8}),
+        (projector(), {}, {"projector input": 2 * 256, "activation input": 2 * 128, "activation output": 2 * 128}),
         (head(), {}, {"head input": 2 * H, "logits": 2 * 1000, "log-softmax": 4 * 1000}),
         (head(), {"fused_kernels": True}, {"head input": 2 * H, "log-softmax": 4 * 1000}),
         (head(), {"tp": 2}, {"head input": 2 * H, "logits": 1000, "log-softmax": 2 * 1000}),
@@ -231,6 +232,31 @@ def test_a_shared_expert_keeps_its_share_and_a_fused_head_two_gradients():
     assert fused.transient_bytes[TOKENS] == 2 * 1000
     assert fused.other_transient_bytes[TOKENS] == (2 - 4) * 1000 + 2 * 128
     assert fused.other_transient_bytes[ONCE] == 2 * 128 * 1000
+
+
+@pytest.mark.parametrize(
+    ("gated", "quick", "fused", "widths"),
+    [
+        (True, False, False, 2),
+        (True, False, True, 2),
+        (False, False, False, 1),
+        (False, True, False, 2),
+        (False, True, True, 1),
+    ],
+)
+def test_a_blocks_backward_works_beside_its_last_product_then_beside_its_activation(gated, quick, fused, widths):
+    layer = replace(text_block(), mlp=MlpSpec(intermediate_size=F, gated=gated, quick_gelu=quick))
+    found = cost(layer, fused_kernels=fused)
+    assert (found.transient_bytes[TOKENS], found.transient_bytes[ONCE]) == (2 * (H + F), 2 * F * H)
+    assert found.other_transient_bytes[TOKENS] == 2 * (H + widths * F)
+
+
+def test_without_measured_weight_gradients_half_of_the_products_backward_is_theirs_and_none_of_the_pairs():
+    own = replace(cost(text_block()), weight_s=())
+    pairs = [name.endswith(("_sq", "_windowed")) for name in WORK_TERMS]
+    expected = [0.0 if pair else 0.5 * s for pair, s in zip(pairs, own.backward_s, strict=True)]
+    assert weight_coefficients(own).tolist() == expected
+    assert weight_coefficients(replace(own, weight_s=(9.0,) * len(WORK_TERMS))).tolist() == list(own.backward_s)
 
 
 def test_a_stages_tiers_are_those_of_its_choices():
