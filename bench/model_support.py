@@ -84,7 +84,7 @@ def page() -> str:
         "",
         "## Descriptions",
         "",
-        "- *By hand*: without torch, from the configuration alone ([models](../models.md)); else Transformers is asked.",
+        "- *By hand*: without torch, from the configuration alone ([models](../models.md)); else by asking.",
         "- *Price*: by formulas; by counting on the library's own code where a layer is of another make; or not known.",
         "- *Order*: seen in a forward pass without weights of a text and an image, of one of them, or that of modules.",
         "",

@@ -1,7 +1,7 @@
 """Generated pages that no sweep writes: the devices and the hosts of an export. Run: python bench/tables.py
 
-`bench/data/exports.json` holds what each host can run, what reaches it (each cell with the test that proves it), and the
-figures of `bench/exports.py`. Titles and versions come from the adapters, devices from the device table.
+`bench/data/exports.json` holds what each host can run, what reaches it (each cell with the test that proves it), and
+the figures of `bench/exports.py`. Titles and versions come from the adapters, devices from the device table.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def devices_page() -> str:
         figures = (device.peak_flops / 1e12, device.memory_bytes_per_s / 1e9, device.link_bytes_per_s / 1e9)
         cells.append([name, f"{device.memory_bytes / 2**30:.1f}", *(f"{x:g}" for x in figures), device.source])
     head = (
-        "# Devices\n\nDense bf16 rates; links in one direction. Memory is what CUDA reports to a process, rounded down, or the\n"
-        'vendor\'s figure where no report was at hand ("label"). [Costs](../costs.md#devices) says how to name a device\n'
-        "and how to add your own.\n\n"
+        "# Devices\n\nDense bf16 rates; links in one direction. Memory is what CUDA reports to a process,\n"
+        "rounded down, "
+        'or the vendor\'s figure where no report was at hand ("label"). [Costs](../costs.md#devices) says how to name\n'
+        "a device and how to add your own.\n\n"
     )
     return f"{MARK}\n{head}" + "\n".join(rows(cells)) + "\n"
 
@@ -54,11 +55,12 @@ def exports_page() -> str:
     parts = [
         f"{MARK}\n# Exports: what each host can run\n\n[How to use them](../howto-megatron.md).\n",
         "## What a host can run\n\n" + "\n".join(rows(can)) + "\n",
-        "## What reaches a host\n\n*carried*: by an export, a writer or the runtime, proved by the test of that letter.\n"
-        "*recipe*: by these pages, not tested in the host. *priced*: refused, or warned of with its cost. *–*: the host\n"
-        "has no such thing.\n\n" + "\n".join(rows(carried)) + "\n",
+        "## What reaches a host\n\n*carried*: by an export, a writer or the runtime, proved by the test of that\n"
+        "letter. *recipe*: by these pages, not tested in the host. *priced*: refused, or warned of with its cost.\n"
+        "*–*: the host has no such thing.\n\n" + "\n".join(rows(carried)) + "\n",
         "\n".join(f"- {letter}: `{test}`" for letter, test in data["proofs"].items()) + "\n",
-        "## Step over that of the model's fastest plan\n\nPredicted, 128 samples of the demo's data on 16 A100-80GB, by\n"
+        "## Step over that of the model's fastest plan\n\n"
+        "Predicted, 128 samples of the demo's data on 16 A100-80GB, by\n"
         "`python bench/exports.py`. Behind x: the cost of single samples where the host takes no packs.\n\n"
         + "\n".join(rows(steps))
         + "\n",

@@ -59,7 +59,8 @@ python -m bench.gpu.refit --results results # without --results: the lines that 
 ```
 
 Whoever changes a default writes both figures into the changelog, as a `DECISION CHANGE`, and runs
-`python bench/published.py --write docs/tables/published-runs.md`: runs that others published must not get worse. The line
+`python bench/published.py --write docs/tables/published-runs.md`: runs that others published must not get worse. The
+line
 `efficiency = ...` that it prints can be given to `profile_model(..., efficiency=...)` at once, only for that device.
 
 ## Without network

@@ -53,5 +53,8 @@ def test_every_link_to_a_heading_of_another_page_leads_there() -> None:
     for page in DOCS.rglob("*.md"):
         for target, anchor in re.findall(r"\]\(([\w/.-]*\.md|)#([\w-]+)\)", page.read_text(encoding="utf-8")):
             text = ((page.parent / target) if target else page).read_text(encoding="utf-8")
-            slugs = {re.sub(r"[^\w\- ]", "", x).strip().lower().replace(" ", "-") for x in re.findall(r"^#+ (.+)$", text, re.M)}
+            slugs = {
+                re.sub(r"[^\w\- ]", "", x).strip().lower().replace(" ", "-")
+                for x in re.findall(r"^#+ (.+)$", text, re.M)
+            }
             assert anchor in slugs, f"{page.name} links to {target}#{anchor}"

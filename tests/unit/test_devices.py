@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from plan_cases import tile_samples
 
@@ -98,5 +96,3 @@ def test_a_device_from_a_file_plans_and_is_kept_in_the_plan(tmp_path):
     write_plan(details, tmp_path / "plan")
     mine.unlink()
     assert find_cluster(load_plan(tmp_path / "plan")) == cluster
-
-
