@@ -12,10 +12,9 @@ from trimtab.placement.bytes import DeviceUse
 from trimtab.placement.placed import Placement
 from trimtab.placement.published import Assessed
 from trimtab.plan.file.placement import summary
-from trimtab.plan.file.yaml import fold_modules
 from trimtab.report.table import Cell, Column, Table, numeric, print_table
 from trimtab.report.words import clean, memory_scale
-from trimtab.units import format_bytes
+from trimtab.units import fold_modules, format_bytes
 
 _KINDS = (
     ("Weights", "weight_bytes"),

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
-from trimtab.plan.file.yaml import fold_modules
 from trimtab.report.table import Column, Table, numeric, print_table
 from trimtab.report.words import balance_rows
-from trimtab.units import format_count, format_seconds
+from trimtab.units import fold_modules, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
