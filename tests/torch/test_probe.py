@@ -174,16 +174,16 @@ def test_a_budget_that_full_recompute_exceeds_is_refused_with_the_missing_bytes(
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"num_steps": 1}, r"num_steps \(--set steps\) 1 was asked for: give 2 or more"),
-        ({"risk": 1.0}, r"risk 1.0 was asked for, and it is a chance: give one above 0 and below 1"),
-        ({"memory_bytes": 2**60}, r"1048576 TiB of memory per device was asked for, and A100-80GB has 79.1 GiB"),
-        ({"memory_bytes": 80}, r"80 bytes of memory per device were asked for: give a unit, as in 80GiB"),
+        ({"num_steps": 1}, ("num_steps", "--set", "1", "2")),
+        ({"risk": 1.0}, ("1.0", "0", "1")),
+        ({"memory_bytes": 2**60}, ("1048576", "80", "79.1")),
+        ({"memory_bytes": 80}, ("80",)),
     ],
 )
-def test_bad_input_is_told(folder, change, message):
-    with pytest.raises(TrimtabError, match=message):
+def test_bad_input_is_told(folder, change, names):
+    with refused(TrimtabError, names):
         probe(replace(settings_of(folder, 5.2), **change))
 
 

@@ -19,7 +19,7 @@ from trimtab.plan.file.figures import PlanDetails, describe_variant
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.plan.runs import RunHeader, RunLog, StepRecord
-from trimtab.report.text import print_plan
+from trimtab.report.plan_tables import print_plan
 from trimtab.specs import SampleTable, stages_between
 
 GIB = 2**30

@@ -32,9 +32,8 @@ from trimtab.plan.decide.search import (
     list_members,
     lower_bound_s,
 )
-from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.decide.setting import ChosenSetting, Priced, profile_setting
 from trimtab.plan.decide.sharing import share_vision
-from trimtab.plan.decide.simplest import ChosenSetting, Priced
 from trimtab.plan.decide.steps import (
     candidate_limits,
     even_steps,

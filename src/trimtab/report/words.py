@@ -74,9 +74,6 @@ def _scale(values: Iterable[float], units: tuple[tuple[str, float], ...]) -> Sca
     return Scale(unit=unit, factor=factor, digits=0 if shown >= 99.95 or shown == 0 else 1 if shown >= 9.995 else 2)
 
 
-_SAID_SHARE = 0.0005  # 0.0 % is not said
-
-
 def percent(share: float, *, digits: int = 1) -> str:
     """ "19.8 %". The share is rounded to four digits first, as in a plan file, so that both sources show the same."""
     return f"{round(100.0 * round(share, 4), digits) + 0.0:.{digits}f} %"  # + 0.0: no "-0.0"
@@ -112,22 +109,6 @@ def balance_rows(balance: BalanceReport | BalanceEstimate, *, patches: str = "pa
 def before_after(details: PlanDetails) -> dict[str, Variant]:
     """The baseline and the plan, by title."""
     return {"Baseline": details.baseline, "Plan": details.variants[-1]}
-
-
-IDLE_PARTS = (
-    ("bubble", "bubble of the schedule"),
-    ("stages", "uneven stages"),
-    ("packs", "uneven packs of a rank"),
-    ("ranks", "ranks waiting for one another"),
-)
-"""Fields of `IdleParts`, and what they are called."""
-
-
-def idle_sentence(variant: Variant) -> str:
-    """Where the idle time comes from, the largest part first."""
-    parts = sorted(((getattr(variant.idle, name), text) for name, text in IDLE_PARTS), reverse=True)
-    told = ", ".join(f"{text} {percent(share)}" for share, text in parts if share >= _SAID_SHARE)
-    return f"Devices are idle for {percent(variant.idle_share)} of the time" + (f": {told}." if told else ".")
 
 
 def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:
