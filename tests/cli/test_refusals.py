@@ -20,6 +20,7 @@ import trimtab
 from refusals import record
 
 Run = Any
+MOST = 9_000  # characters of a message, whatever was given
 TESTS = Path(__file__).parents[1]
 GROUPS = yaml.safe_load((TESTS / "refusals.yaml").read_text(encoding="utf-8"))
 CASES = [
@@ -59,6 +60,8 @@ def write(path: Path, content: Any, planned: Path | None = None) -> None:
 def hold(message: str, case: dict[str, Any]) -> None:
     """Keep the sentence for the snapshot, and look for the names."""
     record(message, case.get("run") or case["call"])
+    assert len(message) < MOST, "what was given is shown whole"
+    assert len(message.splitlines()) == case.get("lines", len(message.splitlines()))
     for name in case["names"]:
         assert name in message, f"{name!r} is not in the message: {message}"
 

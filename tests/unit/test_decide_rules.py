@@ -1,25 +1,28 @@
-"""plan/decide/ (advice, compare, exchange, search, sharing, simplest, steps): documented rules as rows of tables."""
+"""plan/decide/ (advice, case, compare, exchange, search, sharing, simplest, steps, work): rules as rows of tables."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from cost_models import small_model
-from vision_cases import QWEN, image_samples
+from vision_cases import QWEN, image_samples, table_of
 
 from trimtab.balance.images import share_images, tower_bytes, tower_seconds
 from trimtab.costs.devices import parse_cluster
 from trimtab.costs.profile import profile_model
 from trimtab.lora import Lora
+from trimtab.partition.simulate import StageTimes
 from trimtab.partition.stages import split_stages
+from trimtab.plan.decide import advice
 from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, possible_changes, tied_settings
-from trimtab.plan.decide.case import Case, MemoryBudget, Setting, pack_case
-from trimtab.plan.decide.compare import _moved, compare_variants, explain_losses
+from trimtab.plan.decide.case import Case, MemoryBudget, Setting, pack_case, tower_cuts
+from trimtab.plan.decide.compare import _balanced_stages, _baseline, _columns, _moved, compare_variants, explain_losses
 from trimtab.plan.decide.epoch import open_epoch
-from trimtab.plan.decide.exchange import image_sizes
+from trimtab.plan.decide.exchange import image_sizes, pool_packs, price_exchange
 from trimtab.plan.decide.search import (
     _filled_packs,
     _microbatch_counts,
@@ -29,14 +32,21 @@ from trimtab.plan.decide.search import (
     list_members,
     lower_bound_s,
 )
-from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.decide.setting import ChosenSetting, Priced, profile_setting
 from trimtab.plan.decide.sharing import share_vision
-from trimtab.plan.decide.simplest import ChosenSetting, Priced
-from trimtab.plan.decide.steps import candidate_limits, even_steps, fill_tried, group_tried, open_steps, refuse_over
+from trimtab.plan.decide.steps import (
+    candidate_limits,
+    even_steps,
+    fill_epoch,
+    fill_tried,
+    group_tried,
+    open_steps,
+    refuse_over,
+)
 from trimtab.plan.decide.work import limit_work, pass_s
-from trimtab.plan.options import PlanOptions
+from trimtab.plan.options import PlanOptions, parse_baseline
 from trimtab.plan.plan import SettingEstimate, TipEstimate, VisionDecision
-from trimtab.specs import ModelSpec, ParallelDims, SampleTable, Schedule
+from trimtab.specs import ParallelDims, SampleTable, Schedule
 
 MODEL, CLUSTER = small_model(), parse_cluster("8xA100-80GB")
 ALIKE = SampleTable.of(np.full(100, 1000), np.full(100, 500))
@@ -47,10 +57,16 @@ def dims_of(**degrees: int) -> ParallelDims:
     return ParallelDims(**degrees)
 
 
-def case_of(options: PlanOptions, dims: ParallelDims, samples: SampleTable = ALIKE, model: ModelSpec = MODEL) -> Case:
+def case_of(options: PlanOptions, dims: ParallelDims, samples: SampleTable = ALIKE, **given: Any) -> Case:
+    model, count = given.get("model", MODEL), given.get("num_microbatches", 4)
     profile = profile_setting(model, CLUSTER, options, dims)
-    most = (int(4 * samples.num_patches.sum()), int(4 * samples.num_tokens.sum()))
-    setting = Setting(dims=dims, max_patches=most[0], max_tokens=most[1], num_microbatches=4, profile=profile)
+    setting = Setting(
+        dims=dims,
+        max_patches=options.max_patches or int(4 * samples.num_patches.sum()),
+        max_tokens=options.max_tokens or int(4 * samples.num_tokens.sum()),
+        num_microbatches=count,
+        profile=profile,
+    )
     budget = MemoryBudget.of(CLUSTER, options)
     return pack_case(model, open_epoch(model, samples, options), CLUSTER, budget, setting, options)
 
@@ -112,6 +128,14 @@ def test_few_filled_packs_run_several_times_in_a_tried_step():
     assert made.mean_work[4] == pytest.approx(500 * per_pack, rel=0.02)
     by_rank = np.asarray(packed.packing.sums(np.ones(100)))[made.packed.schedule.table].sum(axis=2)
     assert made.slowest_over_mean == pytest.approx(by_rank.max() / by_rank.mean())
+
+
+@pytest.mark.parametrize(("asked", "steps"), [({}, [5, 4]), ({"num_microbatches": 4}, [4, 4, 1])])
+def test_steps_of_filled_packs_are_even_where_their_number_was_left_open(asked, steps):
+    options = PlanOptions(steps="filled", **asked)
+    nine = SampleTable.of(np.full(9, 1000), np.full(9, 500))
+    packed = fill_epoch(nine, options, dims_of(), num_microbatches=4, limits=(1000, 500), cost=np.ones(9))
+    assert [int((x >= 0).sum()) for x in packed.schedule.table] == steps
 
 
 # -- the space ------------------------------------------------------------------------------------------------------
@@ -326,7 +350,15 @@ def test_a_misfit_names_the_setting_that_needs_least():
     assert "No single change" in said or "first:" in said
 
 
-def test_tips_are_tried_at_half_and_twice_the_batch():
+def test_tips_are_tried_at_half_and_twice_the_batch(monkeypatch):
+    batches = []
+    choose = advice.choose_setting
+
+    def noted(model, samples, cluster, options, budget):
+        batches.append(options.global_batch)
+        return choose(model, samples, cluster, options, budget)
+
+    monkeypatch.setattr(advice, "choose_setting", noted)
     tied = (priced(100.0, dp=8), priced(99.0, dp=4, tp=2))
     options = PlanOptions(global_batch=32, schedule="1F1B", zero_stage=1)
     two_nodes = parse_cluster("8xA100-80GB", devices_per_node=4)
@@ -340,6 +372,8 @@ def test_tips_are_tried_at_half_and_twice_the_batch():
         assert [x.changed for x in found] == expected
         assert {x.fastest for x in found} <= labels
         assert all(x.ahead >= 0 for x in found)
+        assert sorted({*batches}) == [x for x in (batch // 2, batch, 2 * batch) if x <= 100]
+        batches.clear()
 
 
 # -- the comparison -------------------------------------------------------------------------------------------------
@@ -386,6 +420,19 @@ def test_a_run_on_other_degrees_holds_as_many_samples_a_step(to, count):
     assert moved.setting.profile.dims == moved.setting.dims
 
 
+def test_a_baseline_holds_what_the_plan_packs_in_batches_as_asked():
+    sizes = np.where(np.arange(100) % 10 == 0, 9000, 500)
+    options = PlanOptions(
+        global_batch=30, schedule="1F1B", zero_stage=1, oversize="skip", max_tokens=8000, max_patches=100_000
+    )
+    case = case_of(options, dims_of(dp=2), SampleTable.of(np.full(100, 1000), sizes))
+    balanced = _balanced_stages(case, None)
+    assert balanced.rules == ("balanced", "none")  # all fits, and recompute would be slower
+    run = _baseline(case, parse_baseline("random,batch=2"), balanced)
+    assert run.work[:, 4].sum() == 90 * 500
+    assert _baseline(case, parse_baseline("random,batch=2,padded"), balanced).work[:, 1].max() == 2000
+
+
 def test_a_row_that_is_slower_is_explained():
     case = case_of(PlanOptions(global_batch=32, schedule="1F1B", zero_stage=1), dims_of(dp=8))
     rows = compare_variants(case, split_stages(case.problem).stages)
@@ -393,6 +440,24 @@ def test_a_row_that_is_slower_is_explained():
     assert len(explain_losses([rows[0], slower])) == 1
     assert explain_losses([rows[0], replace(slower, step_s=1.004 * rows[0].step_s)]) == ()
     assert explain_losses([replace(rows[0], name="other baseline"), slower]) == ()
+
+
+def test_an_empty_slot_takes_no_time():
+    ones = np.ones((2, 3))
+    times = StageTimes(
+        forward_s=ones, backward_s=2 * ones, weight_s=3 * ones, send_forward_s=4 * ones, send_backward_s=5 * ones
+    )
+    found = _columns(times, np.array([2, -1]))
+    for name, one in zip(("forward", "backward", "weight", "send_forward", "send_backward"), range(1, 6), strict=True):
+        assert getattr(found, f"{name}_s").tolist() == [[one, 0], [one, 0]]
+
+
+@pytest.mark.parametrize(("attention", "pairs"), [("flash", 2 * 500**2), ("sdpa", 1000**2), ("eager", 1000**2)])
+def test_scores_and_masks_of_a_pack_are_those_of_one_long_sample(attention, pairs):
+    options = PlanOptions(attention=attention, global_batch=8, schedule="1F1B", zero_stage=1)
+    case = case_of(replace(options, max_tokens=1000, max_patches=2000), dims_of(), num_microbatches=4)
+    assert case.held_work[:, 5].max() == pairs
+    assert case.problem.work_max[5] == pairs
 
 
 # -- shared images --------------------------------------------------------------------------------------------------
@@ -431,3 +496,34 @@ def test_time_is_that_of_the_slowest_share_and_memory_that_of_the_largest_term_b
     margin = limit_work(plain.work, *limits)[1:4] / plain.work[:, 1:4].max(axis=0)
     np.testing.assert_allclose(found.vision.largest, found.vision.held[:, 1:4].max(axis=0) * np.maximum(margin, 1.0))
     np.testing.assert_allclose(found.problem.work_max[1:4], found.vision.largest)
+
+
+def test_no_cut_lies_in_front_of_the_last_layer_of_what_is_shared():
+    assert tower_cuts(MODEL) == {1, 2, 3, 4}  # patches, three blocks, projector
+    language = replace(MODEL, layers=tuple(x for x in MODEL.layers if x.tower == "language"))
+    assert tower_cuts(language) == frozenset()
+
+
+def test_a_dispatch_sends_the_pixels_of_images_that_move_and_their_rows_back():
+    """Four equal images on one of four ranks: three of them move."""
+    images = table_of([np.full(4, 400), *[np.array([], np.int64)] * 3], np.random.default_rng(0))
+    options = PlanOptions(schedule="1F1B", zero_stage=1, global_batch=4)
+    case = case_of(options, dims_of(dp=4, tp=2), images, model=QWEN, num_microbatches=1)
+    rule = {"group": "dp", "degree": 4, "pooling": 1, "exchange": "dispatch", "objective": "time", "rule": "balanced"}
+    decision = VisionDecision(**rule, reduction=None)
+    sizes, pools = image_sizes(case.samples, QWEN), pool_packs(case.schedule.table, decision)
+    assert pools.shape == (1, 4)
+    row, pixel = 3584 / 4 * 2, 3 * 2 * 14 * 14 * 4  # bytes of a patch: bf16 features, fp32 pixels of two frames
+    for frozen, back in (((), 1), (("vision", "projector"), 0)):
+        own = replace(case, options=replace(case.options, frozen_towers=frozen))
+        found = price_exchange(own, decision, sizes, pools, margin=1.5)
+        assert found.received_bytes == pytest.approx(1600 / 4 * 3 / 4 * ((1 + back) * row + pixel))
+        assert found.rows_sent == pytest.approx(1600 / 4 * row)
+        assert found.largest_rows == pytest.approx(1600 * row * 1.5)
+        seconds = 1600 / 4 * 3 / 4 * (row + pixel) / (CLUSTER.device.link_bytes_per_s * 0.8)
+        assert found.forward_s == pytest.approx(seconds + 2 * CLUSTER.latency_s)
+        assert (found.backward_s > 0) == bool(back)
+    shared = share_vision(case, decision)
+    assert shared.vision is not None
+    assert [x.tower_ms > 0 for x in shared.vision.estimate.ranks] == [True] * 4
+    assert shared.work[:, 1].sum() == pytest.approx(4 * 400)

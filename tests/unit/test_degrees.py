@@ -29,8 +29,7 @@ from trimtab.errors import PartitionError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.options import Dispatcher, same_fields
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.degrees import parallel_dims
-from trimtab.plan.decide.setting import link_rates
+from trimtab.plan.decide.setting import link_rates, parallel_dims
 from trimtab.plan.decide.work import pad_documents
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.figures import PlanDetails

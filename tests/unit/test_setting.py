@@ -14,10 +14,9 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import MemoryBudget
-from trimtab.plan.decide.expressible import Expressible
 from trimtab.plan.decide.search import choose_setting
-from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.simplest import ChosenSetting, complexity
+from trimtab.plan.decide.setting import ChosenSetting, complexity, profile_setting
+from trimtab.plan.decide.stages import Expressible
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import SettingEstimate

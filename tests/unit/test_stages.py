@@ -364,27 +364,6 @@ def test_even_splits():
         even_stages(profile, 4, forbidden_cuts=frozenset(range(2, 13)))
 
 
-def test_messages_name_what_is_wrong_and_what_to_try():
-    profile = profile_of([layer(i, state=100.0, saved=((0, 50.0), (1.0, 10.0)), transient=4.0) for i in range(4)])
-    with refused(PartitionError, "4", "5", "1"):
-        split(profile, 5)
-    with refused(PartitionError, "2", "3", "1", "4"):
-        split(profile, 2, schedule="Interleaved1F1B", num_chunks=3)
-    with refused(PartitionError, "3", "2"):
-        split(profile, 3, forbidden_cuts=frozenset({1, 2}))
-    with refused(PartitionError, "recompute='some", "some"):
-        split(profile, 2, recompute="some")
-    with refused(PartitionError, "10"):
-        split(profile, 2, memory=10.0, overhead_bytes=10.0)
-    with refused(PartitionError, "work_mean", "7"):
-        split(profile, 2, work=ONE[:3])
-    with refused(PartitionError, "work_mean", "7"):
-        split(profile, 2, work=ONE - 2 * ONE[::-1])
-    for time, wrong in (("backward", {"backward": -1.0}), ("forward", {"forward": -1.0})):
-        with refused(PartitionError, "-1", time):
-            split(profile_of([layer(0, **wrong), layer(1)]), 2)
-
-
 def test_infeasible_splits_say_how_many_bytes_are_missing():
     profile = profile_of([layer(i, state=100.0, saved=((0, 50.0), (1.0, 10.0)), transient=4.0) for i in range(4)])
     # 2 + 2 layers: 200 + 2 x 2 x 10 + one of them computed again, 40, + 4 + 1 on the first device

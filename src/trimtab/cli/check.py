@@ -68,7 +68,7 @@ def check(
         print_json(content if counted is None else {**content, "memory": _memory_json(counted)})
     else:
         if counted is not None:
-            from trimtab.report.text import print_memory
+            from trimtab.report.plan_tables import print_memory
 
             print_memory(counted, console())
         for problem in problems:

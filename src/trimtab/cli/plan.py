@@ -86,7 +86,7 @@ def plan(
 
 def _print(details: "PlanDetails", paths: Mapping[str, Path]) -> None:
     from trimtab.plan.decide.epoch import describe_draw
-    from trimtab.report.text import print_plan
+    from trimtab.report.plan_tables import print_plan
 
     for sentence in describe_draw(details.plan.inputs.data.mixture):
         print(sentence)
@@ -104,7 +104,7 @@ class _Narrowed:
 
 def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowed:
     """Without what the framework cannot express."""
-    from trimtab.plan.decide.expressible import within_choices
+    from trimtab.plan.decide.stages import within_choices
 
     if target == OWN_LOOP:
         from trimtab.plan.layout import can_train, refuse_quantised
@@ -193,7 +193,7 @@ def predict(
     if as_json:
         print_json(_figures(found) | ({"plan": change[0], "plan_gain": change[1]} if change else {}))
         return
-    from trimtab.report.text import print_prediction
+    from trimtab.report.plan_tables import print_prediction
 
     print_prediction(found, console())
     if change is not None:
@@ -226,7 +226,6 @@ def _figures(found: "Prediction") -> dict[str, object]:
         "stage_backward_s": ran.stage_backward_s.tolist(),
         "stage_layers": [stage.stop - stage.start for stage in ran.stages],
         "idle_share": ran.idle_share,
-        "idle": ran.idle,
         "time_error": found.profile.time_error,
         "memory_error": found.budget.band.half_width,
     }

@@ -13,11 +13,10 @@ from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, 
 from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, describe_draw, open_epoch
-from trimtab.plan.decide.expressible import Expressible, best_split
 from trimtab.plan.decide.search import choose_setting, default_global_batch
+from trimtab.plan.decide.setting import ChosenSetting
 from trimtab.plan.decide.sharing import VisionChosen, choose_vision, group_degree
-from trimtab.plan.decide.simplest import ChosenSetting
-from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
+from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_split, choose_split
 from trimtab.plan.decide.work import host_sentences
 from trimtab.plan.file.figures import PlanDetails, assemble_plan
 from trimtab.plan.file.yaml import plan_to_yaml

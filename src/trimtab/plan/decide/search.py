@@ -30,9 +30,7 @@ from trimtab.options import ScheduleName
 from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.stages import split_stages
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting, make_case
-from trimtab.plan.decide.degrees import parallel_dims
-from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.simplest import EQUAL, ChosenSetting, Priced
+from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced, parallel_dims, profile_setting
 from trimtab.plan.decide.steps import (
     Tried,
     TriedPacks,

@@ -34,7 +34,6 @@ from trimtab.runtime.data.formats import (
     alike_videos,
     pack_format,
     pixel_keys,
-    tile_tokens,
 )
 from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.encode import ConversationEncoder
@@ -75,12 +74,11 @@ class ProcessedSample:
 
 def read_processed(samples: Sequence[Mapping[str, Any]], config: Any, family: PackFormat) -> list[ProcessedSample]:
     """Raises `SampleError` with all problems of all samples, each named by its `id` or its place in the pack."""
-    per_tile = tile_tokens(config) if family.counts == "tiles" else None
     read, problems = [], []
     for place, sample in enumerate(samples):
         name = f"sample {sample['id']}" if "id" in sample else f"sample {place} of the pack"
         try:
-            read.append(_read_one(sample, family, config, per_tile))
+            read.append(_read_one(sample, family, config))
         except SampleError as error:
             problems.append(f"{name}: {error}")
     if problems:
@@ -88,7 +86,7 @@ def read_processed(samples: Sequence[Mapping[str, Any]], config: Any, family: Pa
     return read
 
 
-def _read_one(sample: Mapping[str, Any], family: PackFormat, config: Any, per_tile: int | None) -> ProcessedSample:
+def _read_one(sample: Mapping[str, Any], family: PackFormat, config: Any) -> ProcessedSample:
     unknown = sorted(set(sample) - _OWN_KEYS - set(family.joined))
     if unknown:
         raise SampleError(
@@ -112,7 +110,6 @@ def _read_one(sample: Mapping[str, Any], family: PackFormat, config: Any, per_ti
         raise SampleError(f"loss_weight is {weight}, but weights are finite and not negative: give 0 to leave it out")
     images = {key: _stack(sample[key]) for key in family.joined if sample.get(key) is not None and len(sample[key]) > 0}
     types = _token_types(sample, ids, config)
-    _check_images(images, types, family, config, per_tile)
     if "batch_num_images" in family.joined and "image_sizes" in images and "batch_num_images" not in images:
         images["batch_num_images"] = torch.ones(len(images["image_sizes"]), dtype=torch.int64)
     return ProcessedSample(input_ids=ids, labels=_labels(sample, ids), token_types=types, weight=weight, images=images)
@@ -136,62 +133,6 @@ def _token_types(sample: Mapping[str, Any], ids: Tensor, config: Any) -> Tensor:
     types = torch.zeros_like(ids) if image is None else (ids == image).long()
     video = getattr(config, "video_token_id", None)
     return types if video is None else torch.where(ids == video, 2, types)
-
-
-def _check_images(
-    images: Mapping[str, Tensor], types: Tensor, family: PackFormat, config: Any, per_tile: int | None
-) -> None:
-    """Image tokens and image features must be as many: truncation in the middle of an image breaks this."""
-    if family.counts in ("sizes", "model"):
-        if family.counts == "sizes":
-            _check_sized_images(images)
-        if image_token(config) is not None:  # else images have no place of their own in the text
-            _check_both(images, has_tokens=bool((types == 1).any()))
-        return
-    found = [int((types == 1).sum()), int((types == 2).sum())]
-    if family.counts == "grid":
-        merge = config.vision_config.spatial_merge_size**2
-        _check_patches(images, "pixel_values", "image_grid_thw")
-        _check_patches(images, "pixel_values_videos", "video_grid_thw")
-        expected = [_patches(images.get(grid)) // merge for grid in ("image_grid_thw", "video_grid_thw")]
-    else:
-        assert per_tile is not None
-        pixels = images.get("pixel_values")
-        if pixels is not None and pixels.dim() != 4:
-            raise SampleError(f"pixel_values are {tuple(pixels.shape)}: give (tiles, channels, height, width)")
-        expected = [0 if pixels is None else len(pixels) * per_tile, 0]
-    if expected != found:
-        raise SampleError(
-            f"its images make {sum(expected)} tokens, but it has {sum(found)} image tokens: "
-            "do not truncate inside an image"
-        )
-
-
-def _check_sized_images(images: Mapping[str, Tensor]) -> None:
-    pixels, sizes = images.get("pixel_values"), images.get("image_sizes")
-    if pixels is not None and (pixels.dim() < 4 or sizes is None or len(pixels) != len(sizes)):
-        raise SampleError(
-            f"pixel_values are {tuple(pixels.shape)}: "
-            "give (images, tiles, channels, height, width) with a row of image_sizes each"
-        )
-
-
-def _check_both(images: Mapping[str, Tensor], *, has_tokens: bool) -> None:
-    """How many tokens an image makes is left to the model, which checks it on the whole pack."""
-    pixels = images.get("pixel_values")
-    if (pixels is not None) != has_tokens:
-        what = "an image but no image tokens" if pixels is not None else "image tokens but no image"
-        raise SampleError(f"it has {what}: give both, and do not truncate inside an image")
-
-
-def _check_patches(images: Mapping[str, Tensor], pixels: str, grid: str) -> None:
-    found, expected = len(images.get(pixels, ())), _patches(images.get(grid))
-    if found != expected:
-        raise SampleError(f"{pixels} has {found} rows, but {grid} names {expected} patches: give both as processed")
-
-
-def _patches(grid: Tensor | None) -> int:
-    return 0 if grid is None else int(grid.prod(-1).sum())
 
 
 def _vector(sample: Mapping[str, Any], key: str) -> Tensor:

@@ -145,7 +145,6 @@ def ask_format(config: Any) -> PackFormat:
         mrope=mrope,
         stateful=has_state(config),
         types_key=types_key,
-        counts="grid" if in_blocks else "model",
         smallest="block" if in_blocks else None,
     )
 

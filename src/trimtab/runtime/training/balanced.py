@@ -277,7 +277,7 @@ def _problems_of_trainer(trainer: Any) -> Iterator[str]:
     if (own := type(trainer).compute_loss).__module__.partition(".")[0] not in _HOSTS:
         yield (
             f"{own.__qualname__} is a loss of your own, and {kind} was to have the loss of packs: leave it out, or "
-            "train on PlanDataset.as_hf(...), packs for any trainer"
+            "train on a PlanDataLoader"
         )
     if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
         yield (

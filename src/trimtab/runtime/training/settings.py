@@ -1,5 +1,6 @@
 """What a plan does not say about a run, and the learning rate of each step."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,26 +24,20 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
-    """weight_decay=0.1, betas=0.9,0.95, nesterov=true."""
+    """Read weight_decay=0.1, betas=0.9,0.95, nesterov=true."""
     options: dict[str, Any] = {}
     for text in given:
-        name, equals, value = text.partition("=")
-        if not (name and equals and value):
-            raise TrimtabError(f"optimizer option {text!r} is no NAME=VALUE: write it as in weight_decay=0.1")
-        parts = [_value(part, text) for part in value.split(",")]
+        name, _, value = text.partition("=")
+        try:
+            parts = json.loads(f"[{value.lower()}]")
+        except ValueError:
+            parts = []
+        if not name or not parts or not all(isinstance(part, (bool, int, float)) for part in parts):
+            raise TrimtabError(
+                f"optimizer option {text!r} is no NAME=VALUE of numbers, true or false: write it as in weight_decay=0.1"
+            )
         options[name] = parts[0] if len(parts) == 1 else tuple(parts)
     return options
-
-
-def _value(text: str, whole: str) -> float | bool:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return float(text)
-    except ValueError:
-        raise TrimtabError(
-            f"optimizer option {whole!r} has a value that is no number, true or false: write it as in weight_decay=0.1"
-        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +105,6 @@ class TrainSettings:
     export: Annotated[
         Path | None, Option("New folder for the trained model, as Transformers loads it.", common=True)
     ] = None
-    vision_dp: Annotated[
-        Literal["plan", "dispatch", "off"],
-        Option("Whether data-parallel ranks share images: as planned, always, or never.", common=True),
-    ] = "plan"
     verify_packing: Annotated[bool, Option("Check first that no sample of a pack sees another.")] = True
     on_bad_sample: Annotated[
         Literal["error", "filler"],

@@ -14,7 +14,8 @@ from html import escape
 import numpy as np
 
 from trimtab.partition.simulate import Timeline
-from trimtab.report.words import Scale, clean, time_scale
+from trimtab.report.words import Scale, clean, count_scale, time_scale
+from trimtab.specs import FloatArray
 from trimtab.units import format_seconds
 
 MAX_BLOCKS = 900  # blocks drawn one by one, each with its own tooltip
@@ -71,7 +72,7 @@ def grid(span: float, scale: Scale, height: float, *, max_ticks: int = 6) -> str
     return "".join(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{height:g}"/>' for x in places)
 
 
-def drawing(body: str, *, height: float, title: str, description: str, css_class: str = "") -> str:
+def picture(body: str, *, height: float, title: str, description: str, css_class: str = "") -> str:
     """An SVG of full width that a screen reader announces by its title and description."""
     return (
         f'<svg class="{css_class}" role="img" width="100%" height="{height:g}"><title>{escape(title)}</title>'
@@ -114,7 +115,7 @@ def timeline(timeline: Timeline, *, span_s: float, title: str, description: str)
     parts.append("</svg>")
     end = time_scale([timeline.makespan_s]).text(timeline.makespan_s)
     parts.append(mark_line(timeline.makespan_s / span_s, "makespan", y1=2, y2=top + height + 2, text=end))
-    return drawing("".join(parts), height=top + height + 4, title=title, description=description, css_class="tl")
+    return picture("".join(parts), height=top + height + 4, title=title, description=description, css_class="tl")
 
 
 def _every_name(row: float, fewest: int) -> int:
@@ -201,25 +202,21 @@ class Bar:
     name: str
     parts: Sequence[tuple[str, str, float]]  # class, what it is, value: side by side
     text: str  # after the bar
-    cap: float  # what lies past it is outlined as too much
-    bad: bool = False  # the text stands out
 
 
 def bars(
     rows: Sequence[Bar],
     *,
     span: float,
+    cap: float,
     scale: Scale,
     label: str,
     title: str,
     show: Callable[[float], str],
-    mark: str = "",
-    marked: float = 0.0,
 ) -> str:
     """A bar a row on one axis of `span`, names left and texts right; rows are thin where there are many.
 
-    Parts tell their values by `show` when pointed at.
-    At `marked` a line stands with its value: the cap of all (`mark` "limit"), or where the slowest ends ("makespan").
+    Parts show their values by `show` when pointed at; what lies past the `cap` is outlined, and its text stands out.
     """
     row = float(min(26, max(7, 420 // len(rows))))
     pad, top, every = (4.0 if row >= 18 else 1.0), 22.0, _every_name(row, 8)
@@ -227,26 +224,24 @@ def bars(
     drawn, names, texts = [grid(span, scale, bottom, max_ticks=5)], [], []
     for i, bar in enumerate(rows):
         y, middle = top + i * row + pad, f'y="{top + (i + 0.5) * row:g}" dy="0.35em" text-anchor="end"'
-        drawn.append(stacked_bar(bar, span=span, y=y, height=row - 2 * pad, show=show))
+        drawn.append(stacked_bar(bar, span=span, cap=cap, y=y, height=row - 2 * pad, show=show))
         if i % every == 0:
-            bad = ' style="fill:var(--bad);font-weight:600"' if bar.bad else ""
+            bad = ' style="fill:var(--bad);font-weight:600"' if sum(value for *_, value in bar.parts) > cap else ""
             names.append(f'<text class="name" x="100%" dx="-8" {middle}>{escape(bar.name)}</text>')
             texts.append(f'<text x="100%" {middle}{bad}>{bar.text}</text>')
     drawn.append(f'<line class="base" x1="0" x2="0" y1="{top:g}" y2="{bottom:g}"/>')
-    if mark:
-        words = f"cap {scale.text(marked)}" if mark == "limit" else scale.text(marked)
-        drawn.append(mark_line(marked / span, mark, y1=4, y2=bottom, text=words))
+    drawn.append(mark_line(cap / span, "limit", y1=4, y2=bottom, text=f"cap {scale.text(cap)}"))
     drawn.append(axis(span, scale, label=label, y=bottom, max_ticks=5))
     text = f"{len(rows)} rows, {rows[0].name} to {rows[-1].name}: {', '.join(bar.text for bar in rows[:8])}."
     height = bottom + 32
     return (
         f'<div class="bars"><svg aria-hidden="true" width="66" height="{height:g}">{"".join(names)}</svg>'
-        + drawing("".join(drawn), height=height, title=title, description=text)
+        + picture("".join(drawn), height=height, title=title, description=text)
         + f'<svg aria-hidden="true" width="76" height="{height:g}">{"".join(texts)}</svg></div>'
     )
 
 
-def stacked_bar(bar: Bar, *, span: float, y: float, height: float, show: Callable[[float], str]) -> str:
+def stacked_bar(bar: Bar, *, span: float, cap: float, y: float, height: float, show: Callable[[float], str]) -> str:
     """The parts side by side on an axis of `span`; what lies past the cap is outlined as too much."""
     shapes, x = [], 0.0
     for look, what, value in bar.parts:
@@ -256,8 +251,8 @@ def stacked_bar(bar: Bar, *, span: float, y: float, height: float, show: Callabl
                 f'data-t="{escape(clean(f"{bar.name}, {what}: {show(value)}"))}"/>'
             )
         x += value
-    if x > bar.cap:
-        start, past = at(bar.cap / span), at((x - bar.cap) / span)
+    if x > cap:
+        start, past = at(cap / span), at((x - cap) / span)
         shapes.append(f'<rect class="over" x="{start}" y="{y:g}" width="{past}" height="{height:g}"/>')
     return "".join(shapes)
 
@@ -269,3 +264,50 @@ def mark_line(where: float, look: str, *, y1: float, y2: float, text: str) -> st
         f'<line class="{look}" x1="{at(where)}" x2="{at(where)}" y1="{y1:g}" y2="{y2:g}"/>'
         f'<text class="mark halo" x="{at(where)}" dx="{dx}" y="13" text-anchor="{anchor}">{escape(text)}</text>'
     )
+
+
+MAX_DOTS = 800
+
+
+def scatter(
+    patches: FloatArray,
+    tokens: FloatArray,
+    *,
+    limits: tuple[float, float],
+    span: tuple[float, float],
+    title: str,
+    css_class: str,
+) -> str:
+    """A dot for each pack, patches right and tokens up, both limits marked; of many packs `MAX_DOTS`, evenly chosen.
+
+    `span`: patches and tokens at the ends of the axes; no patches: packs stand in their order.
+    """
+    chosen = np.unique(np.linspace(0, len(tokens) - 1, num=min(len(tokens), MAX_DOTS)).astype(np.int64))
+    top, depth = 20.0, 180.0
+    bottom, text_only = top + depth, span[0] <= 0
+    places, width = (np.arange(len(tokens)) + 0.5, float(len(tokens))) if text_only else (patches, span[0])
+    across, along = count_scale([width]), count_scale([span[1]])
+
+    def y(value: float) -> float:
+        return bottom - depth * value / span[1]
+
+    parts, names = [grid(width, across, bottom, max_ticks=5)], list[str]()
+    for tick in nice_ticks(span[1], max_ticks=4)[1:]:
+        height, number = f"{y(tick):.1f}", along.number(tick)
+        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{height}" y2="{height}"/>')
+        names.append(f'<text class="tick" x="100%" dx="-6" y="{height}" dy="0.35em" text-anchor="end">{number}</text>')
+    parts.append(f'<line class="limit" x1="0" x2="100%" y1="{y(limits[1]):.1f}" y2="{y(limits[1]):.1f}"/>')
+    parts += [
+        f'<circle class="dot {css_class}" cx="{at(x / width)}" cy="{y(count):.1f}" r="2.5"/>'
+        for x, count in zip(places[chosen].tolist(), tokens[chosen].tolist(), strict=True)
+    ]
+    parts.append(f'<line class="base" x1="0" x2="100%" y1="{bottom:g}" y2="{bottom:g}"/>')
+    where = (1.0 if text_only else limits[0] / width, "" if text_only else "limit")
+    parts.append(mark_line(*where, y1=4, y2=bottom, text=f"limit {limits[1]:,.0f}" if text_only else "limits"))
+    label = "packs in their order" if text_only else "patches of a pack; tokens up"
+    parts.append(axis(width, across, label=label, y=bottom, max_ticks=5))
+    text = f"{len(tokens):,} packs; at most {limits[0]:,.0f} patches and {limits[1]:,.0f} tokens are allowed."
+    # the names of the levels stand in a column of their own, where no mark can hide them
+    drawn = picture("".join(parts), height=bottom + 32, title=title, description=text)
+    left = f'<svg aria-hidden="true" width="100%" height="{bottom + 32:g}">{"".join(names)}</svg>'
+    return f'<div class="plot">{left}{drawn}</div>'
