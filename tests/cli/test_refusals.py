@@ -61,6 +61,7 @@ def hold(message: str, case: dict[str, Any]) -> None:
     """Keep the sentence for the snapshot, and look for the names."""
     record(message, case.get("run") or case["call"])
     assert len(message) < MOST, "what was given is shown whole"
+    assert len(message.splitlines()) == case.get("lines", len(message.splitlines()))
     for name in case["names"]:
         assert name in message, f"{name!r} is not in the message: {message}"
 

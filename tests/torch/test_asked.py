@@ -269,17 +269,17 @@ def test_the_child_refuses_what_describing_does_not_need(event):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "names"),
     [
-        ({"model_type": "nonsense"}, "has no such model: correct `model_type`, or update Transformers"),
-        ({"model_type": "nonsense", "auto_map": {}}, "its own code is never run: build it in Python"),
-        ({"model_type": "clip"}, "has no model of it that writes text"),
-        ({"model_type": "smolvlm", "text_config": 3}, "makes no configuration of this config.json of smolvlm"),
-        ({"model_type": "aya_vision"}, "builds no model of this config.json of aya_vision .*divisible by num_heads"),
+        ({"model_type": "nonsense"}, ("model_type",)),
+        ({"model_type": "nonsense", "auto_map": {}}, ("nonsense",)),
+        ({"model_type": "clip"}, ("clip",)),
+        ({"model_type": "smolvlm", "text_config": 3}, ("config.json",)),
+        ({"model_type": "aya_vision"}, ("config.json", "aya_vision", "num_heads")),
     ],
 )
-def test_what_transformers_does_not_have_is_refused_in_one_sentence(fields, words):
-    with pytest.raises(ConfigError, match=words) as error:
+def test_what_transformers_does_not_have_is_refused_in_one_sentence(fields, names):
+    with refused(ConfigError, names) as error:
         describe_fields(fields)
     assert len(str(error.value)) < 600
     assert "\n" not in str(error.value)

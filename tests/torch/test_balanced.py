@@ -208,19 +208,21 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"gradient_accumulation_steps": 4}, "2 packs .*gradient_accumulation_steps=2, .*num_microbatches=4"),
-        ({"label_smoothing_factor": 0.1}, "label smoothing or compute_loss_func was asked for"),
-        ({"given": {"compute_loss_func": lambda *_, **__: 0}}, "label smoothing or compute_loss_func was asked for"),
-        ({"kind": OwnLoss}, "OwnLoss.compute_loss is a loss of your own, and OwnLoss was to have the loss of packs"),
-        ({"given": {"train_dataset": None}}, "by their row, and there is no train_dataset"),
-        ({"given": {"train_dataset": [1] * 6}}, "the plan packs row 6, train_dataset has 6 samples: give the data set"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size would change the batches"),
+        ({"gradient_accumulation_steps": 4}, ("2", "gradient_accumulation_steps", "num_microbatches", "4")),
+        ({"label_smoothing_factor": 0.1}, ("compute_loss_func",)),
+        ({"given": {"compute_loss_func": lambda *_, **__: 0}}, ("compute_loss_func",)),
+        ({"kind": OwnLoss}, ("OwnLoss.compute_loss", "OwnLoss")),
+        ({"given": {"train_dataset": None}}, ("train_dataset",)),
+        ({"given": {"train_dataset": [1] * 6}}, ("6", "train_dataset")),
+        ({"auto_find_batch_size": True}, ("auto_find_batch_size",)),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_plan_is_one_sentence(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=message) as raised:
+def test_what_does_not_fit_the_plan_is_one_sentence(
+    change: dict[str, Any], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    with refused(PlanError, names) as raised:
         balanced(make_trainer(tmp_path, **change), tables_of())
     assert "\n" not in str(raised.value)
 

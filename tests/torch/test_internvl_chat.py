@@ -110,22 +110,22 @@ def test_what_was_loaded_is_saved_in_transformers_own_format(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "names"),
     [
-        ({"ps_version": "v1"}, "ps_version .*v1.* shuffles pixels .*: use InternVL 1.5 or newer"),
-        ({"use_llm_lora": 16}, "use_llm_lora .*16.*: merge the adapters and set it to 0"),
+        ({"ps_version": "v1"}, ("ps_version", "InternVL", "1.5")),
+        ({"use_llm_lora": 16}, ("use_llm_lora", "16", "0")),
         (
             {"quantization_config": {"quant_method": "awq"}},
-            "quantised under the names of its own code.*: use the folder",
+            (),
         ),
-        ({"llm_config": {"model_type": "internlm"}}, "internlm.* has no class in Transformers .*: use one whose"),
+        ({"llm_config": {"model_type": "internlm"}}, ("internlm",)),
     ],
 )
-def test_what_transformers_classes_would_compute_otherwise_is_refused(case, tmp_path, changed, message):
+def test_what_transformers_classes_would_compute_otherwise_is_refused(case, tmp_path, changed, names):
     config = json.loads((case[1] / "config.json").read_text()) | changed
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((case[1] / "model.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, names):
         load_placed(tmp_path)
 
 

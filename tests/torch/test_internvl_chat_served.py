@@ -77,19 +77,19 @@ def test_the_processors_inputs_give_the_answer_of_the_own_format(folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "names"),
     [
-        ({"template": "phi3-chat"}, r"the template .*phi3-chat.* of its own code, which is never run: serve the -hf"),
-        ({"use_thumbnail": False}, r"without the thumbnail that Transformers' processor adds: load it in"),
+        ({"template": "phi3-chat"}, ("template", "phi3-chat")),
+        ({"use_thumbnail": False}, ("thumbnail",)),
     ],
 )
 def test_what_the_processor_would_do_otherwise_is_refused(
-    folder: Path, tmp_path: Path, changed: dict[str, Any], message: str
+    folder: Path, tmp_path: Path, changed: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changed))
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, names):
         load_processor(tmp_path)
 
 

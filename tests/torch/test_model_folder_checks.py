@@ -14,19 +14,21 @@ from trimtab.runtime.placing.folder import check_config
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "names"),
     [
-        ({"dtype": "os.system"}, "has dtype 'os.system', no type of weights"),
-        ({"text_config": {"torch_dtype": ["float32"]}}, "no type of weights"),
-        ({"_attn_implementation": "evil/kernel"}, "a kernel to fetch from the Hub"),
-        ({"text_config": {"_experts_implementation": "evil/kernel"}}, "a kernel to fetch from the Hub"),
-        ({"vision_config": {"hidden_size": 10**9}}, "has hidden_size '1000000000', larger than that of any model"),
-        ({"num_hidden_layers": 10**12}, "larger than that of any model"),
+        ({"dtype": "os.system"}, ("os.system",)),
+        ({"text_config": {"torch_dtype": ["float32"]}}, ("torch_dtype",)),
+        ({"_attn_implementation": "evil/kernel"}, ("kernel",)),
+        ({"text_config": {"_experts_implementation": "evil/kernel"}}, ("kernel",)),
+        ({"vision_config": {"hidden_size": 10**9}}, ("hidden_size", "1000000000")),
+        ({"num_hidden_layers": 10**12}, ("num_hidden_layers",)),
     ],
 )
-def test_a_config_that_asks_for_the_impossible_is_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+def test_a_config_that_asks_for_the_impossible_is_refused(
+    tmp_path: Path, fields: dict[str, Any], names: tuple[str, ...]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=words):
+    with refused(ConfigError, names):
         check_config(tmp_path)
 
 

@@ -145,19 +145,19 @@ def config_of(**text: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "message"),
+    ("config", "options", "names"),
     [
-        (config_of(_attn_implementation="eager"), {}, "loaded with eager: load it with attn_implementation='sdpa'"),
+        (config_of(_attn_implementation="eager"), {}, ("attn_implementation", "sdpa")),
         (
             config_of(layer_types=["linear_attention", "full_attention"]),
             {"family": PackFormat(joined=(), sees="images")},
-            "there are none for linear_attention layers",
+            ("linear_attention",),
         ),
-        (config_of(use_bidirectional_attention=True), {}, "the masks here are causal"),
+        (config_of(use_bidirectional_attention=True), {}, ("use_bidirectional_attention",)),
     ],
 )
-def test_settings_no_pack_can_follow_are_refused(config, options, message):
-    with pytest.raises(UnsupportedPlanError, match=message):
+def test_settings_no_pack_can_follow_are_refused(config, options, names):
+    with refused(UnsupportedPlanError, names):
         PackedCollator(config, **options)
 
 
@@ -177,20 +177,20 @@ def test_unknown_settings_and_families_are_refused(qwen):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"labels": None}, "nothing says which tokens are to be learnt"),
-        ({"input_ids": torch.empty(0, dtype=torch.int64)}, "has no tokens"),
-        ({"attention_mask": torch.tensor([0] + [1] * 13)}, "it is padded"),
-        ({"labels": torch.zeros(3, dtype=torch.int64)}, "labels has 3 entries for 14 input_ids"),
-        ({"input_ids": torch.zeros(2, 7, dtype=torch.int64)}, "give each conversation by itself"),
-        ({"loss_weight": -1}, "loss_weight is -1.0"),
-        ({"cross_attention_mask": torch.zeros(1)}, "cross_attention_mask, which packs of qwen2_5_vl have no place for"),
+        ({"labels": None}, ("assistant_masks",)),
+        ({"input_ids": torch.empty(0, dtype=torch.int64)}, ()),
+        ({"attention_mask": torch.tensor([0] + [1] * 13)}, ("padding=False",)),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, ("3", "14", "input_ids")),
+        ({"input_ids": torch.zeros(2, 7, dtype=torch.int64)}, ("input_ids", "2, 7")),
+        ({"loss_weight": -1}, ("loss_weight", "-1.0")),
+        ({"cross_attention_mask": torch.zeros(1)}, ("cross_attention_mask", "qwen2_5_vl")),
     ],
 )
-def test_bad_samples_are_named(qwen, change, message):
+def test_bad_samples_are_named(qwen, change, names):
     bad = {**qwen.samples[0], **change, "id": "a/7"}
-    with pytest.raises(SampleError, match=f"sample a/7: .*{message}"):
+    with refused(SampleError, "a/7", names):
         PackedCollator(qwen.model.config)([qwen.samples[1], bad])
 
 

@@ -232,33 +232,33 @@ STAGES = (("a", "b"), ("c",), ("d",), ("e",))
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "names"),
     [
-        ({"schedule": "ZBH1"}, r"'ZBH1' was asked for, but torch.distributed.pipelining has no schedule of that order"),
-        ({"schedule": "2F2B"}, r"'2F2B' was asked for, but it is unknown: choose 1F1B, GPipe, Interleaved1F1B, ZBVZer"),
-        ({"num_chunks": 3}, r"4 stages with 3 chunks a device were asked for, which is no whole number of devices"),
-        ({"schedule": "GPipe", "num_chunks": 2}, r"GPipe runs one chunk a device, 2 were asked for"),
+        ({"schedule": "ZBH1"}, ("ZBH1", "torch.distributed.pipelining")),
+        ({"schedule": "2F2B"}, ("2F2B",)),
+        ({"num_chunks": 3}, ("4", "3")),
+        ({"schedule": "GPipe", "num_chunks": 2}, ("2",)),
         (
             {"schedule": "Interleaved1F1B", "num_chunks": 2, "num_microbatches": 3},
-            r"runs micro-batches in rounds of 2",
+            ("2",),
         ),
         (
             {"num_microbatches": 3},
-            r"1F1B with 3 micro-batches on 4 stages was asked for, but torch's Schedule1F1B needs",
+            ("3", "4"),
         ),
-        ({"stages": (("a",), ())}, r"stage 1 of 2 holds no module, but every stage has to run something: plan with f"),
+        ({"stages": (("a",), ())}, ("1", "2")),
         (
             {
                 "schedule": "ZBVZeroBubble",
                 "num_chunks": 2,
                 "recompute": (Recompute(modules=("a",), granularity="selective"),),
             },
-            r"selective recompute was asked for under ZBVZeroBubble, which runs through a layer's graph twice, for its",
+            ("ZBVZeroBubble",),
         ),
     ],
 )
-def test_layouts_that_torch_cannot_run_are_refused(options, message):
-    with pytest.raises(UnsupportedPlanError, match=message):
+def test_layouts_that_torch_cannot_run_are_refused(options, names):
+    with refused(UnsupportedPlanError, names):
         PipelineLayout(**{"stages": STAGES, "schedule": "1F1B", "num_microbatches": 8, **options})
 
 

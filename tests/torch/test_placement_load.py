@@ -181,22 +181,22 @@ def test_a_written_map_runs_what_is_copied_where_the_plan_says(internvl, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"lm_head": None}, r"gives no device for lm_head: add it"),
-        ({f"{LLM}.rotary_emb": None}, r"gives no device for model\.language_model\.rotary_emb: add it"),
-        ({"lm_head": 8}, r"puts lm_head on 8, but this machine has devices 0 to 7: choose one of them, cpu or disk"),
-        ({"lm_head": "gpu"}, r"puts lm_head on 'gpu', but this machine has"),
-        ({"lm_head": -1}, r"puts lm_head on -1, but"),
+        ({"lm_head": None}, ("lm_head",)),
+        ({f"{LLM}.rotary_emb": None}, ("model.language_model.rotary_emb",)),
+        ({"lm_head": 8}, ("lm_head", "8", "0", "7")),
+        ({"lm_head": "gpu"}, ("lm_head", "gpu")),
+        ({"lm_head": -1}, ("lm_head",)),
         (
             {f"{LLM}.layers.3": 0},
-            r"'model\.language_model\.layers\.3', which InternVL.* not have: did you mean .*layers",
+            ("model.language_model.layers.3", "InternVL"),
         ),
     ],
 )
-def test_a_map_that_does_not_fit_is_refused(internvl, change, message):
+def test_a_map_that_does_not_fit_is_refused(internvl, change, names):
     placed = {name: device for name, device in {**whole(internvl, 0), **change}.items() if device is not None}
-    with simulated(), pytest.raises(PartitionError, match=message):
+    with simulated(), refused(PartitionError, names):
         load_placed(internvl.folder, placed)
 
 
@@ -274,38 +274,38 @@ def damage(folder, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "names"),
     [
-        ("shard missing", r"names model-00002-of-\d+\.safetensors, which is missing: download the folder again"),
-        ("shard cut short", r"is no safetensors file, was cut short or is damaged"),
-        ("header cut short", r"is no safetensors file, was cut short or is damaged"),
-        ("no header", r"is no safetensors file, was cut short or is damaged"),
-        ("tensor missing", r"puts model\.extra into .*, which lacks it"),
-        ("outside", r"names '\.\./x\.safetensors', no safetensors file of its own folder"),
-        ("pickle", r"names 'pytorch_model\.bin', no safetensors file of its own folder"),
-        ("no weights", r"holds neither model\.safetensors nor .*: save the model as safetensors"),
-        ("weight missing", r"holds no weight for lm_head\.weight: download it again"),
-        ("index", r"has no weight_map from tensor to file"),
+        ("shard missing", ("00002",)),
+        ("shard cut short", ("cut", "short")),
+        ("header cut short", ("cut", "short")),
+        ("no header", ("safetensors",)),
+        ("tensor missing", ("model.extra",)),
+        ("outside", ("../x.safetensors",)),
+        ("pickle", ("pytorch_model.bin",)),
+        ("no weights", ("model.safetensors",)),
+        ("weight missing", ("lm_head.weight",)),
+        ("index", ("weight_map",)),
     ],
 )
-def test_a_damaged_folder_is_refused(folder, what, message):
+def test_a_damaged_folder_is_refused(folder, what, names):
     damage(folder, what)
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, names):
         load_placed(folder, {"": "cpu"})
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"vocab_size": 230}, r"holds lm_head\.weight in another shape than config\.json says"),
-        ({"num_hidden_layers": "four"}, r"has no config\.json that"),
+        ({"vocab_size": 230}, ("lm_head.weight", "config.json")),
+        ({"num_hidden_layers": "four"}, ("config.json",)),
     ],
 )
-def test_a_config_that_cannot_be_placed_is_refused(folder, change, message):
+def test_a_config_that_cannot_be_placed_is_refused(folder, change, names):
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= change
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, names):
         load_placed(folder, {"": "cpu"})
 
 

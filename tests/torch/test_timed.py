@@ -249,16 +249,16 @@ def test_the_second_of_one_cuda_device_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "names"),
     [
-        ({"sizes": ()}, "sizes none were to be timed"),
-        ({"sizes": (8, 64)}, "sizes 8, 64 were to be timed: give one or more, each of 16 rows or more"),
-        ({"repeats": 0}, "0 repeats were asked for"),
-        ({"clock": "sun"}, "clock 'sun' was asked for: choose one of wall, process"),
+        ({"sizes": ()}, ("sizes",)),
+        ({"sizes": (8, 64)}, ("8", "64", "16")),
+        ({"repeats": 0}, ("0",)),
+        ({"clock": "sun"}, ("sun",)),
     ],
 )
-def test_options_that_time_nothing_are_refused(options, message: str) -> None:
-    with pytest.raises(TrimtabError, match=message):
+def test_options_that_time_nothing_are_refused(options, names: tuple[str, ...]) -> None:
+    with refused(TrimtabError, names):
         TimingOptions(**options)
 
 

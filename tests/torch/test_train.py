@@ -228,22 +228,22 @@ def test_packs_that_ranks_cannot_share_are_refused(folder, alone):
 
 
 @pytest.mark.parametrize(
-    ("out", "change", "message"),
+    ("out", "change", "names"),
     [
-        ("no", {"random_weights": False}, r"holds no weights \(\*.safetensors\).*--random-weights"),
-        ("no", {"optimizer": "SGD", "optimizer_options": {"beta": 2}}, "SGD was asked for with beta=2, which it ref"),
-        ("no", {"plan": "plan"}, "stages for 2 devices, and 1 processes were started: start 2, or a multiple"),
-        ("no", {"export": "model"}, "which is there already: name a new or an empty folder"),
-        ("no", {"export": "model/config.json"}, "which is there already: name a new or an empty folder"),
-        ("run-alone", {}, "holds checkpoints of an earlier one, step-00000004 the last: go on from it"),
-        ("run-alone", {"optimizer": "SGD", "resume": True, "steps": 6}, "written with optimizer AdamW, this run has S"),
+        ("no", {"random_weights": False}, ("--random-weights",)),
+        ("no", {"optimizer": "SGD", "optimizer_options": {"beta": 2}}, ("beta=2",)),
+        ("no", {"plan": "plan"}, ("2", "1")),
+        ("no", {"export": "model"}, ("--export",)),
+        ("no", {"export": "model/config.json"}, ("--export",)),
+        ("run-alone", {}, ("00000004",)),
+        ("run-alone", {"optimizer": "SGD", "resume": True, "steps": 6}, ("optimizer", "run")),
     ],
 )
-def test_what_cannot_be_run_is_refused_and_covers_nothing(folder, alone, out, change, message):
+def test_what_cannot_be_run_is_refused_and_covers_nothing(folder, alone, out, change, names):
     settings = settings_of(folder, folder / "alone", out, **{k: x for k, x in change.items() if k not in FOLDERS})
     settings = replace(settings, **{name: folder / change[name] for name in FOLDERS if name in change})
     before = {path: path.stat().st_mtime_ns for path in (*(folder / "model").iterdir(), folder / "run-alone/run.jsonl")}
-    with pytest.raises(TrimtabError, match=message):
+    with refused(TrimtabError, names):
         train(settings)
     assert before == {path: path.stat().st_mtime_ns for path in before}
 

@@ -259,21 +259,21 @@ def flex_model() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "error", "names"),
     [
-        (partial(torch.nn.Linear, 2, 2), UnsupportedPlanError, "Linear, which is no model of Transformers"),
-        (sharded_model, TrimtabError, "sharded or not loaded: call verify_packing before"),
-        (flex_model, UnsupportedPlanError, "with flex_attention attention, but they are made for sdpa"),
-        (partial(make_shrunk, "florence2"), UnsupportedPlanError, "its encoder reads a whole row at once"),
+        (partial(torch.nn.Linear, 2, 2), UnsupportedPlanError, ("Linear",)),
+        (sharded_model, TrimtabError, ("verify_packing",)),
+        (flex_model, UnsupportedPlanError, ("flex_attention",)),
+        (partial(make_shrunk, "florence2"), UnsupportedPlanError, ()),
         (
             partial(make_shrunk, "blip-2"),
             UnsupportedPlanError,
-            "missing 1 required positional argument: 'pixel_values'",
+            ("1", "pixel_values"),
         ),
     ],
 )
-def test_models_that_cannot_be_verified_are_refused(make, error, message):
-    with pytest.raises(error, match=message) as raised:
+def test_models_that_cannot_be_verified_are_refused(make, error, names):
+    with refused(error, names) as raised:
         verify_packing(make())
     assert "\n" not in str(raised.value)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -38,10 +40,15 @@ def test_stages_that_cut_tower_and_decoder_have_the_models_loss_and_gradients(fa
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
-def test_a_wire_that_is_left_out_is_noticed(monkeypatch):
-    model = make_shrunk("qwen3_vl")
+def made(family: str) -> tuple[Any, list[Any], tuple[str, ...]]:
+    """A small model, micro-batches of it, and its layers in forward order."""
+    model = make_shrunk(family)
     batches, _ = draw_batches(model)
-    layers = layers_of(model, batches[0])
+    return model, batches, layers_of(model, batches[0])
+
+
+def test_a_wire_that_is_left_out_is_noticed(monkeypatch):
+    model, batches, layers = made("qwen3_vl")
     stages = cut_at(layers, [blocks_of(model, "language", layers)[1]])
     assert verify_pipeline(model, stages, batches).largest <= EXACT
     alive = Way.alive
@@ -51,9 +58,7 @@ def test_a_wire_that_is_left_out_is_noticed(monkeypatch):
 
 
 def test_per_layer_embeddings_travel_with_the_hidden_states():
-    model = make_shrunk("gemma4")
-    batches, _ = draw_batches(model)
-    layers = layers_of(model, batches[0])
+    model, batches, layers = made("gemma4")
     stages = cut_at(layers, [blocks_of(model, "language", layers)[1]])
     assert verify_pipeline(model, stages, batches).largest <= EXACT
 
@@ -64,9 +69,7 @@ def test_shared_keys_and_values_are_not_cut_from_the_layer_that_made_them(monkey
     text |= {"num_hidden_layers": len(kinds)}
     monkeypatch.setitem(shrunk_models.GIVEN, "gemma4", {"text_config": text})
     monkeypatch.setattr(shrunk_models, "_cut_layers", lambda config, num: None)
-    model = make_shrunk("gemma4")
-    batches, _ = draw_batches(model)
-    layers = layers_of(model, batches[0])
+    model, batches, layers = made("gemma4")
     blocks = blocks_of(model, "language", layers)
     assert verify_pipeline(model, cut_at(layers, blocks[1:2]), batches).largest <= EXACT
     with refused(UnsupportedPlanError, "layers.2", "layers.1"):
@@ -74,9 +77,7 @@ def test_shared_keys_and_values_are_not_cut_from_the_layer_that_made_them(monkey
 
 
 def test_a_tower_behind_the_text_that_reads_it_is_refused():
-    model = make_shrunk("internvl")
-    batches, _ = draw_batches(model)
-    layers = layers_of(model, batches[0])
+    model, batches, layers = made("internvl")
     text = layers.index("model.language_model.layers.1")
     swapped = [layers[text:-1], (*layers[:text], layers[-1])]
     with refused(UnsupportedPlanError, "model.language_model.layers.1"):

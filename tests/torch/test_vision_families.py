@@ -143,32 +143,32 @@ def read(name: str, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "names"),
     [
-        ("qwen2_5_vl", {"cu_seqlens": torch.zeros(2)}, "cu_seqlens describes all images of the batch, and each rank"),
+        ("qwen2_5_vl", {"cu_seqlens": torch.zeros(2)}, ("cu_seqlens",)),
         (
             "qwen2_5_vl",
             {"window_index": torch.zeros(2), "position_ids": torch.zeros(1)},
-            "position_ids, window_index des",
+            ("position_ids", "window_index"),
         ),
         (
             "qwen3_vl",
             {"output_hidden_states": True},
-            "output_hidden_states asks the vision tower for the states of all",
+            ("output_hidden_states",),
         ),
         (
             "internvl",
             {"output_attentions": True},
-            "output_attentions asks the vision tower for the states of all images",
+            ("output_attentions",),
         ),
-        ("qwen3_vl", {"image_grid_thw": None}, "called without image_grid_thw: it says which patches belong to which"),
-        ("qwen3_vl", {"image_grid_thw": torch.tensor([[1, 2, 2]])}, r"counts 4 patches and pixel_values has \d+: pass"),
-        ("internvl", {"pixel_values": [1]}, "pixel_values is list, not one tensor: only tensors can be shared among"),
-        ("llava_onevision", {"batch_num_images": [1, 2]}, "batch_num_images has samples of several images, which"),
+        ("qwen3_vl", {"image_grid_thw": None}, ("image_grid_thw",)),
+        ("qwen3_vl", {"image_grid_thw": torch.tensor([[1, 2, 2]])}, ("4", "pixel_values")),
+        ("internvl", {"pixel_values": [1]}, ("pixel_values",)),
+        ("llava_onevision", {"batch_num_images": [1, 2]}, ("batch_num_images",)),
     ],
 )
-def test_what_cannot_be_divided_is_refused(name, changes, message):
-    with pytest.raises(TrimtabError, match=message):
+def test_what_cannot_be_divided_is_refused(name, changes, names):
+    with refused(TrimtabError, names):
         read(name, **changes)
 
 

@@ -84,23 +84,6 @@ def test_equal_remainders_go_to_the_first() -> None:
     assert share_exactly(3, np.array([0.0, 1.0])).tolist() == [0, 3]
 
 
-def test_all_problems_of_the_weights_are_named_at_once() -> None:
-    empty = dataclasses.replace(of_sources([3, 2]), source_names=("a", "b", "gone"))
-    with pytest.raises(PlanError) as error:
-        draw_epoch(empty, [("a", -1), ("x", 2), ("x", float("nan")), ("gone", 3)], num_drawn=0)
-    assert str(error.value).splitlines() == [
-        "source 'x' has two weights: give it one",
-        "source 'a' was to have weight -1, which is no proportion: give 0 or more",
-        "source 'x' was to have weight nan, which is no proportion: give 0 or more",
-        "source 'x' has a weight and no samples: name one of the sources of the data, a, b, gone",
-        "source 'b' has 2 samples and no weight: give it one, or 0 to leave it out",
-        "source 'gone' was to have weight 3, and none of its samples is left: give it 0",
-        "0 samples were to be drawn, which is no epoch: draw 1 or more",
-    ]
-    with refused(PlanError, "0"):
-        draw_epoch(of_sources([1]), [("a", 0)])
-
-
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 

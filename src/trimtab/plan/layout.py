@@ -15,11 +15,11 @@ from trimtab.models.families import family_of
 from trimtab.options import RecomputedTier, ScheduleName
 from trimtab.partition.schedules import check_schedule, device_of_stage
 from trimtab.plan.decide.stages import Expressible
-from trimtab.plan.file.yaml import unfold_modules
 from trimtab.plan.plan import Plan, VisionDecision
 from trimtab.samples.records import detect_format
 from trimtab.samples.table import is_saved_table, sized_files
 from trimtab.specs import ModelSpec, SampleTable
+from trimtab.units import unfold_modules
 
 TorchSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"]
 """Schedules that torch.distributed.pipelining 2.13 has under the same name and runs in the same order."""
@@ -89,7 +89,7 @@ def read_layout(plan: Plan) -> PipelineLayout:
     if images is not None and (images.group, images.exchange) != ("dp", "dispatch"):
         raise UnsupportedPlanError(
             f"a plan in which {images.group} ranks share images by {images.exchange} was given, but this runtime "
-            "shares them among data-parallel ranks only: train with --vision-dp dispatch or off, or plan for that group"
+            "shares them among data-parallel ranks only: plan with --vision-dp dp or none"
         )
     return PipelineLayout(
         images=images,

@@ -206,7 +206,7 @@ def _tower_problems(layout: PipelineLayout, layers: Mapping[str, Unit]) -> list[
     return [
         f"data-parallel ranks were to share images, which go to ranks that hold the whole vision tower, but "
         f"{len(elsewhere)} of its {len(tower)} layers, {elsewhere[0]} the first, lie after stage 0: plan with all of "
-        "them on stage 0, or train with --vision-dp off"
+        "them on stage 0, or without --vision-dp"
     ]
 
 

@@ -105,10 +105,6 @@ class TrainSettings:
     export: Annotated[
         Path | None, Option("New folder for the trained model, as Transformers loads it.", common=True)
     ] = None
-    vision_dp: Annotated[
-        Literal["plan", "dispatch", "off"],
-        Option("Whether data-parallel ranks share images: as planned, always, or never.", common=True),
-    ] = "plan"
     verify_packing: Annotated[bool, Option("Check first that no sample of a pack sees another.")] = True
     on_bad_sample: Annotated[
         Literal["error", "filler"],
