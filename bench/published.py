@@ -305,9 +305,9 @@ predicted. Nothing here was run on a device of ours.
 
 *Defaults*: degrees, batch, recompute, ZeRO, precision, adapters and frozen towers are given; all else is what the host
 does by itself ([costs](../costs.md)). *Stated*: also what the source says of kernels, overlap, dispatcher, routing.
-*Left out*: as defaults, every constant that was taken from the source put back to what the others give. Four
-figures each: median |error| of a step's seconds, nine of ten within, inside 30 %, within a factor of 2; bytes with defaults. Rows
-that a constant was fitted to are not counted.
+*Left out*: as defaults, every constant that was taken from the source put back to what the others give. Four figures
+each: median |error| of a step's seconds, nine of ten within, inside 30 %, within a factor of 2; bytes with defaults.
+Rows that a constant was fitted to are not counted.
 
 """
 

@@ -45,7 +45,7 @@ def make_trainer(folder: Path, out: Path, **text: Any) -> Any:
 
 
 def test_a_folder_decides_what_recomputes_and_changes_no_loss(folder, tmp_path, caplog):
-    from trimtab.plan.file.yaml import unfold_modules
+    from trimtab.units import unfold_modules
 
     trainer = make_trainer(folder, tmp_path)
     apply(trainer.model, load_plan(folder / "alone"))  # as the lines of `export transformers` do

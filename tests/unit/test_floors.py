@@ -27,7 +27,6 @@ FLOORS = {
     "lora": 0,
     "units": 0,
     "parallel": 0,
-    "shown": 0,
     "typed_json": 0,
     "specs": 0,
     "models": 1,

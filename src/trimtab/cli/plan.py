@@ -85,11 +85,8 @@ def plan(
 
 
 def _print(details: "PlanDetails", paths: Mapping[str, Path]) -> None:
-    from trimtab.plan.decide.epoch import describe_draw
     from trimtab.report.plan_tables import print_plan
 
-    for sentence in describe_draw(details.plan.inputs.data.mixture):
-        print(sentence)
     print_plan(details, console())
     print("\n".join(f"{name}: {path}" for name, path in paths.items()))
 

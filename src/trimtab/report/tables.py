@@ -11,11 +11,10 @@ import numpy as np
 
 from trimtab.costs.formula.flops import layer_matmuls, pair_flops
 from trimtab.costs.formula.layers import find_columns
-from trimtab.plan.file.yaml import fold_modules
 from trimtab.report.table import Cell, Column, Table, numeric, print_lines, print_table
 from trimtab.report.words import balance_rows, memory_scale, percent
 from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, Profile, SampleTable
-from trimtab.units import TERA, format_bytes, format_count, format_seconds
+from trimtab.units import TERA, fold_modules, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console

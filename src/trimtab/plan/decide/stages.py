@@ -244,12 +244,6 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
     return replace(options, **settled)  # type: ignore[arg-type]  # fields by name
 
 
-def best_split(case: Case, can: Expressible) -> SplitResult | None:
-    """`best_expressible`, with what it costs; the case's model forbids the cuts that cannot be made."""
-    stages = best_expressible(case, can)
-    return None if stages is None else case.problem.assess(stages)
-
-
 def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """The fastest stages found that `can` be run and fit the memory, recompute as the framework would do it.
 

@@ -17,7 +17,7 @@ from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.compare import Variant
 from trimtab.plan.decide.sharing import with_memory
 from trimtab.plan.decide.work import price_samples, spread_of
-from trimtab.plan.file.yaml import fold_modules, name_table, pack_contents
+from trimtab.plan.file.yaml import name_table, pack_contents
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import (
     BASELINE,
@@ -48,6 +48,7 @@ from trimtab.plan.plan import (
 from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
 from trimtab.units import (
+    fold_modules,
     format_count,
     format_degrees,
     format_number,

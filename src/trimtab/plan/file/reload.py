@@ -25,7 +25,7 @@ from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.sharing import raise_problems, share_vision
 from trimtab.plan.decide.stages import ABOUT_SPLIT
 from trimtab.plan.file.figures import PlanDetails, assemble_plan, device_fingerprint, plan_details
-from trimtab.plan.file.yaml import load_array, open_plan, plan_folder, read_table, unfold_modules
+from trimtab.plan.file.yaml import load_array, open_plan, plan_folder, read_table
 from trimtab.plan.options import PlanOptions, PlanOrigin, VisionChoice
 from trimtab.plan.plan import DataFile, PackingDecision, Plan, TableFile
 from trimtab.samples.lengths import holds_lengths
@@ -44,6 +44,7 @@ from trimtab.specs import (
     Stage,
     recomputing,
 )
+from trimtab.units import unfold_modules
 
 # Packs and schedule as three .npy tables.
 

@@ -18,7 +18,7 @@ from transformers import Trainer
 from transformers.utils import cached_file
 
 from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
-from trimtab.plan.file.yaml import load_plan, unfold_modules
+from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator, step_denominator
 from trimtab.runtime.data.conversations import open_conversations
@@ -30,6 +30,7 @@ from trimtab.runtime.recompute import applied_to
 from trimtab.runtime.recompute import apply as apply_recompute
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
 from trimtab.runtime.vision.apply import VisionDataParallelCallback, vision_dp_from_plan
+from trimtab.units import unfold_modules
 
 # A plan in a loop that is written around `model(**batch).loss` (Accelerate's examples): the loader brings the loss.
 #

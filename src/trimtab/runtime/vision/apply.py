@@ -55,7 +55,7 @@ def vision_dp(
 
     `cost` is what the shares are balanced by, the same on every rank: `tower_seconds(profile)` for time,
     `tower_bytes(profile)` for memory; None counts multiply-adds by the configuration. `heartbeat` is the group over
-    which parameters are sharded or reduced, where some of its ranks may have a batch without images (`heartbeat.py`).
+    which parameters are sharded or reduced, where some of its ranks may have a batch without images.
     `at` None: the functions `get_image_features` and `get_video_features` of the instance, or of a tower alone its
     `forward`.
     Compared are, before each call, the images: all shapes and 64 elements of each tensor. Ranks that differ all raise,

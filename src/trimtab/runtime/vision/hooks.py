@@ -180,8 +180,8 @@ class Heartbeat:
         given = given_by_name(module, args, kwargs)
         self._present = tuple(kind for kind in self.functions if given.get(PIXELS[kind]) is not None)
         self._missing = []
-        for kind, holding, _ in list(compare_kinds(self.control, self._present, tuple(self.functions))):
-            self._learn_template(kind, given, holding[0])
+        for kind, source in compare_kinds(self.control, self._present, tuple(self.functions)):
+            self._learn_template(kind, given, source)
             if kind not in self._present:
                 self._missing.append(kind)
         embeddings = given.get("inputs_embeds")
