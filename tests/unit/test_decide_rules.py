@@ -43,7 +43,7 @@ from trimtab.plan.decide.steps import (
     open_steps,
     refuse_over,
 )
-from trimtab.plan.decide.work import limit_work, pass_s
+from trimtab.plan.decide.work import limit_work, price_samples
 from trimtab.plan.options import PlanOptions, parse_baseline
 from trimtab.plan.plan import SettingEstimate, TipEstimate, VisionDecision
 from trimtab.specs import ParallelDims, SampleTable, Schedule
@@ -230,7 +230,7 @@ def test_a_members_bound_is_the_formula(schedule, chunks, P, M):
         assert M < P
         return
     packs, M = member.packs, member.packs.num_microbatches
-    T, S = pass_s(member.profile, packs.mean_work), sum(x.step_s for x in member.profile.layers) / P
+    T, S = float(price_samples(member.profile, packs.mean_work)), sum(x.step_s for x in member.profile.layers) / P
     u = packs.slowest_over_mean
     if schedule in ("1F1B", "GPipe"):
         expected = u * T / (1 - (1 - 1 / M) ** P) + S

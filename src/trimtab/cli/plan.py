@@ -160,7 +160,7 @@ def predict(
             help="Predict with the seconds (traced, probed: bytes) of this profile, from `trimtab profile --out`.",
         ),
     ] = None,
-    beside_plan: Annotated[bool, typer.Option("--beside-plan", help="Plan too, and say what it changes.")] = False,
+    with_plan: Annotated[bool, typer.Option("--with-plan", help="Plan too, and say what it changes.")] = False,
     as_json: JsonOption = False,
     run: GivenRun,
     launcher: LauncherOptions,
@@ -180,7 +180,7 @@ def predict(
     sized = size_data(model, data, sizing)
     found = predict_run(model, sized.table, devices, run)
     change = None
-    if beside_plan:
+    if with_plan:
         from trimtab.cli.report import plan_with_progress
         from trimtab.plan.options import PlanOrigin
 

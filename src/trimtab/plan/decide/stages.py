@@ -60,11 +60,6 @@ class SplitChoice:
         )
 
 
-def split_case(case: Case) -> SplitResult:
-    """The split that `choose_split` chooses."""
-    return choose_split(case).split
-
-
 def choose_split(case: Case) -> SplitChoice:
     """Of these splits the one with the least simulated epoch: the exact one with recompute chosen per layer; that one
     refined by a search on sampled steps; and the exact ones with recompute nowhere and everywhere.
@@ -329,7 +324,7 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
                 yield stages_between((0, *cuts, num_layers))
         return
     solvers: list[Callable[[], Iterable[SplitResult]]] = [
-        lambda: [split_case(case)],
+        lambda: [choose_split(case).split],
         lambda: [split_stages(case.problem)],
         lambda: uniform_splits(case.problem),
         lambda: uniform_splits(free.problem),
