@@ -244,13 +244,6 @@ def test_a_state_of_a_plan_folder_is_one_of_the_same_packs_in_memory(tmp_path: P
 # -- settings and states ----------------------------------------------------------------------------------------------
 
 
-def test_all_problems_of_a_deal_are_told_at_once() -> None:
-    with pytest.raises(PlanError) as caught:
-        make_deal(tables_of(8), dp=0, num_microbatches=0)
-    assert "dp 0 is not a number of ranks" in str(caught.value)
-    assert "0 micro-batches are no step" in str(caught.value)
-
-
 def test_a_state_of_another_plan_order_or_kind_is_refused() -> None:
     deal = make_deal(tables_of(16), dp=2, num_microbatches=2)
     state = cursor_to_state(deal, deal.advance(Cursor(epoch=1), 4))

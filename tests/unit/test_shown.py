@@ -12,7 +12,7 @@ import trimtab
 import trimtab.placement
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.samples.table import SizingResult
-from trimtab.shown import html_table
+from trimtab.units import html_table
 
 
 @pytest.fixture(scope="module")

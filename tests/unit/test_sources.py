@@ -92,32 +92,6 @@ def test_a_meta_file_leads_to_its_sources_roots_and_repeats(tmp_path: Path) -> N
     assert load_sizing(tmp_path / "sizes.npz").files == result.files
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"a_annotation": ...}, "a"),
-        ({"a_annotation": 3}, ("3", "a")),
-        ({"a_root": ["x"]}, "a"),
-        ({"b_repeat_time": "2"}, ("repeat_time", "2", "0", "1", "b")),
-        ({"b_repeat_time": 1.5}, ("repeat_time", "1.5", "b")),
-        ({"b_repeat_time": -1}, ("repeat_time", "-1", "b")),
-        ({"b_data_augment": "no"}, ("data_augment", "b", "no")),
-        ({"b_length": -4}, ("-4", "b")),
-        (
-            {"b_max_dynamic_patch": 6},
-            ("max_dynamic_patch", "6", "max_tiles", "b"),
-        ),
-        ({"a_repeat_time": 0, "b_repeat_time": 0}, ("repeat_time", "0")),
-        ({"a_annotation": "meta.json"}, "meta.json"),
-        ({"a_annotation": "absent.jsonl"}, "absent.jsonl"),
-    ],
-)
-def test_a_malformed_meta_file_is_refused_by_its_field(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
-    with refused(SampleError, sentence) as caught:
-        size(write_meta(tmp_path, **change))
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_a_meta_file_that_is_not_json_is_called_one(tmp_path: Path) -> None:
     meta = write_meta(tmp_path)
     meta.write_text(meta.read_text().replace("2,", "2,,"))

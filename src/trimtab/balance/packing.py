@@ -12,8 +12,8 @@ from trimtab.balance.metrics import BalanceReport, above_limits, report_balance
 from trimtab.balance.schedule import TOLERANCE, Groups, complete_rows, schedule_packs
 from trimtab.errors import PackingError, join_problems, refuse_type
 from trimtab.options import Order, Oversize, PackMethod
-from trimtab.shown import html_table, three_lines
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
+from trimtab.units import html_table, three_lines
 
 if TYPE_CHECKING:
     from trimtab.balance.balanced import Aim

@@ -21,10 +21,10 @@ DataArgument = Annotated[
     typer.Argument(
         parser=place_of,
         metavar="DATA",
-        help="Files, folders or addresses (s3://, hf://) of samples, or saved tables.",
+        help="Files, folders or addresses of samples, or saved tables.",
     ),
 ]
-ConfigArgument = Annotated[str, typer.Argument(help="config.json, its folder, or a description (Qwen2.5-VL-7B).")]
+ConfigArgument = Annotated[str, typer.Argument(help="config.json, its folder, or a name (Qwen2.5-VL-7B).")]
 WORKERS = Option("Processes; default: one per core. The result is the same.", least=1, most=1024)
 
 
@@ -58,9 +58,7 @@ class ImageOptions:
     preprocessor: Annotated[Path | None, Option("preprocessor_config.json, where it does not lie beside CONFIG.")] = (
         None
     )
-    max_pixels: Annotated[int | None, Option("Most pixels of an image (native resolution).", least=1, common=True)] = (
-        None
-    )
+    max_pixels: Annotated[int | None, Option("Most pixels of an image.", least=1, common=True)] = None
     max_tiles: Annotated[
         int | None, Option("Your own limit of an image's tiles, thumbnail aside (tiling models).", least=1)
     ] = None
@@ -77,9 +75,7 @@ class SizingOptions:
     """How a data set is sized, as the user chose."""
 
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out.", common=True)] = (
-        "error"
-    )
+    on_bad: Annotated[Literal["error", "skip"], Option("At bad samples.", common=True)] = "error"
     max_length: Annotated[int | None, Option("Treat a sample with more tokens as bad.", least=1)] = None
     source_key: Annotated[str | None, Option("Field of a record that names its data set; else its file.")] = None
     number_ids: Annotated[bool, Option("Number repeated ids instead of refusing them.")] = False

@@ -29,7 +29,7 @@ def demo(
     from trimtab.models.images.rules import DynamicTiling
     from trimtab.options import ReadingOptions
     from trimtab.plan.options import PlanOptions, PlanOrigin
-    from trimtab.report.text import print_plan
+    from trimtab.report.plan_tables import print_plan
     from trimtab.samples.sources import find_sources
     from trimtab.samples.table import save_sizing
 

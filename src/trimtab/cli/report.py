@@ -16,43 +16,38 @@ from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.report.html import html_report
-from trimtab.report.trace import chrome_trace
 from trimtab.samples.sources import SourceFile
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 
 
 def report(
     plan: PlanArgument,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.html and trace.json; else PLAN's own.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html; else PLAN's own.")] = None,
     run: Annotated[
         Path | None, typer.Option(help="run.jsonl of `trimtab train`, or its folder: measured against planned.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate PLAN again and write report.html (self-contained) and trace.json (for Perfetto)."""
-    from trimtab.files import write_atomically, written_together
+    """Simulate PLAN again and write report.html (self-contained)."""
+    from trimtab.files import write_atomically
     from trimtab.plan.file.reload import load_details
     from trimtab.plan.file.yaml import plan_folder
     from trimtab.plan.runs import read_run_of
     from trimtab.report.html import html_report
+    from trimtab.report.plan_tables import print_plan
     from trimtab.report.run import run_lines
-    from trimtab.report.text import print_plan
-    from trimtab.report.trace import chrome_trace
 
     details = load_details(plan)
     log = None if run is None else read_run_of(details.plan, run / "run.jsonl" if run.is_dir() else run)
-    folder = out or plan_folder(plan)
-    html, trace = folder / "report.html", folder / "trace.json"
-    with written_together():
-        write_atomically(html, html_report(details, run=log))
-        write_atomically(trace, chrome_trace(details))
+    html = (out or plan_folder(plan)) / "report.html"
+    write_atomically(html, html_report(details, run=log))
     if as_json:
-        print_json({"report": html, "trace": trace})
+        print_json({"report": html})
         return
     print_plan(details, console())
     if log is not None:
         print("\n".join(["", "Training run", *run_lines(details, log), ""]))
-    print(f"report: {html}\ntrace:  {trace}")
+    print(f"report: {html}")
 
 
 # -- shared with plan and demo -----------------------------------------------------------------------------------------
@@ -95,12 +90,11 @@ def plan_with_progress(
 
 
 def write_all(details: PlanDetails, folder: Path) -> Mapping[str, Path]:
-    """Plan, tables, report and trace."""
-    report, trace = folder / "report.html", folder / "trace.json"
+    """Plan, tables and report."""
+    report = folder / "report.html"
     with written_together():
         write_atomically(report, html_report(details))
-        write_atomically(trace, chrome_trace(details))
-        return {"plan": write_plan(details, folder), "report": report, "trace": trace}
+        return {"plan": write_plan(details, folder), "report": report}
 
 
 def plan_json(details: PlanDetails, paths: Mapping[str, Path]) -> dict[str, Any]:

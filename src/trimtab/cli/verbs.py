@@ -36,7 +36,7 @@ VERBS = MappingProxyType(
         ),
         "report": (
             "report:report",
-            "Simulate PLAN again and write report.html (self-contained) and trace.json (for Perfetto).",
+            "Simulate PLAN again and write report.html (self-contained).",
         ),
         "serve": (
             "map:serve",

@@ -12,9 +12,9 @@ from trimtab.files import read_small
 from trimtab.placement.bytes import DeviceKey, DeviceUse, InferenceTable, device_bytes
 from trimtab.placement.chain import modules_of
 from trimtab.placement.machine import Machine
-from trimtab.shown import html_table, three_lines
 from trimtab.specs import ModelSpec
 from trimtab.typed_json import parse_json
+from trimtab.units import html_table, three_lines
 
 Objective = Literal["memory", "latency", "pipeline"]
 

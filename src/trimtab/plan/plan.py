@@ -31,9 +31,8 @@ from trimtab.options import (
     VisionObjective,
     VisionReduction,
 )
-from trimtab.shown import html_table, three_lines
 from trimtab.specs import DeviceSpec
-from trimtab.units import format_degrees
+from trimtab.units import format_degrees, html_table, three_lines
 
 # What a plan expects: every figure of its file's `estimates`, rounded; runtime and adapters read none of them.
 

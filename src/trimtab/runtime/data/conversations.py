@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from PIL import Image, ImageOps
@@ -26,6 +26,7 @@ from trimtab.models.images.rules import UnsettledRule
 from trimtab.options import ReadingOptions
 from trimtab.plan.file.figures import model_fingerprint
 from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.layout import refuse_remote_code
 from trimtab.plan.plan import ModelInput
 from trimtab.runtime.data.formats import (
     GRIDS,
@@ -34,9 +35,8 @@ from trimtab.runtime.data.formats import (
     alike_videos,
     pack_format,
     pixel_keys,
-    tile_tokens,
 )
-from trimtab.runtime.data.records import PlannedRecords, open_records, refuse_remote_code
+from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
 from trimtab.samples.media import MediaFolders
@@ -49,8 +49,9 @@ from trimtab.specs import ModelSpec
 # What a Transformers processor gives for one conversation, checked and brought to one shape.
 
 
-_VECTORS = ("input_ids", "labels", "assistant_masks", "attention_mask", *TOKEN_TYPE_KEYS)
-_OWN_KEYS = frozenset({*_VECTORS, "loss_weight", "id"})
+_OWN_KEYS = frozenset(
+    {"input_ids", "labels", "assistant_masks", "attention_mask", "loss_weight", "id", *TOKEN_TYPE_KEYS}
+)
 
 IGNORED = -100
 """The label that Transformers and `torch.nn.functional.cross_entropy` leave out."""
@@ -74,12 +75,11 @@ class ProcessedSample:
 
 def read_processed(samples: Sequence[Mapping[str, Any]], config: Any, family: PackFormat) -> list[ProcessedSample]:
     """Raises `SampleError` with all problems of all samples, each named by its `id` or its place in the pack."""
-    tokens = _ImageTokens.of(config, family)
     read, problems = [], []
     for place, sample in enumerate(samples):
         name = f"sample {sample['id']}" if "id" in sample else f"sample {place} of the pack"
         try:
-            read.append(_read_one(sample, family, config, tokens))
+            read.append(_read_one(sample, family, config))
         except SampleError as error:
             problems.append(f"{name}: {error}")
     if problems:
@@ -87,22 +87,7 @@ def read_processed(samples: Sequence[Mapping[str, Any]], config: Any, family: Pa
     return read
 
 
-class _ImageTokens(NamedTuple):
-    """What a configuration says of image tokens, asked once a pack: each attribute of it takes microseconds."""
-
-    image: int | None  # the ids that stand for images and videos
-    video: int | None
-    patches: int  # of one token, where grids count them
-    per_tile: int | None
-
-    @classmethod
-    def of(cls, config: Any, family: PackFormat) -> _ImageTokens:
-        patches = config.vision_config.spatial_merge_size**2 if family.counts == "grid" else 1
-        per_tile = tile_tokens(config) if family.counts == "tiles" else None
-        return cls(image_token(config), getattr(config, "video_token_id", None), patches, per_tile)
-
-
-def _read_one(sample: Mapping[str, Any], family: PackFormat, config: Any, tokens: _ImageTokens) -> ProcessedSample:
+def _read_one(sample: Mapping[str, Any], family: PackFormat, config: Any) -> ProcessedSample:
     unknown = sorted(set(sample) - _OWN_KEYS - set(family.joined))
     if unknown:
         raise SampleError(
@@ -111,99 +96,48 @@ def _read_one(sample: Mapping[str, Any], family: PackFormat, config: Any, tokens
         )
     if "input_ids" not in sample:
         raise SampleError("it was to be packed, but has no input_ids: give what the processor returns")
-    vectors = {key: _vector(sample[key], key) for key in _VECTORS if sample.get(key) is not None}
-    ids = vectors["input_ids"]
+    ids = _vector(sample, "input_ids")
     if len(ids) == 0:
         raise SampleError("it was to be packed, but has no tokens: leave it out, or give a filler")
-    for key, vector in vectors.items():
-        if len(vector) != len(ids):
-            raise SampleError(f"{key} has {len(vector)} entries for {len(ids)} input_ids: give one a token")
-    if "attention_mask" in vectors and not bool((vectors["attention_mask"] == 1).all()):
+    for key in ("labels", "assistant_masks", "attention_mask", *TOKEN_TYPE_KEYS):
+        if sample.get(key) is not None and len(_vector(sample, key)) != len(ids):
+            raise SampleError(
+                f"{key} has {len(_vector(sample, key))} entries for {len(ids)} input_ids: give one a token"
+            )
+    if sample.get("attention_mask") is not None and not bool((_vector(sample, "attention_mask") == 1).all()):
         raise SampleError("it is padded, but packs hold none: process samples with padding=False")
     weight = float(sample.get("loss_weight", 1.0))
     if not 0 <= weight < float("inf"):
         raise SampleError(f"loss_weight is {weight}, but weights are finite and not negative: give 0 to leave it out")
     images = {key: _stack(sample[key]) for key in family.joined if sample.get(key) is not None and len(sample[key]) > 0}
-    types = _token_types(vectors, tokens)
-    _check_images(images, types, family, tokens)
+    types = _token_types(sample, ids, config)
     if "batch_num_images" in family.joined and "image_sizes" in images and "batch_num_images" not in images:
         images["batch_num_images"] = torch.ones(len(images["image_sizes"]), dtype=torch.int64)
-    return ProcessedSample(input_ids=ids, labels=_labels(vectors), token_types=types, weight=weight, images=images)
+    return ProcessedSample(input_ids=ids, labels=_labels(sample, ids), token_types=types, weight=weight, images=images)
 
 
-def _labels(vectors: Mapping[str, Tensor]) -> Tensor:
-    if "labels" in vectors:
-        return vectors["labels"]
-    if "assistant_masks" in vectors:
-        return torch.where(vectors["assistant_masks"] == 1, vectors["input_ids"], IGNORED)
+def _labels(sample: Mapping[str, Any], ids: Tensor) -> Tensor:
+    if sample.get("labels") is not None:
+        return _vector(sample, "labels")
+    if sample.get("assistant_masks") is not None:
+        return torch.where(_vector(sample, "assistant_masks") == 1, ids, IGNORED)
     raise SampleError(
         "nothing says which tokens are to be learnt: give labels, or assistant_masks from the chat template"
     )
 
 
-def _token_types(vectors: Mapping[str, Tensor], tokens: _ImageTokens) -> Tensor:
+def _token_types(sample: Mapping[str, Any], ids: Tensor, config: Any) -> Tensor:
     for key in TOKEN_TYPE_KEYS:
-        if key in vectors:
-            return vectors[key]
-    ids = vectors["input_ids"]
-    types = torch.zeros_like(ids) if tokens.image is None else (ids == tokens.image).long()
-    return types if tokens.video is None else types.masked_fill_(ids == tokens.video, 2)
+        if sample.get(key) is not None:
+            return _vector(sample, key)
+    image = image_token(config)
+    types = torch.zeros_like(ids) if image is None else (ids == image).long()
+    video = getattr(config, "video_token_id", None)
+    return types if video is None else torch.where(ids == video, 2, types)
 
 
-def _check_images(images: Mapping[str, Tensor], types: Tensor, family: PackFormat, tokens: _ImageTokens) -> None:
-    """Image tokens and image features must be as many: truncation in the middle of an image breaks this."""
-    if family.counts in ("sizes", "model"):
-        if family.counts == "sizes":
-            _check_sized_images(images)
-        if tokens.image is not None:  # else images have no place of their own in the text
-            _check_both(images, has_tokens=bool((types == 1).any()))
-        return
-    found = [int(torch.count_nonzero(types == kind)) for kind in (1, 2)]
-    if family.counts == "grid":
-        _check_patches(images, "pixel_values", "image_grid_thw")
-        _check_patches(images, "pixel_values_videos", "video_grid_thw")
-        expected = [_patches(images.get(grid)) // tokens.patches for grid in ("image_grid_thw", "video_grid_thw")]
-    else:
-        assert tokens.per_tile is not None
-        pixels = images.get("pixel_values")
-        if pixels is not None and pixels.dim() != 4:
-            raise SampleError(f"pixel_values are {tuple(pixels.shape)}: give (tiles, channels, height, width)")
-        expected = [0 if pixels is None else len(pixels) * tokens.per_tile, 0]
-    if expected != found:
-        raise SampleError(
-            f"its images make {sum(expected)} tokens, but it has {sum(found)} image tokens: "
-            "do not truncate inside an image"
-        )
-
-
-def _check_sized_images(images: Mapping[str, Tensor]) -> None:
-    pixels, sizes = images.get("pixel_values"), images.get("image_sizes")
-    if pixels is not None and (pixels.dim() < 4 or sizes is None or len(pixels) != len(sizes)):
-        raise SampleError(
-            f"pixel_values are {tuple(pixels.shape)}: "
-            "give (images, tiles, channels, height, width) with a row of image_sizes each"
-        )
-
-
-def _check_both(images: Mapping[str, Tensor], *, has_tokens: bool) -> None:
-    """How many tokens an image makes is left to the model, which checks it on the whole pack."""
-    pixels = images.get("pixel_values")
-    if (pixels is not None) != has_tokens:
-        what = "an image but no image tokens" if pixels is not None else "image tokens but no image"
-        raise SampleError(f"it has {what}: give both, and do not truncate inside an image")
-
-
-def _check_patches(images: Mapping[str, Tensor], pixels: str, grid: str) -> None:
-    found, expected = len(images.get(pixels, ())), _patches(images.get(grid))
-    if found != expected:
-        raise SampleError(f"{pixels} has {found} rows, but {grid} names {expected} patches: give both as processed")
-
-
-def _patches(grid: Tensor | None) -> int:
-    return 0 if grid is None else int(grid.prod(-1).sum())
-
-
-def _vector(value: Any, key: str) -> Tensor:
+def _vector(sample: Mapping[str, Any], key: str) -> Tensor:
+    value = sample[key]
     if type(value) is list and value and type(value[0]) is int:  # five times as fast as torch, and ids mostly are lists
         return torch.frombuffer(array("q", value), dtype=torch.int64)
     tensor = torch.as_tensor(value)
