@@ -35,8 +35,8 @@ commit it was measured with. A case that needs more memory than the device has s
 | `memory` | peaks of whole training steps by choice of recompute: by formula, traced, probed, against measured |
 | `gain` | tokens a second, MFU and peak of Qwen2.5-VL-3B: padded random, length-grouped, ISF, balanced micro-batches |
 | `recompute` | seconds of a step at three caps: layers chosen one by one, one number for all, every n-th |
-| `placement` | loading and answering with weights in host memory and on disk, beside Accelerate's map |
-| `vision_dp` | what the exchange of shared images costs beside encoding them, two to four ranks on one device |
+| `placement` | loading and answering with weights in host memory and on disk, next to Accelerate's map |
+| `vision_dp` | what the exchange of shared images costs next to encoding them, two to four ranks on one device |
 | `kernels` | rates of products, attention and norms over rows, widths, tensor-parallel degrees; the time of a launch |
 
 On a machine without network, [wheels](#without-network) bring what it lacks. What a suite needs and the machine has not
@@ -48,7 +48,7 @@ Nothing is measured of activations offloaded to host memory: that tier was remov
 TAIL = """
 ## From lines to defaults
 
-One command sets every default that these lines can move beside what they say, with its place in `src/trimtab`: the
+One command sets every default that these lines can move next to what they say, with its place in `src/trimtab`: the
 curves of `Efficiency` fitted anew, with the error of the formulas on held-out sizes before and after under each
 attention; the bands of seconds and bytes; what the allocator reserves; the start of a kernel.
 
@@ -192,7 +192,7 @@ def _placement(lines: Sequence[Line]) -> Iterable[str]:
 
 
 def _vision_dp(lines: Sequence[Line]) -> Iterable[str]:
-    yield "| case | own share, ms | whole call, ms | beside encoding, ms | waits | copies: pinned, pageable |"
+    yield "| case | own share, ms | whole call, ms | next to encoding, ms | waits | copies: pinned, pageable |"
     yield "|---|---|---|---|---|---|"
     for case, same in _by_case(lines):
         measured = [line for line in same if "overhead_s" in line]
