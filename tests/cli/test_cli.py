@@ -158,7 +158,7 @@ def test_plan_prints_one_json_object(run: Run, drawn: Path, tmp_path: Path) -> N
 
 
 def test_a_run_of_ones_own_is_predicted_and_told_beside_a_plan(run: Run, drawn: Path) -> None:
-    words = ["--cluster", "16xA100-80GB", "--tokenizer", drawn / "tokenizer.json", "--beside-plan"]
+    words = ["--cluster", "16xA100-80GB", "--tokenizer", drawn / "tokenizer.json", "--with-plan"]
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 --bf16"
     own = [
         "predict",
@@ -176,7 +176,7 @@ def test_a_run_of_ones_own_is_predicted_and_told_beside_a_plan(run: Run, drawn: 
     told = run(*own).out
     assert "16 A100-80GB as dp 4 x pp 2 x tp 2, 4 micro-batches a rank and step" in told
     assert "x the samples/s" in told
-    alone = run(*(word for word in own if word != "--beside-plan")).out
+    alone = run(*(word for word in own if word != "--with-plan")).out
     assert alone
     assert told.startswith(alone.rstrip())
 

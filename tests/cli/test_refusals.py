@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 import os
 import re
@@ -105,7 +106,7 @@ def test_a_call_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case
         names[name] = eval(value[1:], names) if str(value).startswith("=") else value
     for expression in case.get("before", ()):
         eval(expression, names)
-    kind = getattr(trimtab.errors, case["raises"], None) or getattr(__builtins__, case["raises"])
+    kind = getattr(trimtab.errors, case["raises"], None) or getattr(builtins, case["raises"])
     with pytest.raises(kind) as caught:
         eval(case["call"], names)
     hold(str(caught.value), case)

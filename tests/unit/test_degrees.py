@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from cost_models import small_model, text_block, vision_block
 
-from refusals import refused
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import decided
 from trimtab.costs.devices import DEVICES, parse_cluster
@@ -24,8 +23,6 @@ from trimtab.costs.formula.host import HOSTS
 from trimtab.costs.formula.layers import Gradients, cost_layer
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import shares_of
-from trimtab.costs.profile import profile_model
-from trimtab.errors import PartitionError, TrimtabError
 from trimtab.models.describe import describe
 from trimtab.options import Dispatcher, same_fields
 from trimtab.plan.build import make_plan, write_plan
@@ -85,15 +82,6 @@ def test_experts_of_tensor_parallel_devices_are_divided_by_ep_alone_where_etp_is
     assert experts.params == 24_576
     assert (dense.replicas, experts.replicas) == (2, 1)
     assert dense.params == shares_of(layer, A100, settings(tp=2), trainable=True)[0].params - 4 * 24_576 / 2
-
-
-def test_expert_degrees_that_do_not_divide_a_stage_are_refused():
-    with refused(TrimtabError, "4", "2", "="):
-        ParallelDims(dp=2, tp=2, ep=4)
-    model = small_model()
-    model = replace(model, layers=tuple(expert_block() if x.name == "language.0" else x for x in model.layers))
-    with refused(PartitionError, "3", "4", "language.0"):
-        profile_model(model, A100, dims=ParallelDims(dp=3, ep=3))
 
 
 def test_a_pack_of_cp_devices_is_divided_in_the_language_model_alone():

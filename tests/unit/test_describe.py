@@ -283,15 +283,6 @@ def test_unreadable_files_are_refused_by_name(tmp_path, content):
         describe(path)
 
 
-def test_missing_paths_name_the_shipped_descriptions(tmp_path):
-    for source in (tmp_path / "no.json", "no-such-model", tmp_path):
-        with refused(ConfigError, "Qwen2.5-VL-7B"):
-            describe(source)
-    for source, settings_file in (("a\0b", None), (QWEN25, tmp_path / "no.json"), (3, None)):
-        with refused(ConfigError):
-            describe(source, preprocessor=settings_file)
-
-
 def paths(config: dict, prefix: str = "") -> list[str]:
     found = []
     for key, value in config.items():

@@ -71,17 +71,6 @@ def test_numbers_that_no_plan_holds_are_refused_with_their_place(place: str, val
         plan_from_yaml(yaml.safe_dump(content))
 
 
-def test_a_missing_plan_says_what_to_give(tmp_path: Path) -> None:
-    with refused(PlanError, "plan.yaml"):
-        load_plan(tmp_path)
-    (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
-    with refused(PlanError):
-        load_plan(tmp_path)
-    (tmp_path / "plan.yaml").write_bytes(b"x" * (2**24 + 1))
-    with refused(PlanError, "16777217"):
-        load_plan(tmp_path)
-
-
 def test_a_table_is_read_only_if_it_is_the_plans_own(tmp_path: Path) -> None:
     content = array_bytes(np.arange(5))
     (tmp_path / "t.npy").write_bytes(content)

@@ -184,20 +184,6 @@ def test_a_bad_length_is_named(tmp_path, name, suffix):
     assert skipped.table.ids == ("a:1", "a:3")
 
 
-def test_files_that_hold_no_lengths_are_refused(tmp_path):
-    with refused(SampleError):
-        read_lengths([])
-    (tmp_path / "a.json").write_text("[1, 2")
-    with refused(SampleError, "JSON"):
-        read_lengths(tmp_path / "a.json")
-    (tmp_path / "a.tar").write_bytes(b"")
-    with refused(SampleError):
-        read_lengths(tmp_path / "a.tar")
-    (tmp_path / "deep.json").write_bytes(b"[" * 100_000)
-    with refused(SampleError, "deep.json", "JSON"):
-        read_lengths(tmp_path / "deep.json")
-
-
 def test_json_is_strict(tmp_path):
     (tmp_path / "a.json").write_text('[{"length": 5, "id": "\\ud83d\\ude00"}]')
     assert read_lengths(tmp_path / "a.json").ids == ("\U0001f600",)

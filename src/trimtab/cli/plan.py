@@ -85,11 +85,8 @@ def plan(
 
 
 def _print(details: "PlanDetails", paths: Mapping[str, Path]) -> None:
-    from trimtab.plan.decide.epoch import describe_draw
     from trimtab.report.plan_tables import print_plan
 
-    for sentence in describe_draw(details.plan.inputs.data.mixture):
-        print(sentence)
     print_plan(details, console())
     print("\n".join(f"{name}: {path}" for name, path in paths.items()))
 
@@ -163,7 +160,7 @@ def predict(
             help="Predict with the seconds (traced, probed: bytes) of this profile, from `trimtab profile --out`.",
         ),
     ] = None,
-    beside_plan: Annotated[bool, typer.Option("--beside-plan", help="Plan too, and say what it changes.")] = False,
+    with_plan: Annotated[bool, typer.Option("--with-plan", help="Plan too, and say what it changes.")] = False,
     as_json: JsonOption = False,
     run: GivenRun,
     launcher: LauncherOptions,
@@ -183,7 +180,7 @@ def predict(
     sized = size_data(model, data, sizing)
     found = predict_run(model, sized.table, devices, run)
     change = None
-    if beside_plan:
+    if with_plan:
         from trimtab.cli.report import plan_with_progress
         from trimtab.plan.options import PlanOrigin
 

@@ -294,7 +294,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
         optional=lambda field: field.default is None or field.name in _LATER_DEGREES,
         unknown=unknown,
     )
-    problems += [f"{place}: unknown" for place in unknown if place not in _NO_MORE_READ]
+    problems += [f"{place}: unknown" for place in unknown]
     if not problems:
         assert isinstance(profile, Profile)
         problems = [
@@ -469,8 +469,6 @@ def _about_lora(model: ModelSpec, settings: CostSettings, lora: Lora) -> list[st
 _ABOVE_ZERO = ("peak_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s")
 _LATER_DEGREES = ("ep", "etp")
 """Not in files of earlier profiles: left out where they divide nothing."""
-_NO_MORE_READ = ("device.host_bytes_per_s", "device.host_memory_bytes")
-"""Of profiles made when layers could be offloaded."""
 
 
 def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:

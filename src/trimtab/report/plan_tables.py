@@ -320,7 +320,7 @@ def prediction_sentences(found: Prediction) -> tuple[str, ...]:
         f"Memory of the fullest device: {memory.band.verdict(peak, memory.total_bytes)}.",
         f"Devices are idle for {percent(ran.idle_share)} of the time.",
         f"Seconds are within {time_band:.0%}, bytes within {memory.band.half_width:.0%} of measured runs, as far as "
-        "is known (docs/calibrate.md).",
+        "is known (docs/costs.md).",
         *found.notes,
     )
 

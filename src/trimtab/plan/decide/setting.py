@@ -15,7 +15,7 @@ from trimtab.plan.decide.case import Setting
 from trimtab.plan.options import PlanOptions, Preference
 from trimtab.plan.plan import SettingEstimate
 from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, ParallelDims, Profile
-from trimtab.units import format_bytes, format_number, round_digits, round_gib
+from trimtab.units import round_digits, round_gib
 
 CHOICE_ERROR = 0.05
 """Relative half-width of the error in the ratio of two settings' speeds, both priced by the same costs.
@@ -136,33 +136,15 @@ class ChosenSetting:
 
     def sentences(self) -> tuple[str, ...]:
         """What was considered, for the plan's reader; nothing where there was no choice."""
-        said: list[str] = []
-        best = self.best
-        if len(self.considered) + self.num_misfits > 1:
-            more = "1 more does" if self.num_misfits == 1 else f"{self.num_misfits} more do"
-            misfits = f"; {more} not fit" if self.num_misfits else ""
-            rule = f"the simplest of those within {100 * self.error:g} % of the fastest"
-            said.append(
-                f"Degrees, ZeRO and schedule are {best.estimate.label}: of {len(self.considered)} settings that fit, "
-                f"{rule}{misfits}. Speeds at their mean packs stand under estimates.settings."
-            )
-        return (*said, *self._why_shared())
-
-    def _why_shared(self) -> Iterator[str]:
-        """What the best setting without expert or context parallelism would be, where the plan has them."""
-        best = self.best
-        for axis, what in (("ep", "expert parallelism"), ("cp", "context parallelism")):
-            if getattr(best.setting.dims, axis) > 1:
-                other = next((x for x in self.considered if getattr(x.setting.dims, axis) == 1), None)
-                if other is None:
-                    yield f"No setting without {what} fits the memory, of those that were tried."
-                else:
-                    yield (
-                        f"The fastest that fits without {what} is {other.estimate.label}: "
-                        f"{format_number(other.samples_per_s)} samples/s instead of "
-                        f"{format_number(best.samples_per_s)}, {format_bytes(other.peak_bytes)} on the fullest device "
-                        f"instead of {format_bytes(best.peak_bytes)}."
-                    )
+        if len(self.considered) + self.num_misfits < 2:
+            return ()
+        more = "1 more does" if self.num_misfits == 1 else f"{self.num_misfits} more do"
+        misfits = f"; {more} not fit" if self.num_misfits else ""
+        rule = f"the simplest of those within {100 * self.error:g} % of the fastest"
+        return (
+            f"Degrees, ZeRO and schedule are {self.best.estimate.label}: of {len(self.considered)} settings that fit, "
+            f"{rule}{misfits}. Speeds at their mean packs stand under estimates.settings.",
+        )
 
 
 _MOST_STAGES = 16  # pipeline degree, where it is left open

@@ -60,11 +60,6 @@ class SplitChoice:
         )
 
 
-def split_case(case: Case) -> SplitResult:
-    """The split that `choose_split` chooses."""
-    return choose_split(case).split
-
-
 def choose_split(case: Case) -> SplitChoice:
     """Of these splits the one with the least simulated epoch: the exact one with recompute chosen per layer; that one
     refined by a search on sampled steps; and the exact ones with recompute nowhere and everywhere.
@@ -244,12 +239,6 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
     return replace(options, **settled)  # type: ignore[arg-type]  # fields by name
 
 
-def best_split(case: Case, can: Expressible) -> SplitResult | None:
-    """`best_expressible`, with what it costs; the case's model forbids the cuts that cannot be made."""
-    stages = best_expressible(case, can)
-    return None if stages is None else case.problem.assess(stages)
-
-
 def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """The fastest stages found that `can` be run and fit the memory, recompute as the framework would do it.
 
@@ -335,7 +324,7 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
                 yield stages_between((0, *cuts, num_layers))
         return
     solvers: list[Callable[[], Iterable[SplitResult]]] = [
-        lambda: [split_case(case)],
+        lambda: [choose_split(case).split],
         lambda: [split_stages(case.problem)],
         lambda: uniform_splits(case.problem),
         lambda: uniform_splits(free.problem),

@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 16 * 2**20
 _MAX_INLINE_KEYS = 7
-_REMOVED_KEYS = {
-    "every": "recompute in a share of the micro-batches",
-    "host_bytes_per_s": "offload of activations to host memory",
-}
-"""Keys of earlier plans without which a plan means something else, and what they stood for."""
-
 
 # -- writing --------------------------------------------------------------------------------------------------------
 
@@ -297,9 +291,6 @@ def record_from_yaml(
         raise PlanError(f"{origin} has {key_name} {written}, this trimtab reads {ours}: make the {verb} again")
     problems, strange = list[str](), list[str]()
     record = read_typed(kind, content, "", problems, read_number=read_number, unknown=strange)
-    for key in strange:
-        if removed := _REMOVED_KEYS.get(key.rpartition(".")[2]):
-            raise PlanError(f"{origin}: {key} asks for {removed}, which trimtab has no more: make the {verb} again")
     if problems:
         raise PlanError(join_problems([f"{origin}: {problem}" for problem in problems]))
     if unknown is not None:
