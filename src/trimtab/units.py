@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from trimtab.errors import PlanError, TrimtabError
 
@@ -154,13 +153,3 @@ def unfold_modules(folded: Iterable[str]) -> tuple[str, ...]:
 def three_lines(title: str, first: str, second: str) -> str:
     """What `__repr__` says of something with thousands of numbers."""
     return f"{title}\n  {first}\n  {second}"
-
-
-def html_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """What `_repr_html_` shows in a notebook; every text is escaped."""
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    return f"<p>{html.escape(title)}</p><table>{line(head, 'th')}{body}</table>"

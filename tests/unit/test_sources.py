@@ -208,23 +208,6 @@ def test_damaged_arrow_is_refused(tmp_path: Path) -> None:
         size(tmp_path / "e.arrow")
 
 
-# -- Lance ------------------------------------------------------------------------------------------------------------
-
-
-def test_lance_is_read_where_its_package_is_and_else_named(tmp_path: Path) -> None:
-    try:
-        import lance
-    except ModuleNotFoundError:
-        (tmp_path / "x.lance" / "_versions").mkdir(parents=True)
-        (tmp_path / "x.lance" / "_versions" / f"{2**64 - 2}.manifest").write_bytes(b"x")
-        with refused(SampleError, "x.lance"):
-            size(tmp_path / "x.lance")
-        return
-    lance.write_dataset(pyarrow.Table.from_pylist(rows()[:2]), tmp_path / "x.lance")
-    lance.write_dataset(pyarrow.Table.from_pylist(rows()[2:]), tmp_path / "x.lance", mode="append")
-    check(size(tmp_path / "x.lance"), "x")
-
-
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What `size` and `plan` share: the options that say how a data set is read."""
+"""`trimtab size`, and what `plan` shares with it: the options that say how a data set is read."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trimtab.address import place_of
+from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.cli.settings import verb
 from trimtab.errors import SampleError
 from trimtab.options import Option, ReadingOptions, same_fields
 from trimtab.plan.options import parse_share
@@ -88,18 +90,7 @@ class SizingOptions:
     ] = None
 
 
-def parse_shard(text: str) -> tuple[int, int]:
-    """3/16."""
-    number, _, count = text.partition("/")
-    try:
-        return int(number), int(count)
-    except ValueError:
-        raise SampleError(f"shard {text!r} is no I/N: write it as in 3/16") from None
-
-
-def size_data(
-    model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions, *, shard: tuple[int, int] | None = None
-) -> "SizingResult":
+def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Size DATA for a model with a progress bar, naming every skipped sample on stderr; or load saved tables."""
     import os
 
@@ -134,7 +125,6 @@ def size_data(
             on_bad=sizing.on_bad,
             workers=sizing.workers or os.cpu_count() or 1,
             resume_dir=sizing.resume,
-            shard=shard,
             progress=advance,
         )
     for bad in result.bad:
@@ -168,3 +158,44 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
         image_rule=results[0].image_rule,
         files=tuple(file for result in results for file in result.files) if all(r.files for r in results) else (),
     )
+
+
+@verb
+def size(
+    data: DataArgument,
+    model: Annotated[str, typer.Option(help="config.json, its folder, or a shipped description.")],
+    images: ImageOptions,
+    sizing: SizingOptions,
+    out: Annotated[Path | None, typer.Option(help="Save the table here: a file.npz.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count images, ViT patches and LLM tokens of every sample of DATA, from image headers and the tokenizer."""
+    from trimtab.samples.table import save_sizing
+
+    result = size_data(images.describe(model), data, sizing)
+    if out is not None:
+        save_sizing(result, out)
+        log(f"table: {out}")
+    table = result.table
+    if as_json:
+        print_json(
+            {
+                "num_samples": len(table),
+                "num_read": result.num_read,
+                "num_bad": len(result.bad),
+                "bad": result.bad,
+                "num_images": int(table.num_images.sum()),
+                "num_patches": int(table.num_patches.sum()),
+                "num_tokens": int(table.num_tokens.sum()),
+                "max_patches": int(table.num_patches.max(initial=0)),
+                "max_tokens": int(table.num_tokens.max(initial=0)),
+                "patch_unit": table.patch_unit,
+                "tokens_exact": table.tokens_exact,
+                "assumptions": result.assumptions,
+                "table": out,
+            }
+        )
+        return
+    from trimtab.report.tables import print_sizes
+
+    print_sizes(result, console())

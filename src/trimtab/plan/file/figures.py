@@ -80,9 +80,6 @@ class PlanDetails:
     def __repr__(self) -> str:
         return f"PlanDetails: {self.plan!r}"
 
-    def _repr_html_(self) -> str:
-        return self.plan._repr_html_()
-
     @property
     def baseline(self) -> Variant:
         """What the plan is told against."""
