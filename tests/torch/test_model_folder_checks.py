@@ -22,10 +22,13 @@ from trimtab.runtime.placing.folder import check_config
         ({"text_config": {"_experts_implementation": "evil/kernel"}}, ("kernel",)),
         ({"vision_config": {"hidden_size": 10**9}}, ("hidden_size", "1000000000")),
         ({"num_hidden_layers": 10**12}, ("num_hidden_layers",)),
+        ([], ("config.json", "model_type")),
+        ("text", ("config.json", "model_type")),
+        ({"model_type": 5}, ("config.json", "model_type")),
     ],
 )
 def test_a_config_that_asks_for_the_impossible_is_refused(
-    tmp_path: Path, fields: dict[str, Any], names: tuple[str, ...]
+    tmp_path: Path, fields: Any, names: tuple[str, ...]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with refused(ConfigError, names):
