@@ -145,7 +145,7 @@ def map_json(placement: Placement) -> dict[str, object]:
 def load_placement(path: Path | str) -> PlacementFile:
     """The placement in a file, or in the `placement.yaml` of a folder; all problems of the file at once.
 
-    Use it for what `trimtab map --out` wrote. docs/placement.md shows it.
+    Use it for what `trimtab map --out` wrote. docs/howto-serve.md shows it.
     """
     origin, text = read_file(path, "placement", wrote="trimtab map --out")
     return record_from_yaml(
