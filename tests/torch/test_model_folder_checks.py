@@ -27,9 +27,7 @@ from trimtab.runtime.placing.folder import check_config
         ({"model_type": 5}, ("config.json", "model_type")),
     ],
 )
-def test_a_config_that_asks_for_the_impossible_is_refused(
-    tmp_path: Path, fields: Any, names: tuple[str, ...]
-) -> None:
+def test_a_config_that_asks_for_the_impossible_is_refused(tmp_path: Path, fields: Any, names: tuple[str, ...]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with refused(ConfigError, names):
         check_config(tmp_path)
