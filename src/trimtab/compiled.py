@@ -26,6 +26,9 @@ compiled = njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=Tr
 inner = njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
 """For functions that only compiled functions call: without what would take their arguments from Python objects."""
 
+relaxed = njit(cache=True, nogil=True, error_model="numpy", fastmath={"nnan", "ninf", "nsz"})
+"""For functions that Python calls with finite numbers alone."""
+
 inlined = njit(cache=True, nogil=True, error_model="numpy", inline="always")
 """For what is written into its callers before they are compiled: short functions, and named parts of a long one."""
 

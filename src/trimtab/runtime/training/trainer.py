@@ -48,7 +48,7 @@ def restore_weights(model: nn.Module, folder: Path) -> None:
     """Read the weights of a whole model out of `folder`; `PlanError` where one is left that cannot be."""
     if not isinstance(model, PreTrainedModel):
         raise PlanError(
-            """Read the weights of a whole model out of `folder`; `PlanError` for what cannot be restored."""
+            f"{folder} was to be resumed, and the model is a {type(model).__name__} of no class that says under which "
             "names its weights are stored: load them yourself, and resume by PlanDataLoader.load_state_dict"
         )
     stored = _read_as_pretrained(model, folder)
