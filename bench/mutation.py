@@ -2,11 +2,11 @@
 
 A fault changes one place of one function: a comparison, an operator, a number, `and` for `or`, `min` for `max`, a
 condition negated, a call left out. Texts, annotations, `raise` and assertions (`strict` among them) are left alone.
-Each fault is tried on a copy of the source by the tests nearest to the file (`near_tests.py`), the quickest first, and,
-if these pass, by those of two levels of imports more for a while; or, by `--then marked`, by the nearest tests marked
-`integration` (ranks that share images are tested by many processes). A run that ends with a failure, or takes three
-times the CPU seconds, has seen it. Faults that change nothing (a bound that is never met, a tie) count as unseen, so
-that 100 % is out of reach.
+Each fault is tried on a copy of the source by the tests nearest to the file (`near_tests.py`) and the cases of
+`refusals.yaml`, the quickest first, and, if these pass, by those of two levels of imports more for a while; or, by
+`--then marked`, by the nearest tests marked `integration` (ranks that share images are tested by many processes). A run
+that ends with a failure, or takes three times the CPU seconds, has seen it. Faults that change nothing (a bound that is
+never met, a tie) count as unseen, so that 100 % is out of reach.
 
 Tests run in processes forked where torch is imported already. Files with loops that numba compiles are tried with an
 empty cache, since numba does not see a change in another file: about four CPU seconds more for each test file.
@@ -40,9 +40,10 @@ from queue import SimpleQueue
 import numba
 import pytest
 
-from near_tests import ROOT, SOURCE, tests_of
+from near_tests import ROOT, SOURCE, TESTS, tests_of
 
-ROOMS = ("balance", "partition", "runtime/vision", "costs/formula", "plan/decide")
+ROOMS = ("balance", "partition", "runtime/vision", "costs", "plan/decide")
+REFUSALS = TESTS / "cli" / "test_refusals.py"  # of every room
 LEVELS_MORE = 2
 LIMIT_S = 90.0  # of CPU, for the tests of more levels in all
 WAIT_S, WAIT_FACTOR = 60.0, 6.0  # longest wall time of a run: so much, and so many times its limit of CPU seconds
@@ -200,6 +201,7 @@ class Copy:
         near, further = tests_of(fault.file, LEVELS_MORE if self.then == "further" else 0)
         if not near:
             return "no test imports it"
+        near = [*near, REFUSALS]
         planted = self.root / fault.file.relative_to(ROOT)
         content = planted.read_bytes()
         is_compiled = _has_compiled_loops(content)

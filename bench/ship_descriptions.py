@@ -106,9 +106,12 @@ def _assumed(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_silent(config: Mapping[str, Any], name: str, whole: Mapping[str, Any]) -> bool:
-    """Whether a config.json without this field says the same."""
+    """Whether a config.json without this field says the same; what no class declares may still size a layer."""
     try:
-        return _completed(_without(config, name)) == whole
+        rest = _without(config, name)
+        return _completed(rest) == whole and (
+            name in whole or describe_fields(rest).layers == describe_fields(config).layers
+        )
     except Exception:  # of any class that the library likes
         return False
 

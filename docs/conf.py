@@ -67,7 +67,7 @@ def menu_from_index(_: Sphinx, docname: str, source: list[str]) -> None:
         return
     for row in re.findall(r"^\|(.+)\|$", source[0], re.M):
         heading = re.match(r" \*\*(.+)\*\*", row)
-        pages = re.findall(r"\]\(([\w-]+)\.(?:md|rst)\)", row)
+        pages = re.findall(r"\]\(([\w/-]+)\.(?:md|rst)\)", row)
         if heading:
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {heading[1]}\n```\n"
         elif pages:

@@ -24,7 +24,7 @@ QUESTION = "what is in the picture?"
 
 
 def main(folder: Path, image: Path) -> None:
-    command = [sys.executable, "-m", "trimtab", "serve", str(folder), "--port", "0", "--set", "max_new_tokens=32"]
+    command = [sys.executable, "-m", "trimtab", "serve", str(folder), "--port", "0", "--max-new-tokens", "32"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:

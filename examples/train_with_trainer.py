@@ -27,9 +27,9 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import trimtab
-from trimtab import ReadingOptions
+from trimtab import ReadingOptions, open_conversations
 from trimtab.testing import draw_dataset
-from trimtab.torch import PackedCollator, PlanDataset, open_conversations
+from trimtab.torch import PackedCollator, PlanDataset
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

@@ -66,14 +66,13 @@ def run(rank: int, num_ranks: int, store: str) -> None:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
 
-    with vision_dp(model, loss="sharded", reduction="sum") as handle:
+    with vision_dp(model) as handle:
         check = verify_vision_dp(handle, loss, reduce_gradients=sum_gradients)
         shares = [None] * num_ranks
         dist.all_gather_object(shares, handle.load.share)
     if rank == 0:
         print("share of the patches each rank encoded:", ", ".join(f"{share:.0%}" for share in shares))
         print(f"vision gradients against one process: relative difference {check.gradient_error:.0e}")
-        print(f"reduced gradient over the true one: {check.gradient_scale:.2f}")
     dist.destroy_process_group()
 
 

@@ -23,6 +23,7 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "cli/test_frameworks.py::test_an_export_of_a_plan_made_for_it_warns_of_nothing": 0,  # 28
     "cli/test_frameworks.py::test_real_models_are_exported_without_a_warning_or_refused_in_a_sentence": 0,  # 20
     "cli/test_frameworks.py::test_frameworks_without_stages_take_a_plan_without_pipeline": 0,
+    "cli/test_output.py::test_the_demo_is_drawn_sized_planned_and_told": 0,  # 6
     "cli/test_profile_verb.py::test_a_timed_profile_makes_a_plan_that_says_so": 0,  # 3
     "cli/test_profile_verb.py::test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked": 0,  # 30 s
     "cli/test_profile_verb.py::test_logged_runs_are_fitted_and_shown_beside_the_fit": 0,  # 3
@@ -77,7 +78,6 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "torch/test_recompute_memory.py::test_elsewhere_the_workspace_is_an_upper_bound": 1,  # 10
     "torch/test_recompute_memory.py::test_sizes_alone_need_the_same_bytes": 0,  # 4
     "torch/test_recompute_memory.py::test_the_backward_of_a_block_needs_its_workspace": 1,  # 13
-    "torch/test_serve.py::test_a_signal_finishes_what_was_accepted": 0,  # 8
     "torch/test_serve.py::test_torchserves_handler_answers_as_the_model": 0,
     "torch/test_smart_resize_against_processors.py::test_smart_resize_equals_tensors_and_placeholders_of_a_full_run": 2,
     "torch/test_tiles_against_processors.py::test_llava_equals_tensors_and_placeholders_of_a_full_run": 0,
@@ -127,6 +127,12 @@ KEPT: dict[str, int | tuple[str, ...]] = {
     "unit/test_probed.py::test_a_device_that_keeps_otherwise_is_predicted_to_the_byte": 1,  # 2
     "unit/test_saved.py::test_a_plan_from_a_traced_profile_reads_its_bytes": 0,  # 2
     "unit/test_search.py::test_the_search_is_near_the_best_of_all_splits": 4,  # 20 cases
+    "unit/test_setting.py::test_an_open_zero_stage_is_the_best_of_those_asked_for": 0,  # 7
+    "unit/test_setting.py::test_no_setting_looks_faster_by_larger_steps": ("exact-256.0",),  # 4
+    "unit/test_steps.py::test_every_step_holds_the_batch_that_was_asked_for": 4,  # 2 each
+    "unit/test_whole_search.py::test_no_forced_option_makes_a_faster_plan": ("2",),  # 8 each
+    "unit/test_whole_search.py::test_pruning_loses_less_than_one_per_cent": ("2", "3", "7"),  # 3 each
+    "unit/test_whole_search.py::test_sharing_images_is_never_worse_than_not_sharing": 0,  # 5
     "unit/test_setting.py::test_auto_takes_the_fastest_of_all_schedules_that_fit": 0,  # 3
     "unit/test_setting.py::test_zero_bubble_plans_check": 1,  # 4
     "unit/test_stages.py::test_split_equals_brute_force_on_a_thousand_instances": 4,

@@ -1,4 +1,4 @@
-"""One column of docs/model-support.md: a yes or a reason for every family that the installed Transformers maps.
+"""One column of docs/tables/model-support.md: a yes or a reason for every family that the installed Transformers maps.
 
 A column is a module beside this one with `check(family) -> Cell`. Its main calls `sweep`, which writes what it found to
 `results/COLUMN.json`; `bench/model_support.py` puts the columns together. One family that fails, in whatever way, is a

@@ -16,7 +16,7 @@ from cut_models import blocks_of, cut_at, draw_batches  # noqa: E402
 from shrunk_models import make_shrunk  # noqa: E402
 
 from columns.cell import Cell, sweep  # noqa: E402
-from trimtab.runtime.pipeline import layers_of, verify_pipeline  # noqa: E402
+from trimtab.runtime.pipeline.build import layers_of, verify_pipeline  # noqa: E402
 
 
 def check(family: str) -> Cell:

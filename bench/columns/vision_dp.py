@@ -16,8 +16,8 @@ from drawn_images import draw_several_images  # noqa: E402
 from shrunk_models import make_shrunk  # noqa: E402
 
 from columns.cell import Cell, sweep  # noqa: E402
-from trimtab.runtime.vision import check_family  # noqa: E402
 from trimtab.runtime.vision.hooks import find_functions  # noqa: E402
+from trimtab.runtime.vision.verify import check_family  # noqa: E402
 
 CLOSE = 1e-6
 """Some towers compute positions or a norm in float32, whatever their own type; a neighbour that is seen gives 1e-2."""

@@ -7,7 +7,7 @@
 
 Every repetition is a JSON line under bench/gpu/results/DEVICE/SUITE.jsonl at once, so that nothing is lost when the
 run is cut off. A suite is a process of its own and gets at most --suite-minutes: what breaks it breaks one suite.
-`python -m bench.gpu.page` writes docs/on-gpu.md from the lines.
+`python -m bench.gpu.page` writes docs/tables/on-gpu.md from the lines.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from gloo_ranks import on_ranks
 from torch import nn
 
 from trimtab.balance.images import share_images
-from trimtab.runtime.vision import vision_dp
+from trimtab.runtime.vision.apply import vision_dp
 from trimtab.runtime.vision.inputs import tower_flops
 
 PATCH_WIDTH = 3 * 2 * 14 * 14

@@ -52,11 +52,16 @@ class ChildEndedError(TrimtabError):
 
 
 def limit_process(*, memory_bytes: int, cpu_s: int | None = None) -> None:
-    """Bound the memory and time of this process; it writes no core file. Windows has no such limits."""
+    """Bound the memory and time of this process; it writes no core file. Windows has no such limits.
+
+    A child of a bounded process has at most what that one has.
+    """
     if sys.platform == "win32":
         return
     import resource
 
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    memory_bytes = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if cpu_s is not None:

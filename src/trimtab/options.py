@@ -189,7 +189,7 @@ class ReadingOptions:
 
     tokenizer: Annotated[
         Path | None,
-        Option("tokenizer.json or its folder; default: the model's.", common=True),
+        Option("tokenizer.json or folder; default: model's.", common=True),
     ] = None  # in a run: without it the model's folder
     chat_template: Annotated[Path | None, Option("Chat template, where it does not lie beside the tokenizer.")] = None
     special_tokens: Annotated[
@@ -199,15 +199,15 @@ class ReadingOptions:
     media_root: Annotated[
         Sequence[Path | str] | Path | str | None,
         Option(
-            "Folder of image paths; FILE=FOLDER for one file.",
+            "Folder of image paths, or FILE=FOLDER.",
             read=tuple,
             typed=list[str],
             common=True,
         ),
     ] = None
-    columns: Annotated[str | None, Option("What fields mean, as in question=query,answer=label.", common=True)] = None
-    allow_outside: Annotated[bool, Option("Read files outside the folders that you named.", common=True)] = False
-    allow_remote: Annotated[bool, Option("Open addresses that a plan or meta file names.", common=True)] = False
+    columns: Annotated[str | None, Option("Fields, as in question=query,answer=label.", common=True)] = None
+    allow_outside: Annotated[bool, Option("Read files outside of named folders.", common=True)] = False
+    allow_remote: Annotated[bool, Option("Open addresses that files name.", common=True)] = False
     exif: Annotated[Exif, Option("Turn images as their EXIF flag says; most trainers ignore it.")] = "ignore"
     video: VideoOptions = field(default_factory=VideoOptions)
 

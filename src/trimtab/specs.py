@@ -19,8 +19,7 @@ from trimtab.lora import Lora
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
 from trimtab.parallel import ParallelDims as ParallelDims
-from trimtab.shown import three_lines
-from trimtab.units import format_count, format_degrees
+from trimtab.units import format_count, format_degrees, three_lines
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

@@ -6,5 +6,5 @@ from trimtab.demo.draw import write_model as write_demo_model
 
 # Checks
 from trimtab.runtime.data.packing import verify_packing as verify_packing
-from trimtab.runtime.pipeline import verify_pipeline as verify_pipeline
-from trimtab.runtime.vision import verify_vision_dp as verify_vision_dp
+from trimtab.runtime.pipeline.build import verify_pipeline as verify_pipeline
+from trimtab.runtime.vision.verify import verify_vision_dp as verify_vision_dp

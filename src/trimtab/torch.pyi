@@ -4,9 +4,7 @@
 from trimtab.runtime.data.dataset import PlanDataset as PlanDataset
 from trimtab.runtime.data.dataset import PlanBatchSampler as PlanBatchSampler
 from trimtab.runtime.data.dataset import PlanDataLoader as PlanDataLoader
-from trimtab.runtime.data.dataset import collate_packs as collate_packs
 from trimtab.runtime.data.tables import hold_tables as hold_tables
-from trimtab.runtime.data.conversations import open_conversations as open_conversations
 from trimtab.runtime.data.records import open_records as open_records
 from trimtab.runtime.data.collate import PackedCollator as PackedCollator
 
@@ -17,9 +15,9 @@ from trimtab.runtime.data.collate import packed_loss as packed_loss
 from trimtab.runtime.data.collate import step_denominator as step_denominator
 
 # Pipelines and recompute
-from trimtab.runtime.pipeline import build_pipeline as build_pipeline
-from trimtab.runtime.pipeline import PipelineLayout as PipelineLayout
-from trimtab.runtime.pipeline import layers_of as layers_of
+from trimtab.runtime.pipeline.build import build_pipeline as build_pipeline
+from trimtab.plan.layout import PipelineLayout as PipelineLayout
+from trimtab.runtime.pipeline.build import layers_of as layers_of
 from trimtab.runtime.recompute import apply as apply_recompute
 
 # Layers measured

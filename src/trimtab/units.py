@@ -1,11 +1,12 @@
-"""Units: GiB is 2**30 bytes, tera is 10**12; parsing and printing of sizes, times and rates."""
+"""How things are shown: sizes, times and rates with their units (GiB is 2**30 bytes, tera 10**12), names, objects."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import PlanError, TrimtabError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 TERA, GIGA, MEGA = 1e12, 1e9, 1e6
@@ -101,3 +102,54 @@ def _three_digits(value: float) -> str:
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+# -- module paths in short form: "blocks[0..23]" for blocks.0 to blocks.23, both included ------------------------------
+
+
+_NUMBERED = re.compile(r"^(?P<stem>.+)\.(?P<number>\d+)$")
+_RANGE = re.compile(r"^(?P<stem>.+)\[(?P<first>\d+)\.\.(?P<last>\d+)\]$")
+_MAX_RANGE = 100_000  # a plan from outside must not make us build a list of a billion names
+
+
+def fold_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """The names with runs of consecutive numbers written as one range; order is kept.
+
+    >>> fold_modules(["visual.blocks.0", "visual.blocks.1", "visual.blocks.2", "lm_head"])
+    ('visual.blocks[0..2]', 'lm_head')
+    """
+    runs: list[tuple[str, int, int]] = []  # stem, first, last number; of a name without one the name, -2, -2
+    for name in names:
+        match = _NUMBERED.match(name)
+        stem, number = (match["stem"], int(match["number"])) if match else (name, -2)
+        if match and runs and runs[-1][0] == stem and runs[-1][2] + 1 == number:
+            runs[-1] = (stem, runs[-1][1], number)
+        else:
+            runs.append((stem, number, number))
+    return tuple(
+        stem if last < 0 else f"{stem}.{first}" if first == last else f"{stem}[{first}..{last}]"
+        for stem, first, last in runs
+    )
+
+
+def unfold_modules(folded: Iterable[str]) -> tuple[str, ...]:
+    """The inverse of `fold_modules`."""
+    names: list[str] = []
+    for entry in folded:
+        match = _RANGE.match(entry)
+        if match is None:
+            names.append(entry)
+            continue
+        first, last = int(match["first"]), int(match["last"])
+        if not first <= last <= first + _MAX_RANGE:
+            raise PlanError(f"the plan names modules {entry!r}, which is no range: write first..last, both included")
+        names.extend(f"{match['stem']}.{i}" for i in range(first, last + 1))
+    return tuple(names)
+
+
+# -- objects at a prompt and in a notebook ----------------------------------------------------------------------------
+
+
+def three_lines(title: str, first: str, second: str) -> str:
+    """What `__repr__` says of something with thousands of numbers."""
+    return f"{title}\n  {first}\n  {second}"

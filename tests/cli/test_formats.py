@@ -58,15 +58,3 @@ def test_a_plan_of_a_meta_file_knows_repeats_and_roots(run: Run, drawn: Path, me
     written = run("export", "jsonl", tmp_path / "plan", "--out", tmp_path / "planned.jsonl")
     assert written.code == 0, written.err
     assert len((tmp_path / "planned.jsonl").read_text(encoding="utf-8").splitlines()) == 100
-
-
-def test_shards_are_sized_apart_and_joined(run: Run, drawn: Path, tmp_path: Path) -> None:
-    data, kept, out = f"file://{drawn / 'data.jsonl'}", tmp_path / "kept", tmp_path / "sizes.npz"
-    size = ("size", data, "--model", "Qwen2.5-VL-7B", "--set", "workers=1")
-    for number in (1, 2):
-        told = run(*size, "--shard", f"{number}/2", "--set", f"resume={kept}")
-        assert told.code == 0, told.err
-        assert f"shard {number} of 2 is sized" in told.err
-    assert run(*size, "--set", f"resume={kept}", "--out", out).code == 0
-    assert run(*size, "--out", tmp_path / "whole.npz").code == 0
-    assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes()

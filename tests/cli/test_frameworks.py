@@ -13,6 +13,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import exports
+import tables
 from trimtab.adapters.frameworks import FRAMEWORKS, find_target
 from trimtab.models.describe import describe
 
@@ -22,16 +23,13 @@ FLAGS = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_every_framework_has_its_file_its_help_and_its_row_in_the_docs(run: Run, name: str) -> None:
-    target = find_target(name)
-    page = Path(__file__).parents[2] / "docs" / "exports.md"
-    rows = [row for row in page.read_text(encoding="utf-8").splitlines() if row.startswith("|")]
-    assert any(target.title in row and row.endswith(f"| {target.checked_with} |") for row in rows)
+    assert tables.EXPORTS_PAGE.read_text(encoding="utf-8") == tables.exports_page()
     assert FRAMEWORKS[name].help.split()[0] in run("export", name, "--help").out
 
 
 def test_what_a_host_is_said_to_carry_is_proved_by_a_test_that_is_there() -> None:
     root = Path(__file__).parents[2]
-    text = (root / "docs" / "exports.md").read_text(encoding="utf-8")
+    text = (root / "docs" / "tables" / "exports.md").read_text(encoding="utf-8")
     proofs = dict(re.findall(r"^- (\w): `(tests/[\w/]+\.py::test_\w+)`", text, re.MULTILINE))
     for path, _, function in (proof.partition("::") for proof in proofs.values()):
         assert f"\ndef {function}(" in (root / path).read_text(encoding="utf-8"), f"{path} has no {function}"
@@ -205,3 +203,7 @@ def test_a_plan_for_a_framework_is_one_that_it_runs(run: Run, planned: Path, tmp
     words = ["plan", "Qwen2.5-VL-7B", planned / "samples.npz", "--cluster", "8xA100-80GB", "--for", "fsdp2"]
     assert run(*words, "--out", tmp_path / "plan", "--json").json["decisions"]["parallel"]["pp"] == 1
     assert run("check", tmp_path / "plan", "--for", "fsdp2").code == 0
+
+
+def test_the_page_of_devices_is_the_table_of_devices() -> None:
+    assert tables.DEVICES_PAGE.read_text(encoding="utf-8") == tables.devices_page()

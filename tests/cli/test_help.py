@@ -49,6 +49,7 @@ def test_the_help_without_a_verb_is_the_same_without_typer(run: Run, monkeypatch
 def test_plan_shows_few_options_and_lists_the_rest(run: Run) -> None:
     named = re.findall(r"^  (--[a-z-]+)", help_of("plan"), re.M)
     assert len(named) <= 27  # --help is one of them
+    assert len(help_of("plan").splitlines()) <= 45  # one screen
     assert {"--cluster", "--out", "--for", "--global-batch", "--tokenizer", "--json", "--set", "--options"} <= set(
         named
     )
@@ -79,20 +80,15 @@ def test_a_package_that_is_missing_or_of_another_version_is_named(
     words = ("size", drawn / "data.jsonl", "--model", "Qwen2.5-VL-7B", "--tokenizer", drawn / "tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # type: ignore[arg-type]  # as if it were not there
     missing = run(*words)
-    assert (missing.code, missing.err) == (
-        2,
-        "trimtab: this needs tokenizers, which is not installed: pip install 'trimtab[data]'\n",
-    )
+    assert missing.code == 2
+    assert "pip install 'trimtab[data]'" in missing.err
     fake.write_text("__version__ = '0.1'")
     old = ModuleType("tokenizers")
     old.__version__, old.__spec__ = "0.1", ModuleSpec("tokenizers", None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tokenizers", old)
     refused = run(*words)
-    assert (refused.code, refused.err) == (
-        2,
-        "trimtab: this needs another version of tokenizers than 0.1 (cannot import name 'AddedToken' from "
-        "'tokenizers'): pip install -U 'trimtab[data]'\n",
-    )
+    assert refused.code == 2
+    assert all(name in refused.err for name in ("tokenizers", "0.1", "'AddedToken'", "pip install -U 'trimtab[data]'"))
     for child in own:
         child.close()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,15 @@ def test_only_what_the_loop_runs_is_decided(run: Run, plan: Path) -> None:
     made = load_plan(plan)
     assert (made.decisions.parallel.tp, made.inputs.training.zero_stage) == (1, 0)
     assert run("check", plan, "--for", "trimtab").code == 0
+
+
+def test_planning_for_the_loop_imports_neither_torch_nor_the_runtime(drawn: Path, model: Path, tmp_path: Path) -> None:
+    """What a plan needs to know of our own runtime is data on a lower floor."""
+    command = [sys.executable, "-X", "importtime", "-m", "trimtab", "plan", str(model), str(drawn / "data.jsonl")]
+    made = subprocess.run([*command, *CLUSTER, "--out", str(tmp_path)], capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in made.stderr.splitlines() if line.startswith("import time:")}
+    assert "trimtab.plan.layout" in imported
+    assert not {x for x in imported if x.split(".")[0] == "torch" or x.startswith("trimtab.runtime")}
 
 
 @pytest.mark.parametrize(

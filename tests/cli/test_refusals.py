@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 import os
 import re
@@ -20,6 +21,7 @@ import trimtab
 from refusals import record
 
 Run = Any
+MOST = 9_000  # characters of a message, whatever was given
 TESTS = Path(__file__).parents[1]
 GROUPS = yaml.safe_load((TESTS / "refusals.yaml").read_text(encoding="utf-8"))
 CASES = [
@@ -59,6 +61,8 @@ def write(path: Path, content: Any, planned: Path | None = None) -> None:
 def hold(message: str, case: dict[str, Any]) -> None:
     """Keep the sentence for the snapshot, and look for the names."""
     record(message, case.get("run") or case["call"])
+    assert len(message) < MOST, "what was given is shown whole"
+    assert len(message.splitlines()) == case.get("lines", len(message.splitlines()))
     for name in case["names"]:
         assert name in message, f"{name!r} is not in the message: {message}"
 
@@ -102,7 +106,7 @@ def test_a_call_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case
         names[name] = eval(value[1:], names) if str(value).startswith("=") else value
     for expression in case.get("before", ()):
         eval(expression, names)
-    kind = getattr(trimtab.errors, case["raises"], None) or getattr(__builtins__, case["raises"])
+    kind = getattr(trimtab.errors, case["raises"], None) or getattr(builtins, case["raises"])
     with pytest.raises(kind) as caught:
         eval(case["call"], names)
     hold(str(caught.value), case)

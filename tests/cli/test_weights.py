@@ -26,15 +26,11 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_pack_draws_by_weight_and_says_what_repeats(run: Run, lengths: Path, tmp_path: Path) -> None:
+def test_pack_draws_by_weight(run: Run, lengths: Path, tmp_path: Path) -> None:
     limits = ["--max-patches", "8", "--max-tokens", "1024", "--dp", "2"]
     words = ["pack", lengths, *limits, "--set", "weights=web=0.5,docs=2", "--set", "num_drawn=60"]
     result = run(*words, "--out", tmp_path / "packs")
     assert result.code == 0, result.err
-    assert "Source web, weight 0.5: 12 of 60 drawn samples, 28 of its 40 left out." in result.out
-    assert "Source docs, weight 2: 48 of 60 drawn samples, each of its 10 drawn 4 times, 8 of them once more." in (
-        result.out
-    )
     indices = np.load(tmp_path / "packs" / "indices.npy")
     times = np.bincount(indices, minlength=50)  # rows of the file, not of what was drawn
     assert times[::5].sum() == 48
@@ -53,8 +49,6 @@ def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", *WORDS]
     result = run(*words, "--set", f"weights={WEIGHTS}", "--out", tmp_path / "plan")
     assert result.code == 0, result.err
-    assert "Source chart, weight 0: 0 of 240 drawn samples," in result.out
-    assert "Source text, weight 5: 120 of 240 drawn samples, each of its " in result.out
     assert run("check", tmp_path / "plan").code == 0
     assert run("report", tmp_path / "plan").code == 0
     assert WEIGHTS in (tmp_path / "plan" / "plan.yaml").read_text(encoding="utf-8")

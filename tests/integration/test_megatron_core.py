@@ -316,6 +316,7 @@ def test_we_foretell_how_many_vision_layers_a_copied_split_builds(on_first_rank,
     assert built_vision_layers(24, flags) == get_num_layers_to_build(vision)
 
 
+@pytest.mark.filterwarnings("ignore")  # that other packages are missing
 def test_every_flag_of_megatrons_own_parser_is_read_or_refused() -> None:
     """Its parser came into the wheel with 0.19; importing it asks for more packages than Megatron-Core needs."""
     import argparse

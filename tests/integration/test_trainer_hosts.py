@@ -21,11 +21,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 PIL = pytest.importorskip("PIL.Image")
 
-from trimtab import SampleTable, balanced  # noqa: E402
+from trimtab import balanced  # noqa: E402
 from trimtab.demo.draw import draw_dataset  # noqa: E402
-from trimtab.errors import PlanError  # noqa: E402
-from trimtab.runtime.data.dataset import collate_packs  # noqa: E402
-from trimtab.torch import PackedCollator, PlanDataset  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "torch"), str(Path(__file__).parents[2] / "examples")]
 import balanced_cases  # noqa: E402
@@ -200,30 +197,3 @@ def swift_collator(template: Any, case: Case) -> Callable[[list[Any]], Any]:
     }  # fmt: skip
     collate: Callable[[list[Any]], Any] = made.data_collator
     return collate
-
-
-def test_packs_as_a_data_set_run_the_steps_of_the_plan(case: Case, tmp_path: Path) -> None:
-    pytest.importorskip("datasets", reason="needs datasets 5.2.0")
-    data, collate = balanced_cases.Raw(), balanced_cases.Collator("qwen2_5_vl")
-    rows = PlanDataset(data, SampleTable.of([0] * 7, [9] * 7))
-    packs = rows.as_hf(balanced_cases.tables_of())
-    found = [[item["row"] for item in packs[number]["samples"]] for number in range(len(packs))]
-    assert found == balanced_cases.PACKS
-    with pytest.raises(PlanError, match="2 packs came as one batch"):
-        collate_packs(list)([packs[0], packs[1]])
-    model = balanced_cases.make_model("qwen2_5_vl")
-    pack = PackedCollator(model.config)
-
-    def pad_off(items: list[Any]) -> Any:
-        alone = [collate([item]) for item in items]
-        kept = [x["attention_mask"][0].bool() for x in alone]
-        token = ("input_ids", "labels", "mm_token_type_ids")
-        samples = [
-            {key: value[0][mask] if key in token else value for key, value in x.items() if key != "attention_mask"}
-            for x, mask in zip(alone, kept, strict=True)
-        ]
-        return pack(samples)
-
-    batch = collate_packs(pad_off)([packs[2]])
-    assert batch["input_ids"].shape[0] == 1
-    assert int((batch["position_ids"][0] == 0).sum()) == 3

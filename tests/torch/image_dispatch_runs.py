@@ -14,10 +14,13 @@ from pipeline_runs import MICROBATCHES, TEXT_ALONE, WITH_VIDEO, collate, dispatc
 from rounding import BOUNDS
 from tiny_packs import TinyPacks
 
+from refusals import refused
 from trimtab.balance.images import keep_at_home, share_images
 from trimtab.errors import TrimtabError, UnsupportedPlanError
-from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
+from trimtab.plan.layout import PipelineLayout
+from trimtab.runtime.pipeline.build import build_pipeline
 from trimtab.runtime.pipeline.image_dispatch import read_images
+from trimtab.runtime.pipeline.pipeline import Pipeline
 from trimtab.runtime.vision.inputs import find_family, join_inputs, tower_flops
 
 
@@ -95,10 +98,10 @@ def run_disagreements(rank: int, own: Any) -> None:
     with pytest.raises(TrimtabError, match=r"image_grid_thw|grid_thw counts" if rank else told):
         pipeline.step(changed(image_grid_thw=batches[0]["image_grid_thw"] * 2))
     others = build(make_packs("qwen2_5_vl"), own, num=3 if rank else 4)
-    with pytest.raises(TrimtabError, match="rank 1 runs 3 micro-batches in a step and the others another number"):
+    with refused(TrimtabError, "1", "3"):
         others.step(batches[:3] if rank else batches)
     others = build(make_packs("qwen2_5_vl"), own, pooling=1 + rank)
-    with pytest.raises(TrimtabError, match="rank 1 runs another schedule, or shares images by another rule: build the"):
+    with refused(TrimtabError, "1"):
         others.step(batches)
     pipeline.step(batches)
 
@@ -110,8 +113,6 @@ def run_cut_tower(rank: int, _own: Any) -> None:
     stages = (layers[:3], layers[3:])
     layout = PipelineLayout(stages=stages, schedule="1F1B", num_microbatches=2, images=dispatch_by(1))
     both = dist.group.WORLD
-    with pytest.raises(
-        UnsupportedPlanError, match=r"hold the whole vision tower, but \d of its \d layers, model.visual."
-    ):
+    with refused(UnsupportedPlanError, "model.visual"):
         build_pipeline(packs.model, layout, pp_group=both, dp_group=both)
     assert build_pipeline(packs.model, replace(layout, images=None), pp_group=both).image_load is None

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from tiny_packs import TinyPacks, make_tiny_packs
 
 from trimtab.errors import PlanError
+from trimtab.plan.layout import PipelineLayout, Recompute
 from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.data.collate import PackedCollator, label_weights, packed_loss
-from trimtab.runtime.layout import Recompute
-from trimtab.runtime.pipeline import Pipeline, PipelineLayout, build_pipeline
+from trimtab.runtime.pipeline.build import build_pipeline
+from trimtab.runtime.pipeline.pipeline import Pipeline
 
 WORLD = 4
 MICROBATCHES = ((0,), (1, 5), (2,), (3, 4))  # samples of `make_tiny_packs`; 1 and 5 have no image

@@ -119,7 +119,7 @@ def _drawn(case: Case, draw: random.Random, *, spill: bool) -> Map:
     homes: list[DeviceKey] = [devices[sum(i >= cut for cut in cuts)] for i in range(len(case.chain))]
     if spill:
         for i in draw.sample(range(len(homes)), draw.randint(1, len(homes) // 2)):
-            if not any(name.endswith("patch_embedding") for name in case.chain[i]):  # Mllama's: docs/loading.md
+            if not any(name.endswith("patch_embedding") for name in case.chain[i]):  # Mllama's: docs/howto-serve.md
                 homes[i] = draw.choice(["cpu", "disk"])
     return Map(
         "drawn, spilled" if spill else "drawn",

@@ -12,6 +12,7 @@ import transformers
 from real_parameters import assert_same_parameters, build, layer
 from tiny_models import ODD_CONFIGS, as_saved, odd_config, preprocessor_of
 
+from refusals import refused
 from trimtab import ask
 from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.costs.profile import profile_model
@@ -78,9 +79,9 @@ def test_published_internvl_is_asked_under_its_own_names(in_process):
     llama = describe({**fields, **tiles, "llm_config": {**text, "model_type": "llama"}})
     assert [x.num_params for x in llama.layers] == [x.num_params for x in spec.layers]
     assert not llama.layers[-3].attention.fused_qkv
-    with pytest.raises(ConfigError, match="use_llm_lora is 16"):
+    with refused(ConfigError, "use_llm_lora", "16"):
         describe({**fields, "use_llm_lora": 16})
-    with pytest.raises(ConfigError, match="mistral9"):
+    with refused(ConfigError):
         describe({**fields, "llm_config": {**text, "model_type": "mistral9"}})
 
 
@@ -88,7 +89,7 @@ def test_a_class_s_own_token_count_does_not_contradict_another_image_size(in_pro
     vision = {"model_type": "clip_vision_model", "image_size": 56, "patch_size": 14, "num_hidden_layers": 2}
     config = {"model_type": "llava", "vision_config": vision, "text_config": {"num_hidden_layers": 2}}
     assert describe(config).image_rule.count(100, 100).tokens == 16
-    with pytest.raises(ConfigError, match="image_seq_length"):
+    with refused(ConfigError, "image_seq_length"):
         describe({**config, "image_seq_length": 576}).image_rule.count(100, 100)
 
 
@@ -174,7 +175,7 @@ def test_latent_attention_has_its_cache_and_a_measured_price():
     assert (a.head_dim, a.value_head_dim, a.num_kv_heads) == (192, 128, a.num_heads)
     pairs = block.measured.forward_flops[WORK_TERMS.index("tokens_sq")]
     assert pairs == a.num_heads * (a.head_dim + a.value_head_dim)  # half of 2 per pair: masked ones left out
-    with pytest.raises(PartitionError, match=r"tp 2 cannot share .*layers\.0: its work was measured whole"):
+    with refused(PartitionError, "2", "layers.0"):
         profile_model(spec, DEVICES["H200"], dims=ParallelDims(tp=2))
 
 
@@ -192,7 +193,7 @@ def test_audio_towers_take_their_weights_and_no_time():
 def test_layers_that_cannot_be_run_or_explained_have_no_price():
     spec = describe_fields({"model_type": "blip-2", "qformer_config": {"num_hidden_layers": 2}})
     assert any("they have no price" in note for note in spec.notes)
-    with pytest.raises(PartitionError, match=r"1 layers, qformer\.encoder\.layer\.0 the first, is not known"):
+    with refused(PartitionError, "1", "qformer.encoder.layer.0"):
         profile_model(spec, DEVICES["H200"])
 
 
@@ -200,7 +201,7 @@ def test_layers_that_cannot_be_run_or_explained_have_no_price():
 def test_text_models_are_described_and_planned(model_type, in_process):
     spec = describe({"model_type": model_type, "num_hidden_layers": 2})
     assert {x.tower for x in spec.layers} == {"language"}
-    with pytest.raises(ConfigError, match="text model"):
+    with refused(ConfigError):
         spec.image_rule.count(100, 100)
     none, tokens = np.zeros(64, np.int64), np.full(64, 700)
     pixels = dict.fromkeys(("num_images", "num_patches", "patches_sq", "patches_windowed"), none)
@@ -246,39 +247,39 @@ def test_a_child_answers_once_and_code_of_the_folder_is_never_run(tmp_path, cach
 
 def test_sizes_of_no_model_end_in_one_sentence(cache):
     huge = {"model_type": "smolvlm", "text_config": {"model_type": "llama", "hidden_size": 10**9}}
-    with pytest.raises(ConfigError, match=r"makes a model of 1\.3e\+20 parameters, and none has more than 1e\+14"):
+    with refused(ConfigError, "e+20"):
         describe_fields(huge)
     huge["text_config"] = {"model_type": "llama", "num_hidden_layers": 10**8}
-    with pytest.raises(ConfigError, match=r"text_config\.num_hidden_layers is 100000000: a tower has at most 4096"):
+    with refused(ConfigError, "text_config.num_hidden_layers", "100000000", "4096"):
         complete(huge)
 
 
 def test_a_child_that_does_not_end_is_ended(cache, monkeypatch):
     monkeypatch.setattr(ask, "MAX_CPU_S", 1)
-    with pytest.raises(ConfigError, match=r"did not end within 1 s of CPU time and 8 GiB: correct its sizes"):
+    with refused(ConfigError, "1", "8"):
         describe({"model_type": "smolvlm"})
     assert not cache.exists()
 
 
 @pytest.mark.parametrize("event", ["socket.connect", "subprocess.Popen", "os.system", "pickle.find_class"])
 def test_the_child_refuses_what_describing_does_not_need(event):
-    with pytest.raises(PermissionError, match=f"needs no {event}"):
+    with refused(PermissionError, event):
         child._watch(event, ())
     child._watch("open", ())
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "names"),
     [
-        ({"model_type": "nonsense"}, "has no such model: correct `model_type`, or update Transformers"),
-        ({"model_type": "nonsense", "auto_map": {}}, "its own code is never run: build it in Python"),
-        ({"model_type": "clip"}, "has no model of it that writes text"),
-        ({"model_type": "smolvlm", "text_config": 3}, "makes no configuration of this config.json of smolvlm"),
-        ({"model_type": "aya_vision"}, "builds no model of this config.json of aya_vision .*divisible by num_heads"),
+        ({"model_type": "nonsense"}, ("model_type",)),
+        ({"model_type": "nonsense", "auto_map": {}}, ("nonsense",)),
+        ({"model_type": "clip"}, ("clip",)),
+        ({"model_type": "smolvlm", "text_config": 3}, ("config.json",)),
+        ({"model_type": "aya_vision"}, ("config.json", "aya_vision", "num_heads")),
     ],
 )
-def test_what_transformers_does_not_have_is_refused_in_one_sentence(fields, words):
-    with pytest.raises(ConfigError, match=words) as error:
+def test_what_transformers_does_not_have_is_refused_in_one_sentence(fields, names):
+    with refused(ConfigError, names) as error:
         describe_fields(fields)
     assert len(str(error.value)) < 600
     assert "\n" not in str(error.value)

@@ -9,6 +9,7 @@ import transformers
 from real_parameters import assert_same_parameters, build, layer
 from widget_model import Widget, WidgetConfig
 
+from refusals import refused
 from trimtab.errors import ConfigError
 from trimtab.models.asking import model
 from trimtab.models.asking.model import describe_fields, describe_model
@@ -49,7 +50,7 @@ def test_a_model_type_registered_here_is_described_without_a_line_in_trimtab(tmp
 
 
 def test_a_model_with_weights_is_not_used_up():
-    with pytest.raises(ConfigError, match=r"a model with weights was given.*build it under `torch\.device"):
+    with refused(ConfigError, "torch.device"):
         describe_model(Widget(WidgetConfig()))
 
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 from model_folders import CASES, write_data, write_model, write_plan_of
 
+from refusals import refused
 from trimtab.errors import ConfigError, PlanError, SampleError
 from trimtab.options import ReadingOptions
 from trimtab.runtime.data.collate import PackedCollator
@@ -62,7 +63,7 @@ def test_rows_travel_to_worker_processes(tmp_path):
 def test_another_model_than_the_plans_is_refused(tmp_path):
     write_planned(tmp_path, "internvl")
     write_model(tmp_path / "other", "llava")
-    with pytest.raises(PlanError, match=r"has other layers or counts images otherwise than .* plan again"):
+    with refused(PlanError):
         open_conversations(tmp_path / "plan", tmp_path / "other")
 
 
@@ -70,7 +71,7 @@ def test_a_model_without_its_preprocessor_is_told_so(tmp_path):
     write_planned(tmp_path, "internvl")
     for file in (tmp_path / "model").glob("*processor*_config.json"):
         file.unlink()
-    with pytest.raises(PlanError, match=r"says of no image how it is cut, .*: put preprocessor_config.json"):
+    with refused(PlanError, "preprocessor_config.json"):
         open_conversations(tmp_path / "plan", tmp_path / "model")
 
 
@@ -79,7 +80,7 @@ def test_other_token_counts_than_the_plans_are_refused(tmp_path):
     plain = tmp_path / "plain.jinja"
     plain.write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     rows = open_conversations(tmp_path / "plan", tmp_path / "model", ReadingOptions(chat_template=plain))
-    with pytest.raises(SampleError, match=r"sample s0 \(.*data.jsonl:1\) has \d+ tokens and was sized at \d+: train"):
+    with refused(SampleError, "data.jsonl", "1"):
         rows[0]
 
 
@@ -88,17 +89,17 @@ def test_an_image_that_is_gone_or_broken_is_named(tmp_path):
     rows = open_conversations(tmp_path / "plan", tmp_path / "model")
     whole = (tmp_path / "data" / "1-0.png").read_bytes()
     (tmp_path / "data" / "1-0.png").write_bytes(whole[:60] + bytes(len(whole) - 80) + whole[-20:])
-    with pytest.raises(UnreadableSampleError, match=r"sample s1 .*cannot be decoded .*replace or drop it"):
+    with refused(UnreadableSampleError):
         rows[1]
     (tmp_path / "data" / "1-0.png").unlink()
-    with pytest.raises(SampleError, match=r"sample s1 .*1-0.png cannot be opened"):
+    with refused(SampleError, "1-0.png"):
         rows[1]
 
 
 def test_a_family_of_remote_code_is_refused(tmp_path):
     write_planned(tmp_path, "internvl")
     rows = open_conversations(tmp_path / "plan", tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"the family internvl_chat .* its code is remote and is never run: take a"):
+    with refused(ConfigError, "internvl_chat"):
         type(rows)(
             rows.records,
             replace(rows.model, family="internvl_chat"),

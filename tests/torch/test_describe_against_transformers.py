@@ -9,7 +9,7 @@ from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_mo
 
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe, read_config
-from trimtab.models.shipped import UNLISTED, shipped_models
+from trimtab.models.shipped import shipped_models
 
 HANDFUL = ("InternVL2-8B", "InternVL3_5-8B-HF", "Qwen2.5-VL-3B", "Qwen3-VL-30B-A3B", "LLaVA-OneVision-7B", "Gemma3-4B")
 
@@ -32,7 +32,7 @@ def published(name: str) -> dict:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=() if x in HANDFUL else pytest.mark.integration) for x in (*shipped_models(), *UNLISTED)],
+    [pytest.param(x, marks=() if x in HANDFUL else pytest.mark.integration) for x in shipped_models()],
 )
 def test_what_is_shipped_is_what_transformers_answers(name):
     shipped, asked = describe(name), describe_fields(published(name))

@@ -8,6 +8,7 @@ import pytest
 from sample_sets import CHATML, GEMMA, INTERNVL, SPECIAL, VICUNA, write_tokenizer
 from test_tokens_against_transformers import CROPS, fast_tokenizer, gemma, internvl, llava, noise, qwen, talks
 
+from refusals import refused
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
@@ -90,6 +91,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
         {"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "cat"), ("user", "b"), ("assistant", "x"))
     ]
     assert encoder.encode(read_conversation({"messages": talk[:2]}), ()).learnt.any()
-    with pytest.raises(BadRecordError, match="turn 2") as caught:
+    with refused(BadRecordError, "2") as caught:
         encoder.encode(read_conversation({"messages": talk}), ())
     assert caught.value.kind == "template"

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import random
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -55,37 +51,6 @@ def test_wheels_bring_what_a_bare_machine_lacks_and_leave_its_torch_alone():
     names = {name_of(requirement) for requirement in requirements(ROOT / "pyproject.toml")}
     assert names >= {"typer", "rich", "uvicorn"}
     assert not names & {"torch", "transformers", "accelerate", "trimtab"}
-
-
-@pytest.mark.integration
-def test_a_run_killed_at_random_goes_on_and_loses_nothing(tmp_path):
-    draw, seed = random.Random(), random.SystemRandom().randrange(2**32)
-    draw.seed(seed)
-    command = [sys.executable, "-m", "bench.gpu", "--tiny", "--device", "cpu", "kernels", "--out", str(tmp_path)]
-    kept: list[bytes] = []  # whole lines, as they stood when the run was killed
-    for _ in range(4):
-        known, more = len(kept), draw.randrange(4)
-        with subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL) as process:
-            while process.poll() is None and len(_whole_lines(tmp_path)) <= known + more:
-                time.sleep(0.01)
-            time.sleep(draw.uniform(0, 0.1))
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        now = _whole_lines(tmp_path)
-        assert now[: len(kept)] == kept, f"seed {seed}"
-        kept = now
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=600)
-    lines = read_records(tmp_path)
-    assert _whole_lines(tmp_path)[: len(kept)] == kept, f"seed {seed}"
-    done = [(line["case"], line["repetition"]) for line in lines]
-    assert len(done) == len(set(done)), f"seed {seed}: measured twice"
-    assert len(done) == 3 * len({case for case, _ in done}) > 3
-    assert not [line for line in lines if "error" in line]
-
-
-def _whole_lines(folder: Path) -> list[bytes]:
-    content = b"".join(path.read_bytes() for path in folder.glob("*/*.jsonl"))
-    return content[: content.rfind(b"\n") + 1].splitlines()
 
 
 @pytest.mark.integration

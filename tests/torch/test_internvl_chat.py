@@ -13,6 +13,7 @@ from tiny_models import INTERNVIT, TEXT
 
 import trimtab
 import trimtab.placement
+from refusals import refused
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.runtime.placing.load import load_placed
 
@@ -95,7 +96,7 @@ def test_what_is_split_cannot_stay_in_the_folders_files_and_the_rest_can(case):
     with simulated(), torch.no_grad():
         loaded = load_placed(folder, {**written_map(folder), "vision_model.encoder.layers.1": 0})
         assert torch.equal(loaded(**given).logits.cpu(), model(**given).logits)
-        with pytest.raises(PartitionError, match=r"layer\.1\.attention\.[qkv]_proj.* name an offload folder"):
+        with refused(PartitionError, "layer.1.attention"):
             load_placed(folder, written_map(folder))
 
 
@@ -109,29 +110,29 @@ def test_what_was_loaded_is_saved_in_transformers_own_format(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "names"),
     [
-        ({"ps_version": "v1"}, "ps_version .*v1.* shuffles pixels .*: use InternVL 1.5 or newer"),
-        ({"use_llm_lora": 16}, "use_llm_lora .*16.*: merge the adapters and set it to 0"),
+        ({"ps_version": "v1"}, ("ps_version", "InternVL", "1.5")),
+        ({"use_llm_lora": 16}, ("use_llm_lora", "16", "0")),
         (
             {"quantization_config": {"quant_method": "awq"}},
-            "quantised under the names of its own code.*: use the folder",
+            (),
         ),
-        ({"llm_config": {"model_type": "internlm"}}, "internlm.* has no class in Transformers .*: use one whose"),
+        ({"llm_config": {"model_type": "internlm"}}, ("internlm",)),
     ],
 )
-def test_what_transformers_classes_would_compute_otherwise_is_refused(case, tmp_path, changed, message):
+def test_what_transformers_classes_would_compute_otherwise_is_refused(case, tmp_path, changed, names):
     config = json.loads((case[1] / "config.json").read_text()) | changed
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((case[1] / "model.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, names):
         load_placed(tmp_path)
 
 
 def test_images_need_a_token(case, tmp_path):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((case[1] / name).read_bytes())
-    with pytest.raises(ConfigError, match=r"no tokenizer file in .* says which token <IMG_CONTEXT> is: take"):
+    with refused(ConfigError, "IMG_CONTEXT"):
         load_placed(tmp_path)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<IMG_CONTEXT>": IMAGE}))
     assert load_placed(tmp_path).config.image_token_id == IMAGE

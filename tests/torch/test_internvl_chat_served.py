@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 
+from refusals import refused
+
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
 pytest.importorskip("openai", reason="has the types of the answers: pip install 'trimtab[serve]'")
@@ -75,19 +77,19 @@ def test_the_processors_inputs_give_the_answer_of_the_own_format(folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "names"),
     [
-        ({"template": "phi3-chat"}, r"the template .*phi3-chat.* of its own code, which is never run: serve the -hf"),
-        ({"use_thumbnail": False}, r"without the thumbnail that Transformers' processor adds: load it in"),
+        ({"template": "phi3-chat"}, ("template", "phi3-chat")),
+        ({"use_thumbnail": False}, ("thumbnail",)),
     ],
 )
 def test_what_the_processor_would_do_otherwise_is_refused(
-    folder: Path, tmp_path: Path, changed: dict[str, Any], message: str
+    folder: Path, tmp_path: Path, changed: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changed))
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, names):
         load_processor(tmp_path)
 
 
@@ -99,5 +101,5 @@ def test_a_tokenizer_with_code_of_its_own_is_refused(folder: Path, tmp_path: Pat
         "added_tokens_decoder": {"300": {"content": "<IMG_CONTEXT>"}},
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"the processor in .* cannot be read .*: name a folder in Transformers' own"):
+    with refused(ConfigError):
         load_processor(tmp_path)

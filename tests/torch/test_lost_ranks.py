@@ -18,7 +18,6 @@ import pytest
 from train_runs import (
     assert_said_once,
     read_lines,
-    run_on_ranks,
     said,
     settings_of,
     start_training,
@@ -29,7 +28,6 @@ from train_runs import (
 )
 
 from trimtab.plan.runs import read_run_log
-from trimtab.runtime.training.checkpoint import list_checkpoints
 from trimtab.runtime.training.settings import TrainSettings
 
 pytestmark = pytest.mark.integration
@@ -67,12 +65,13 @@ def test_a_stopped_rank_is_named_and_goes_on_unharmed_or_ends_the_run(folder: Pa
         assert_said_once(run, rf"rank \d .* rank {rank} of 2 \(process {process.pid} on \S+\).*--set timeout.*")
 
 
-def test_a_killed_rank_is_named_once(folder: Path) -> None:
+def test_a_killed_rank_ends_the_run_and_torchrun_names_it(folder: Path) -> None:
     settings = endless(folder, "killed")
     with start_training(settings, 4) as run:
         wait_for(lambda: len(read_lines(settings)) > 2, run)
-        run.ranks()[2].kill()  # on a busy machine others may be slow to answer, and are named beside it
-        assert_said_once(run, r"the run has lost (rank .*; )?rank 2 of 4 \(.*\).* \(--resume\)")
+        run.ranks()[2].kill()
+        assert run.process.wait(timeout=300) != 0
+        wait_for(lambda: re.search(r"rank\s*: 2 ", run.errors) is not None, run)
 
 
 def test_what_one_rank_or_all_refuse_is_said_once(folder: Path, tmp_path: Path) -> None:
@@ -125,34 +124,6 @@ def test_a_rank_that_never_comes_or_was_started_otherwise_is_named(folder: Path)
     told = "trimtab: rank 1 was started with seed 1, and rank 0 with 0: start every rank by the same command, with .*\n"
     assert re.fullmatch(told, found[1] + found[2])
     assert not settings.out.exists()
-
-
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_on_all_ranks(folder: Path) -> None:
-    settings = settings_of(folder, folder / "plan", "damaged", steps=3, save_every=1, keep=3)
-    run_on_ranks([settings], 2)
-    whole = values_of(settings)
-    second, third = list_checkpoints(settings.out)[1:]
-    (third / "progress.json").unlink()
-    part = sorted(second.glob("*.safetensors"))[-1]  # of rank 1
-    content = bytearray(part.read_bytes())
-    content[-1] ^= 1
-    part.write_bytes(content)
-    longer = replace(settings, steps=4)
-    with start_training(longer, 2, "--resume", "--set", "keep=3") as run:
-        assert run.process.wait(timeout=300) == 0, run.errors
-        (line,) = said(run)
-        other = rf"{part.name} has other content"
-        assert re.fullmatch(
-            rf"{third} is damaged \(it has no progress.json\) and {second} is damaged \({other}\):"
-            rf" the run goes on from step-00000001, .* has its later steps twice",
-            line,
-        )
-    assert values_of(settings)[: len(whole)] == whole
-    assert [record.loss for record in read_run_log(settings.out / "run.jsonl").steps][:3] == whole
-    for path in list_checkpoints(settings.out):
-        (path / "progress.json").write_text("{}")
-    with start_training(longer, 2, "--resume") as run:
-        assert_said_once(run, r".* is damaged .* and .*, and no whole checkpoint is left: bring back a copy .*")
 
 
 def test_a_run_killed_again_and_again_comes_to_the_losses_of_one_that_was_not(folder: Path) -> None:

@@ -8,24 +8,28 @@ from typing import Any
 
 import pytest
 
+from refusals import refused
 from trimtab.errors import ConfigError
 from trimtab.runtime.placing.folder import check_config
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "names"),
     [
-        ({"dtype": "os.system"}, "has dtype 'os.system', no type of weights"),
-        ({"text_config": {"torch_dtype": ["float32"]}}, "no type of weights"),
-        ({"_attn_implementation": "evil/kernel"}, "a kernel to fetch from the Hub"),
-        ({"text_config": {"_experts_implementation": "evil/kernel"}}, "a kernel to fetch from the Hub"),
-        ({"vision_config": {"hidden_size": 10**9}}, "has hidden_size '1000000000', larger than that of any model"),
-        ({"num_hidden_layers": 10**12}, "larger than that of any model"),
+        ({"dtype": "os.system"}, ("os.system",)),
+        ({"text_config": {"torch_dtype": ["float32"]}}, ("torch_dtype",)),
+        ({"_attn_implementation": "evil/kernel"}, ("kernel",)),
+        ({"text_config": {"_experts_implementation": "evil/kernel"}}, ("kernel",)),
+        ({"vision_config": {"hidden_size": 10**9}}, ("hidden_size", "1000000000")),
+        ({"num_hidden_layers": 10**12}, ("num_hidden_layers",)),
+        ([], ("config.json", "model_type")),
+        ("text", ("config.json", "model_type")),
+        ({"model_type": 5}, ("config.json", "model_type")),
     ],
 )
-def test_a_config_that_asks_for_the_impossible_is_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+def test_a_config_that_asks_for_the_impossible_is_refused(tmp_path: Path, fields: Any, names: tuple[str, ...]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=words):
+    with refused(ConfigError, names):
         check_config(tmp_path)
 
 
@@ -40,7 +44,7 @@ def test_a_config_that_asks_for_the_impossible_is_refused(tmp_path: Path, fields
 )
 def test_a_config_that_a_loader_may_read_otherwise_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=f"is not strict JSON .*{words}"):
+    with refused(ConfigError, words):
         check_config(tmp_path)
 
 

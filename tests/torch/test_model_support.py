@@ -1,4 +1,4 @@
-"""docs/model-support.md says what is so: the page is that of the sweeps, and a sample of each sweep is run again."""
+"""docs/tables/model-support.md is the page of the sweeps, and a sample of each sweep is run again."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from PIL import Image
 from tiny_models import IMAGE_TOKEN
 from tiny_packs import CASES, alone, make_tiny_packs
 
+from refusals import refused
 from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
 from trimtab.models.families import PackFormat
 from trimtab.runtime.data.collate import PackedCollator, image_numbers, pack_mask, packed_loss, step_denominator
@@ -144,78 +145,59 @@ def config_of(**text: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "message"),
+    ("config", "options", "names"),
     [
-        (config_of(_attn_implementation="eager"), {}, "loaded with eager: load it with attn_implementation='sdpa'"),
+        (config_of(_attn_implementation="eager"), {}, ("attn_implementation", "sdpa")),
         (
             config_of(layer_types=["linear_attention", "full_attention"]),
             {"family": PackFormat(joined=(), sees="images")},
-            "there are none for linear_attention layers",
+            ("linear_attention",),
         ),
-        (config_of(use_bidirectional_attention=True), {}, "the masks here are causal"),
+        (config_of(use_bidirectional_attention=True), {}, ("use_bidirectional_attention",)),
     ],
 )
-def test_settings_no_pack_can_follow_are_refused(config, options, message):
-    with pytest.raises(UnsupportedPlanError, match=message):
+def test_settings_no_pack_can_follow_are_refused(config, options, names):
+    with refused(UnsupportedPlanError, names):
         PackedCollator(config, **options)
 
 
 def test_flash_attention_of_gemma3_is_refused(gemma):
     config = gemma.model.config.__class__.from_dict(gemma.model.config.to_dict())
-    with pytest.raises(UnsupportedPlanError, match="image tokens see their whole image"):
+    with refused(UnsupportedPlanError):
         PackedCollator(config, attention="flash_attention_2")
 
 
 def test_unknown_settings_and_families_are_refused(qwen):
-    with pytest.raises(TrimtabError, match="attention 'flex_attention' was asked for"):
+    with refused(TrimtabError, "flex_attention"):
         PackedCollator(qwen.model.config, attention="flex_attention")
-    with pytest.raises(TrimtabError, match="loss_weighting 'square' was asked for"):
+    with refused(TrimtabError, "loss_weighting", "square"):
         PackedCollator(qwen.model.config, loss_weighting="square")
-    with pytest.raises(UnknownModelError, match="'mllama' were asked for"):
+    with refused(UnknownModelError, "mllama"):
         PackedCollator(SimpleNamespace(model_type="mllama"))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"labels": None}, "nothing says which tokens are to be learnt"),
-        ({"input_ids": torch.empty(0, dtype=torch.int64)}, "has no tokens"),
-        ({"attention_mask": torch.tensor([0] + [1] * 13)}, "it is padded"),
-        ({"labels": torch.zeros(3, dtype=torch.int64)}, "labels has 3 entries for 14 input_ids"),
-        ({"input_ids": torch.zeros(2, 7, dtype=torch.int64)}, "give each conversation by itself"),
-        ({"loss_weight": -1}, "loss_weight is -1.0"),
-        ({"cross_attention_mask": torch.zeros(1)}, "cross_attention_mask, which packs of qwen2_5_vl have no place for"),
-        ({"image_grid_thw": torch.tensor([[1, 4, 4]])}, "pixel_values has 24 rows, but image_grid_thw names 16"),
-        ({"pixel_values": None, "image_grid_thw": None}, "make 0 tokens, but it has 6 image tokens"),
+        ({"labels": None}, ("assistant_masks",)),
+        ({"input_ids": torch.empty(0, dtype=torch.int64)}, ()),
+        ({"attention_mask": torch.tensor([0] + [1] * 13)}, ("padding=False",)),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, ("3", "14", "input_ids")),
+        ({"input_ids": torch.zeros(2, 7, dtype=torch.int64)}, ("input_ids", "2, 7")),
+        ({"loss_weight": -1}, ("loss_weight", "-1.0")),
+        ({"cross_attention_mask": torch.zeros(1)}, ("cross_attention_mask", "qwen2_5_vl")),
     ],
 )
-def test_bad_samples_are_named(qwen, change, message):
+def test_bad_samples_are_named(qwen, change, names):
     bad = {**qwen.samples[0], **change, "id": "a/7"}
-    with pytest.raises(SampleError, match=f"sample a/7: .*{message}"):
+    with refused(SampleError, "a/7", names):
         PackedCollator(qwen.model.config)([qwen.samples[1], bad])
 
 
 def test_samples_without_ids_and_several_bad_ones(qwen):
     bad = [{"labels": [1]}, {"input_ids": [1, 2]}]
-    with pytest.raises(
-        SampleError, match=r"(?s)sample 1 of the pack: .*no input_ids.*\nsample 2 of the pack: nothing says"
-    ):
+    with refused(SampleError, "1", "input_ids", "2"):
         PackedCollator(qwen.model.config)([qwen.samples[0], *bad])
-
-
-@pytest.mark.parametrize(
-    ("case", "change", "message"),
-    [
-        ("internvl qwen2", {"pixel_values": torch.zeros(2, 3, 56, 56)}, "make 8 tokens, but it has 4 image tokens"),
-        ("internvl qwen2", {"pixel_values": torch.zeros(1, 1, 3, 56, 56)}, "give .tiles, channels, height, width."),
-        ("llava_next", {"pixel_values": torch.zeros(3, 3, 56, 56)}, "with a row of image_sizes each"),
-        ("llava_next", {"pixel_values": None, "image_sizes": None}, "image tokens but no image"),
-    ],
-)
-def test_tiles_that_do_not_fit_are_named(case, change, message):
-    packs = make_tiny_packs(case)
-    with pytest.raises(SampleError, match=message):
-        PackedCollator(packs.model.config)([{**packs.samples[0], **change}])
 
 
 # -- what real processors give ----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from spread_cases import GENERATE, make_case, maps_of
 from tiny_models import IMAGE_TOKEN, INTERNVIT, TEXT
 from transformers.integrations.accelerate import expand_device_map
 
+from refusals import refused
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.placement.placed import Placement, read_device_map
 from trimtab.plan.file.placement import map_json
@@ -124,7 +125,7 @@ def test_disk_with_a_folder_reads_from_there(internvl, folder, tmp_path):
 def test_what_is_stored_in_another_dtype_cannot_stay_in_its_files(internvl, tmp_path):
     placed = {**whole(internvl, 0), "lm_head": "disk"}
     with simulated():
-        with pytest.raises(PartitionError, match=r"lm_head\.weight cannot stay on disk .* name an offload folder"):
+        with refused(PartitionError, "lm_head.weight"):
             load_placed(internvl.folder, placed, dtype=torch.bfloat16)
         model = load_placed(internvl.folder, placed, dtype=torch.bfloat16, offload_folder=tmp_path / "offload")
         assert model(**internvl.inputs).logits.dtype == torch.bfloat16
@@ -175,27 +176,27 @@ def test_a_written_map_runs_what_is_copied_where_the_plan_says(internvl, tmp_pat
         assert devices[0] == devices[1]
         guessed += devices[1] != devices[2]
     assert guessed > 0
-    with simulated(), pytest.raises(PartitionError, match="puts lm_head on 9, but"):
+    with simulated(), refused(PartitionError, "lm_head", "9"):
         load_placed(internvl.folder, whole(internvl, 0), runs_on={"lm_head": 9})
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"lm_head": None}, r"gives no device for lm_head: add it"),
-        ({f"{LLM}.rotary_emb": None}, r"gives no device for model\.language_model\.rotary_emb: add it"),
-        ({"lm_head": 8}, r"puts lm_head on 8, but this machine has devices 0 to 7: choose one of them, cpu or disk"),
-        ({"lm_head": "gpu"}, r"puts lm_head on 'gpu', but this machine has"),
-        ({"lm_head": -1}, r"puts lm_head on -1, but"),
+        ({"lm_head": None}, ("lm_head",)),
+        ({f"{LLM}.rotary_emb": None}, ("model.language_model.rotary_emb",)),
+        ({"lm_head": 8}, ("lm_head", "8", "0", "7")),
+        ({"lm_head": "gpu"}, ("lm_head", "gpu")),
+        ({"lm_head": -1}, ("lm_head",)),
         (
             {f"{LLM}.layers.3": 0},
-            r"'model\.language_model\.layers\.3', which InternVL.* not have: did you mean .*layers",
+            ("model.language_model.layers.3", "InternVL"),
         ),
     ],
 )
-def test_a_map_that_does_not_fit_is_refused(internvl, change, message):
+def test_a_map_that_does_not_fit_is_refused(internvl, change, names):
     placed = {name: device for name, device in {**whole(internvl, 0), **change}.items() if device is not None}
-    with simulated(), pytest.raises(PartitionError, match=message):
+    with simulated(), refused(PartitionError, names):
         load_placed(internvl.folder, placed)
 
 
@@ -208,13 +209,13 @@ def test_all_problems_of_a_map_are_named_at_once(internvl):
 
 
 def test_the_map_of_another_model_is_named_as_such(internvl):
-    with simulated(), pytest.raises(PartitionError, match=r"is of another model: InternVL.* has no 'vision_model'"):
+    with simulated(), refused(PartitionError, "InternVL", "vision_model"):
         load_placed(internvl.folder, {"vision_model": 0, "mlp1": 0, "language_model.output": 1})
 
     with simulated(), pytest.raises(PartitionError) as caught:
         load_placed(internvl.folder, {"vision_model": 0, "mlp1": 1})
     assert "gives no device" not in str(caught.value)  # for each of its modules
-    with simulated(), pytest.raises(PartitionError, match="puts the whole model on 9, but"):
+    with simulated(), refused(PartitionError, "9"):
         load_placed(internvl.folder, {"": 9})
 
 
@@ -227,14 +228,14 @@ def test_a_tower_without_a_device_is_named_once(internvl):
 
 
 def test_tied_weights_on_two_devices_are_refused(gemma3):
-    with simulated(), pytest.raises(PartitionError, match=r"but they are one weight: put both on 0"):
+    with simulated(), refused(PartitionError, "0"):
         load_placed(gemma3.folder, {**whole(gemma3, 0), "lm_head": 1})
 
 
 def test_an_accelerator_that_is_not_there_is_refused(internvl):
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
-    with pytest.raises(PartitionError, match="on 0, but this machine has no accelerator"):
+    with refused(PartitionError, "0"):
         load_placed(internvl.folder, whole(internvl, 0))
 
 
@@ -273,44 +274,44 @@ def damage(folder, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "names"),
     [
-        ("shard missing", r"names model-00002-of-\d+\.safetensors, which is missing: download the folder again"),
-        ("shard cut short", r"is no safetensors file, was cut short or is damaged"),
-        ("header cut short", r"is no safetensors file, was cut short or is damaged"),
-        ("no header", r"is no safetensors file, was cut short or is damaged"),
-        ("tensor missing", r"puts model\.extra into .*, which lacks it"),
-        ("outside", r"names '\.\./x\.safetensors', no safetensors file of its own folder"),
-        ("pickle", r"names 'pytorch_model\.bin', no safetensors file of its own folder"),
-        ("no weights", r"holds neither model\.safetensors nor .*: save the model as safetensors"),
-        ("weight missing", r"holds no weight for lm_head\.weight: download it again"),
-        ("index", r"has no weight_map from tensor to file"),
+        ("shard missing", ("00002",)),
+        ("shard cut short", ("cut", "short")),
+        ("header cut short", ("cut", "short")),
+        ("no header", ("safetensors",)),
+        ("tensor missing", ("model.extra",)),
+        ("outside", ("../x.safetensors",)),
+        ("pickle", ("pytorch_model.bin",)),
+        ("no weights", ("model.safetensors",)),
+        ("weight missing", ("lm_head.weight",)),
+        ("index", ("weight_map",)),
     ],
 )
-def test_a_damaged_folder_is_refused(folder, what, message):
+def test_a_damaged_folder_is_refused(folder, what, names):
     damage(folder, what)
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, names):
         load_placed(folder, {"": "cpu"})
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"vocab_size": 230}, r"holds lm_head\.weight in another shape than config\.json says"),
-        ({"num_hidden_layers": "four"}, r"has no config\.json that"),
+        ({"vocab_size": 230}, ("lm_head.weight", "config.json")),
+        ({"num_hidden_layers": "four"}, ("config.json",)),
     ],
 )
-def test_a_config_that_cannot_be_placed_is_refused(folder, change, message):
+def test_a_config_that_cannot_be_placed_is_refused(folder, change, names):
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= change
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=message):
+    with refused(ConfigError, names):
         load_placed(folder, {"": "cpu"})
 
 
 def test_a_generation_config_that_is_none_is_refused(folder):
     (folder / "generation_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"has a generation_config\.json that cannot be read .*: correct it, or take"):
+    with refused(ConfigError, "generation_config.json"):
         load_placed(folder, {"": "cpu"})
 
 
@@ -320,7 +321,7 @@ def test_code_of_the_folder_does_not_run(folder):
         json.dumps({**config, "model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}})
     )
     (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Mine: ...\n")
-    with pytest.raises(ConfigError, match=r"no config\.json that Transformers .* knows without running"):
+    with refused(ConfigError, "config.json"):
         load_placed(folder, {"": "cpu"})
     assert not (folder / "ran").exists()
 
@@ -330,10 +331,10 @@ def test_a_model_that_generates_no_text_is_refused(tmp_path):
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
     )
     transformers.SiglipVisionModel(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="is a siglip_vision_model, which generates no text"):
+    with refused(ConfigError, "siglip_vision_model"):
         load_placed(tmp_path, {"": "cpu"})
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"is no folder: give one that holds config\.json"):
+    with refused(ConfigError, "config.json"):
         load_placed(tmp_path / "nowhere", {"": "cpu"})

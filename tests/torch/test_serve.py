@@ -6,12 +6,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+
+from refusals import refused
 
 pytest.importorskip("fastapi", reason="carries the endpoint: pip install 'trimtab[serve]'")
 uvicorn = pytest.importorskip("uvicorn", reason="carries the endpoint: pip install 'trimtab[serve]'")
@@ -201,34 +198,6 @@ def test_a_page_that_names_this_machine_its_own_is_refused(running: Running, hos
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_a_signal_finishes_what_was_accepted(folder: Path, tmp_path: Path) -> None:
-    written = {"device_map": {"model": "cpu", "lm_head": "disk"}, "run_on_cpu": []}
-    (tmp_path / "map.json").write_text(json.dumps(written))
-    words = ["serve", str(folder), "--port", "0", "--map", str(tmp_path / "map.json"), "--max-new-tokens", "400"]
-    environment = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    command = [sys.executable, "-m", "trimtab", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stderr is not None
-        try:
-            url = next(line.split()[-1] for line in process.stderr if line.startswith("serving tiny on "))
-            body = json.dumps(question(WHAT, picture(1), max_tokens=300, temperature=0, stream=True)).encode()
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-            port = int(url.rsplit(":", 1)[1].split("/")[0])
-            with socket.create_connection(("127.0.0.1", port), timeout=120) as client:
-                client.sendall(head.encode() + body)
-                answer = client.recv(1)  # the first token is there, the last one is not
-                process.send_signal(signal.SIGTERM)
-                answer += b"".join(iter(lambda: client.recv(65536), b""))
-            assert answer.startswith(b"HTTP/1.1 200")
-            assert b'"completion_tokens":300' in answer
-            assert process.wait(60) == -signal.SIGTERM
-        finally:
-            process.kill()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)
-
-
 def test_a_port_in_use_is_named() -> None:
     with open_port(0) as taken:
         number = taken.getsockname()[1]
@@ -242,7 +211,7 @@ def test_a_port_in_use_is_named() -> None:
 def test_a_folder_that_lacks_its_processor_is_refused(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     (copy / "preprocessor_config.json").unlink()
-    with pytest.raises(ConfigError, match="copy"):
+    with refused(ConfigError):
         load_processor(copy)
 
 
@@ -251,7 +220,7 @@ def test_a_folder_quantised_is_placed_whole_or_not_at_all(folder: Path, tmp_path
     config = json.loads((copy / "config.json").read_text())
     quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (copy / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
-    with pytest.raises(ConfigError, match="bitsandbytes"):
+    with refused(ConfigError):
         load_placed(copy, {"model": "cpu", "lm_head": "disk"})
 
 
@@ -271,7 +240,7 @@ def test_a_folder_quantised_is_placed_whole_or_not_at_all(folder: Path, tmp_path
 )
 def test_a_bad_device_map_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "map.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"map\.json"):
+    with refused(ConfigError, "map.json"):
         read_device_map(tmp_path / "map.json")
 
 

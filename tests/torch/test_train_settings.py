@@ -6,28 +6,28 @@ from itertools import pairwise
 
 import pytest
 
+from refusals import refused
 from trimtab.errors import TrimtabError
 from trimtab.runtime.training.settings import TrainSettings, rate_factor
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        ({"optimizer": "Adamm"}, "optimizer 'Adamm' is no class of torch.optim"),
-        ({"steps": 0, "keep": 0}, r"steps 0 was asked for(.|\n)*keep 0 was asked for"),
-        ({"vision_dp": "auto"}, "vision_dp 'auto' was asked for: choose one of plan, dispatch, off"),
-        ({"learning_rate": float("nan")}, r"learning_rate \(--lr\) nan was asked for: give a number above 0"),
-        ({"optimizer": "LBFGS"}, "needs closures"),
+        ({"optimizer": "Adamm"}, ("Adamm", "torch.optim")),
+        ({"steps": 0, "keep": 0}, ("steps", "keep")),
+        ({"learning_rate": float("nan")}, ("learning_rate", "--lr", "0")),
+        ({"optimizer": "LBFGS"}, ("LBFGS",)),
         (
             {"max_grad_norm": -1.0, "warmup_steps": -1},
-            r"warmup_steps \(--set warmup\) -1(.|\n)*max_grad_norm \(--set clip\) -1.0",
+            ("warmup_steps", "max_grad_norm", "1.0"),
         ),
-        ({"seed": 99999999999999999999}, "seed 99999999999999999999 was asked for, but torch takes"),
-        ({"save_every": 2, "save": False}, r"\(--save-every\) and save=False"),
+        ({"seed": 99999999999999999999}, ("99999999999999999999",)),
+        ({"save_every": 2, "save": False}, ("--save-every",)),
     ],
 )
-def test_bad_settings_are_named_together(tmp_path, change, message):
-    with pytest.raises(TrimtabError, match=message):
+def test_bad_settings_are_named_together(tmp_path, change, names):
+    with refused(TrimtabError, names):
         TrainSettings(plan=tmp_path / "plan", model=tmp_path / "model", out=tmp_path / "no", **change)
     assert not (tmp_path / "no").exists()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from simulated_devices import counted, simulated
 
+from refusals import refused
 from trimtab.runtime.placing.device_units import Meeting
 
 
@@ -17,7 +18,7 @@ def devices():
 
 def test_operands_go_where_the_largest_of_them_lies():
     large, small = torch.ones(6, 4, device="sim:0"), torch.ones(4, device="sim:1")
-    with pytest.raises(RuntimeError, match="same device"):
+    with refused(RuntimeError):
         small + large
     with counted() as traffic:
         total = Meeting().open_in(lambda: small + large)()
@@ -42,7 +43,7 @@ def test_it_pauses_in_units_and_is_gone_after_an_error():
 
     meeting = Meeting()
     meeting.open_in(fails)()
-    with pytest.raises(RuntimeError, match="same device"):
+    with refused(RuntimeError):
         meeting.open_in(meeting.paused_in(fails))()
-    with pytest.raises(RuntimeError, match="same device"):
+    with refused(RuntimeError):
         fails()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+
+from refusals import refused
 
 pytest.importorskip("transformers", minversion="5", reason="holds the models that are cut")
 
@@ -13,7 +17,7 @@ from rounding import BOUNDS
 from shrunk_models import make_shrunk
 
 from trimtab.errors import UnsupportedPlanError
-from trimtab.runtime.pipeline import layers_of, verify_pipeline
+from trimtab.runtime.pipeline.build import layers_of, verify_pipeline
 from trimtab.runtime.pipeline.cuts import Way
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,24 +40,25 @@ def test_stages_that_cut_tower_and_decoder_have_the_models_loss_and_gradients(fa
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
-def test_a_wire_that_is_left_out_is_noticed(monkeypatch):
-    model = make_shrunk("qwen3_vl")
+def made(family: str) -> tuple[Any, list[Any], tuple[str, ...]]:
+    """A small model, micro-batches of it, and its layers in forward order."""
+    model = make_shrunk(family)
     batches, _ = draw_batches(model)
-    layers = layers_of(model, batches[0])
+    return model, batches, layers_of(model, batches[0])
+
+
+def test_a_wire_that_is_left_out_is_noticed(monkeypatch):
+    model, batches, layers = made("qwen3_vl")
     stages = cut_at(layers, [blocks_of(model, "language", layers)[1]])
     assert verify_pipeline(model, stages, batches).largest <= EXACT
     alive = Way.alive
     monkeypatch.setattr(Way, "alive", lambda way, cut: tuple(x for x in alive(way, cut) if "features" not in x))
-    with pytest.raises(
-        UnsupportedPlanError, match=r"cut in front of .*layers.1, this model's loss is .* off the whole"
-    ):
+    with refused(UnsupportedPlanError, "layers.1"):
         verify_pipeline(model, stages, batches)
 
 
 def test_per_layer_embeddings_travel_with_the_hidden_states():
-    model = make_shrunk("gemma4")
-    batches, _ = draw_batches(model)
-    layers = layers_of(model, batches[0])
+    model, batches, layers = made("gemma4")
     stages = cut_at(layers, [blocks_of(model, "language", layers)[1]])
     assert verify_pipeline(model, stages, batches).largest <= EXACT
 
@@ -64,33 +69,23 @@ def test_shared_keys_and_values_are_not_cut_from_the_layer_that_made_them(monkey
     text |= {"num_hidden_layers": len(kinds)}
     monkeypatch.setitem(shrunk_models.GIVEN, "gemma4", {"text_config": text})
     monkeypatch.setattr(shrunk_models, "_cut_layers", lambda config, num: None)
-    model = make_shrunk("gemma4")
-    batches, _ = draw_batches(model)
-    layers = layers_of(model, batches[0])
+    model, batches, layers = made("gemma4")
     blocks = blocks_of(model, "language", layers)
     assert verify_pipeline(model, cut_at(layers, blocks[1:2]), batches).largest <= EXACT
-    with pytest.raises(
-        UnsupportedPlanError, match=r"begins at .*layers.2, but .*layers.2 is handed what .*layers.1 in"
-    ):
+    with refused(UnsupportedPlanError, "layers.2", "layers.1"):
         verify_pipeline(model, cut_at(layers, blocks[2:]), batches)
 
 
 def test_a_tower_behind_the_text_that_reads_it_is_refused():
-    model = make_shrunk("internvl")
-    batches, _ = draw_batches(model)
-    layers = layers_of(model, batches[0])
+    model, batches, layers = made("internvl")
     text = layers.index("model.language_model.layers.1")
     swapped = [layers[text:-1], (*layers[:text], layers[-1])]
-    with pytest.raises(
-        UnsupportedPlanError, match=r"take model.language_model.layers.1 out of forward order, but it re"
-    ):
+    with refused(UnsupportedPlanError, "model.language_model.layers.1"):
         verify_pipeline(model, swapped, batches)
 
 
 def test_micro_batches_that_the_model_does_not_take_are_one_sentence():
     model = make_shrunk("internvl")
     batches, _ = draw_batches(model)
-    with pytest.raises(
-        UnsupportedPlanError, match=r"cannot be followed without weights \(\w+: .*\): give micro-batches"
-    ):
+    with refused(UnsupportedPlanError):
         layers_of(model, {**batches[0], "pixel_values": torch.zeros(3, 5, 7)})

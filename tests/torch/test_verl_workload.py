@@ -7,6 +7,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from refusals import refused
+
 torch = pytest.importorskip("torch", reason="the verl adapter takes and gives tensors: pip install 'trimtab[torch]'")
 
 from trimtab.adapters.verl import (  # noqa: E402
@@ -104,14 +106,12 @@ def test_a_sliding_window_is_cheaper_than_full_attention() -> None:
 def test_bad_input_is_named(profile: Profile) -> None:
     counts = torch.zeros(2, dtype=torch.int64)
     vision = PatchCounts(num_patches=counts, patches_sq=counts, patches_windowed=counts)
-    with pytest.raises(PackingError, match=r"workload of \(3,\) sequences .* shape \(2,\): give one number a sequence"):
+    with refused(PackingError, "3", "2"):
         vlm_workload(profile)(torch.tensor([1, 2, 3]), vision)
     rule = describe("Qwen2.5-VL-7B").image_rule
-    with pytest.raises(
-        ImageError, match=r"sequence 1 has a grid of 5 x 5 patches, .* would resize .*: describe the model"
-    ):
+    with refused(ImageError, "1", "5"):
         count_grids(rule, [None, torch.tensor([[1, 5, 5]])])
-    with pytest.raises(ConfigError, match=r"image rule internvl.* does not make: give PatchCounts of your own"):
+    with refused(ConfigError, "PatchCounts"):
         count_grids(describe("InternVL-Chat-V1-5").image_rule, [None])
 
 
@@ -126,7 +126,7 @@ def test_it_stands_in_for_a_function_that_others_have_imported_by_name(profile: 
     vision = count_grids(describe("Qwen2.5-VL-7B").image_rule, [None, torch.tensor([[1, 76, 136]])])
     stand_in_for(balancing.calculate_workload, workload.with_vision(vision))
     assert by_name(lengths).tolist() == workload(lengths, vision).tolist()
-    with pytest.raises(ConfigError, match="takes 2 arguments or is made inside another function: change the call"):
+    with refused(ConfigError, "2"):
         stand_in_for(table, workload)
 
 
@@ -134,5 +134,5 @@ def test_a_profile_without_a_language_model_is_refused(profile: Profile) -> None
     from dataclasses import replace
 
     vision = replace(profile, layers=tuple(layer for layer in profile.layers if layer.tower == "vision"))
-    with pytest.raises(ConfigError, match=r"none of its layers takes time per token: profile the whole model"):
+    with refused(ConfigError):
         vlm_workload(vision)

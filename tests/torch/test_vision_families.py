@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from refusals import refused
+
 pytest.importorskip("transformers", minversion="5", reason="holds the families' models")
 
 from drawn_images import draw_several_images
@@ -19,9 +21,9 @@ from shrunk_models import make_shrunk
 
 from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision import BatchFamily, GridFamily, check_family
 from trimtab.runtime.vision.hooks import find_functions
-from trimtab.runtime.vision.inputs import find_family, tower_flops
+from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, find_family, tower_flops
+from trimtab.runtime.vision.verify import check_family
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -86,9 +88,7 @@ def test_arguments_of_the_function_that_encodes_say_how_it_divides():
     tiles = find_family(config, of_tiles)
     assert tiles.tiles(torch.tensor([[112, 56]]), config).tolist() == [3]
     assert tiles.beside == ("image_sizes",)
-    with pytest.raises(
-        TrimtabError, match=r"nothing says how a call of the 'nobody_knows' vision tower divides .*neither"
-    ):
+    with refused(TrimtabError, "nobody_knows"):
         find_family(config, of_words)
 
 
@@ -143,32 +143,32 @@ def read(name: str, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "names"),
     [
-        ("qwen2_5_vl", {"cu_seqlens": torch.zeros(2)}, "cu_seqlens describes all images of the batch, and each rank"),
+        ("qwen2_5_vl", {"cu_seqlens": torch.zeros(2)}, ("cu_seqlens",)),
         (
             "qwen2_5_vl",
             {"window_index": torch.zeros(2), "position_ids": torch.zeros(1)},
-            "position_ids, window_index des",
+            ("position_ids", "window_index"),
         ),
         (
             "qwen3_vl",
             {"output_hidden_states": True},
-            "output_hidden_states asks the vision tower for the states of all",
+            ("output_hidden_states",),
         ),
         (
             "internvl",
             {"output_attentions": True},
-            "output_attentions asks the vision tower for the states of all images",
+            ("output_attentions",),
         ),
-        ("qwen3_vl", {"image_grid_thw": None}, "called without image_grid_thw: it says which patches belong to which"),
-        ("qwen3_vl", {"image_grid_thw": torch.tensor([[1, 2, 2]])}, r"counts 4 patches and pixel_values has \d+: pass"),
-        ("internvl", {"pixel_values": [1]}, "pixel_values is list, not one tensor: only tensors can be shared among"),
-        ("llava_onevision", {"batch_num_images": [1, 2]}, "batch_num_images has samples of several images, which"),
+        ("qwen3_vl", {"image_grid_thw": None}, ("image_grid_thw",)),
+        ("qwen3_vl", {"image_grid_thw": torch.tensor([[1, 2, 2]])}, ("4", "pixel_values")),
+        ("internvl", {"pixel_values": [1]}, ("pixel_values",)),
+        ("llava_onevision", {"batch_num_images": [1, 2]}, ("batch_num_images",)),
     ],
 )
-def test_what_cannot_be_divided_is_refused(name, changes, message):
-    with pytest.raises(TrimtabError, match=message):
+def test_what_cannot_be_divided_is_refused(name, changes, names):
+    with refused(TrimtabError, names):
         read(name, **changes)
 
 
@@ -187,9 +187,7 @@ def test_what_belongs_to_the_text_is_left_out():
 
 
 def test_a_module_without_such_a_function_is_refused():
-    with pytest.raises(
-        TrimtabError, match="Linear has 0 modules with get_image_features, and exactly one can be shared"
-    ):
+    with refused(TrimtabError, "0", "get_image_features"):
         find_functions(torch.nn.Linear(1, 1), "features")
-    with pytest.raises(TrimtabError, match="Linear has 0 vision towers whose forward takes grid_thw, and exactly one"):
+    with refused(TrimtabError, "0", "grid_thw"):
         find_functions(torch.nn.Linear(1, 1))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore
 from torch.distributed.checkpoint.api import CheckpointException
 
+from refusals import refused
 from trimtab.errors import TrimtabError
 from trimtab.runtime.ranks import Late, Watch, _is_lost
 from trimtab.runtime.training.settings import TrainSettings
@@ -62,18 +63,6 @@ def test_a_rank_that_writes_no_more_is_silent_wherever_it_is():
     assert here.late() == []
 
 
-def test_a_rank_that_has_left_is_late_where_it_did_not_come():
-    here, gone = watches(2)
-    for watch in (here, gone):
-        watch.arrive()
-    gone.beat(has_left=True)
-    assert read(here, []) == []  # it was there too
-    assert here.has_left(1)
-    here.arrive()
-    (late,) = read(here, [])
-    assert (late.rank, late.is_silent) == (1, False)
-
-
 def test_each_late_rank_is_named_once_over_all_ranks(capsys):
     first, late, last = watches(3)
     for watch in (first, last):
@@ -110,14 +99,14 @@ def test_ranks_meet_with_equal_words_alone(words):
         first.meet(words, 60.0)
         first.close()
         return
-    with pytest.raises(TrimtabError, match=r"rank 1 .* seed 0, .*rank 0 .* 1"):
+    with refused(TrimtabError, "1", "0"):
         first.meet(words, 60.0)
 
 
 def test_a_rank_that_does_not_come_is_named_and_waited_for_no_longer_than_asked(capsys):
     first, _ = watches(2)
     first.patience_s = 0.1
-    with pytest.raises(TrimtabError, match=r"rank 0 .* rank 1 of 2"):
+    with refused(TrimtabError, "0", "1", "2"):
         first.meet({}, 0.3)
     assert "rank 1 of 2" in capsys.readouterr().err
 
@@ -159,7 +148,7 @@ def test_a_connections_errors_are_told_from_others():
 @pytest.mark.parametrize("value", [0, -1, 10**30, 1.5])
 def test_timeouts_that_are_none_are_refused(tmp_path, value):
     settings = TrainSettings(plan=tmp_path, model=tmp_path)
-    with pytest.raises(TrimtabError, match=r"timeout_s \(--set timeout\)"):
+    with refused(TrimtabError, "timeout_s", "--set"):
         replace(settings, timeout_s=value)
 
 

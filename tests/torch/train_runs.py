@@ -22,10 +22,11 @@ from model_folders import write_data, write_model, write_plan_of
 
 from trimtab.models.describe import describe
 from trimtab.options import Tower
-from trimtab.plan.file.yaml import fold_modules, load_plan, plan_to_yaml
+from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.plan import RecomputeDecision, StageDecision, VisionDecision
 from trimtab.runtime.training.loop import train
 from trimtab.runtime.training.settings import TrainSettings
+from trimtab.units import fold_modules
 
 NUM_SAMPLES = 24
 

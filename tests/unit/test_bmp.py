@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
-from refusals import refused
-from trimtab.errors import PartitionError
 from trimtab.partition.published import bmp_anchor, bmp_candidates, bmp_split, rank_cuts
 from trimtab.partition.search import Evaluator, search_makespan
 from trimtab.units import MIB
@@ -76,13 +74,3 @@ def test_one_stage_has_one_candidate():
     result = bmp_split(problem, lambda _: 1.0)
     assert [(stage.start, stage.stop) for stage in result.split.stages] == [(0, 6)]
     assert (result.anchor, result.seconds, result.num_candidates) == ((), 1.0, 1)
-
-
-def test_what_cannot_be_listed_or_does_not_fit_is_refused():
-    profile, work = random_profile(np.random.default_rng(0), 40, 4), work_of(1, 4)
-    problem = problem_of(profile, 12, 4, work)
-    with refused(PartitionError, "3", "11", "1977326743"):
-        bmp_split(problem, lambda _: 1.0, radius=3)
-    cramped = problem_of(profile, 4, 4, work, memory_bytes=1.0)
-    with refused(PartitionError, "1"):
-        bmp_split(cramped, lambda _: 1.0, radius=1)

@@ -182,7 +182,7 @@ def test_damaged_columns_are_bad_samples_or_a_refused_file(tmp_path: Path, kind:
 def test_one_wrong_offset_costs_its_group_of_rows(tmp_path: Path) -> None:
     path = tmp_path / "s.arrow"
     texts = pyarrow.array([f"text number {n}" for n in range(4)])
-    batch = pyarrow.record_batch({"id": texts})
+    batch = pyarrow.record_batch([texts], names=["id"])
     with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     content = path.read_bytes()

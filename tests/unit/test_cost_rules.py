@@ -1,14 +1,18 @@
-"""costs/formula (activations, adapters, layers, state, exchange, curves): every documented rule as a row of a table."""
+"""Every documented rule of costs as a row of a table.
+
+costs/ (profile), costs/formula/ (activations, adapters, layers, state, exchange, curves, settings).
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from cost_models import embed, head, patches, projector, text_block, vision_block
+from cost_models import embed, head, patches, projector, small_model, text_block, vision_block
 
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.activations import (
+    adapter_item_bytes,
     adapter_traffic,
     attention_result_bytes,
     count_kernels,
@@ -21,8 +25,9 @@ from trimtab.costs.formula.exchange import expert_tp_bytes, ring_bytes
 from trimtab.costs.formula.layers import COLLECTIVE_S, KERNEL_S, Gradients, cost_layer
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import Share, added_bytes, bytes_per_param, shares_of, state_bytes, step_seconds
-from trimtab.lora import Lora
-from trimtab.specs import WORK_TERMS, MlpSpec, ParallelDims
+from trimtab.costs.profile import chosen_tiers, price_model, profile_model, weight_coefficients
+from trimtab.lora import NF4_BYTES, Lora
+from trimtab.specs import WORK_TERMS, MlpSpec, ParallelDims, RecomputeChoice, Stage
 
 A100 = DEVICES["A100-80GB"]
 PERFECT = Efficiency(matmul=1, outputs=0, depth=0, product_s=0, attention=1, memory=1, link=1)
@@ -89,6 +94,26 @@ def test_state_is_sharded_by_stage(stage, frozen, trained):
     assert bytes_per_param(own, trainable=True) == trained
     share = Share(params=10.0, trained=4.0, stored_bytes=20.0, trained_bytes=8.0, replicas=4, bytes_per_s=1.0)
     assert state_bytes(share, own) == pytest.approx(6.0 * frozen + 4.0 * trained)
+
+
+def test_norms_of_queries_and_keys_are_whole_on_every_device_and_biases_of_columns_divided():
+    plain = text_block(num_kv_heads=4)
+    normed = replace(
+        plain,
+        attention=replace(plain.attention, qk_norm=True),
+        num_params=plain.num_params + 2 * 32 + Q + 2 * 128,  # two norms over a head; biases of q, k and v
+    )
+    (share,) = shares_of(normed, A100, settings(tp=2), trainable=True)
+    assert share.params == plain.num_matmul_params / 2 + 2 * H + 2 * 32 + (Q + 2 * 128) / 2
+
+
+def test_4_bit_weights_are_stored_by_their_block_and_adapters_beside_them():
+    own = settings(lora=Lora(r=8, targets=("q_proj",), bits=4))
+    (share,) = shares_of(text_block(), A100, own, trainable=True)
+    adapters = 8 * (H + Q)
+    assert share.trained == adapters
+    assert share.stored_bytes == 2 * 2 * H + NF4_BYTES * text_block().num_matmul_params + share.trained_bytes
+    assert share.trained_bytes in (2 * adapters, 4 * adapters)
 
 
 # -- traffic --------------------------------------------------------------------------------------------------------
@@ -178,6 +203,105 @@ def test_what_only_a_weights_gradient_needs_goes_with_it(weights, names):
     assert "q, k, v" in kept
 
 
+@pytest.mark.parametrize(
+    ("layer", "given", "kept"),
+    [
+        (patches(), {}, {"pixels": 2 * 588}),
+        (embed(), {}, {"token ids": 8}),
+        (projector(), {}, {"projector input": 2 * 256, "activation input": 2 * 128, "activation output": 2 * 128}),
+        (head(), {}, {"head input": 2 * H, "logits": 2 * 1000, "log-softmax": 4 * 1000}),
+        (head(), {"fused_kernels": True}, {"head input": 2 * H, "log-softmax": 4 * 1000}),
+        (head(), {"tp": 2}, {"head input": 2 * H, "logits": 1000, "log-softmax": 2 * 1000}),
+    ],
+)
+def test_layers_at_the_ends_keep_their_inputs_and_the_head_its_scores(layer, given, kept):
+    assert {x.name: x.row_bytes for x in kept_when(layer, settings(**given), weights=True)} == kept
+
+
+def test_a_shared_expert_keeps_its_share_and_a_fused_head_two_gradients():
+    mlp = MlpSpec(intermediate_size=64, gated=True, num_experts=8, experts_per_token=2, shared_intermediate_size=512)
+    moe = replace(text_block(), mlp=mlp)
+    for tp in (1, 2):
+        kept = {x.name: x.row_bytes for x in kept_when(moe, settings(tp=tp), weights=True)}
+        alone = {x.name: x.row_bytes for x in kept_when(text_block(), settings(tp=tp), weights=True)}
+        assert [kept[x.replace("mlp", "shared")] for x in alone if "mlp" in x and x != "mlp input"] == [
+            size for x, size in alone.items() if "mlp" in x and x != "mlp input"
+        ]
+    plain, fused = cost(head()), cost(head(), fused_kernels=True)
+    assert plain.transient_bytes[TOKENS] == 8 * 1000
+    assert fused.transient_bytes[TOKENS] == 2 * 1000
+    assert fused.other_transient_bytes[TOKENS] == (2 - 4) * 1000 + 2 * 128
+    assert fused.other_transient_bytes[ONCE] == 2 * 128 * 1000
+
+
+@pytest.mark.parametrize(
+    ("gated", "quick", "fused", "widths"),
+    [
+        (True, False, False, 2),
+        (True, False, True, 2),
+        (False, False, False, 1),
+        (False, True, False, 2),
+        (False, True, True, 1),
+    ],
+)
+def test_a_blocks_backward_works_beside_its_last_product_then_beside_its_activation(gated, quick, fused, widths):
+    layer = replace(text_block(), mlp=MlpSpec(intermediate_size=F, gated=gated, quick_gelu=quick))
+    found = cost(layer, fused_kernels=fused)
+    assert (found.transient_bytes[TOKENS], found.transient_bytes[ONCE]) == (2 * (H + F), 2 * F * H)
+    assert found.other_transient_bytes[TOKENS] == 2 * (H + widths * F)
+
+
+def test_without_measured_weight_gradients_half_of_the_products_backward_is_theirs_and_none_of_the_pairs():
+    own = replace(cost(text_block()), weight_s=())
+    pairs = [name.endswith(("_sq", "_windowed")) for name in WORK_TERMS]
+    expected = [0.0 if pair else 0.5 * s for pair, s in zip(pairs, own.backward_s, strict=True)]
+    assert weight_coefficients(own).tolist() == expected
+    assert weight_coefficients(replace(own, weight_s=(9.0,) * len(WORK_TERMS))).tolist() == list(own.backward_s)
+
+
+def test_a_stages_tiers_are_those_of_its_choices():
+    profile = profile_model(small_model(), A100)
+    stage = Stage(index=0, start=1, stop=4, recompute=(RecomputeChoice(tier="full", layers=(2,)),))
+    assert [x.name for x in chosen_tiers(profile, stage)] == ["none", "full", "none"]
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"tp_overlap": True, "tp": 2}, "one part in 2"),
+        ({"zero_stage": 3, "dp": 2}, "ZeRO-3"),
+        ({"cp": 2}, "cp 2"),
+    ],
+)
+def test_what_a_launcher_must_switch_on_is_named_once(more, named):
+    degrees = {name: more.pop(name) for name in ("tp", "dp", "cp") if name in more}
+    plain = price_model(small_model(), A100, settings()).assumptions
+    found = price_model(small_model(), A100, settings(**degrees, **more)).assumptions
+    assert [named in x for x in found].count(True) == 1
+    assert not any(named in x for x in plain)
+
+
+@pytest.mark.parametrize(
+    ("weights", "products", "middle", "inputs"), [("same", 2, 2, []), ("fp32", 2, 2, [2]), ("fp32_products", 4, 4, [4])]
+)
+def test_adapters_keep_their_middle_and_a_cast_copy_of_their_input(weights, products, middle, inputs):
+    own = settings(lora=Lora(r=8, targets=("q_proj",), weights=weights))
+    assert adapter_item_bytes(own) == products
+    for trained in (True, False):
+        kept = kept_when(text_block(), own, weights=trained)
+        assert [x.row_bytes for x in kept if x.name == "adapter middle"] == [middle * 8]
+        assert [x.row_bytes for x in kept if x.name == "adapter input"] == [x * H for x in inputs]
+        assert ("qkv input" in {x.name for x in kept}) == (trained or not inputs)  # what q's adapter multiplies
+
+
+def test_rows_are_shared_by_cp_in_the_language_model_and_by_tp_where_sequence_parallel():
+    own = settings(cp=2, tp=4, sequence_parallel=True)
+    assert [own.token_share(x) for x in ("language", "vision", "projector")] == [2, 1, 1]
+    assert [own.row_share(x) for x in ("language", "vision")] == [4, 1]
+    assert settings(tp=4, vision_sequence_parallel=True).row_share("vision") == 4
+    assert settings(tp=4).row_share("language") == 1
+
+
 # -- messages -------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +338,8 @@ def test_keys_and_values_go_round_the_other_ranks(cp, tp):
     own = settings(cp=cp, tp=tp)
     assert ring_bytes(text_block(), own) == (cp - 1) * 2 * 2 * KV / tp
     assert ring_bytes(vision_block(), own) == 0.0
+    slow, fast = (cost(text_block(), cp=cp, tp=tp, cp_bytes_per_s=x).forward_s[TOKENS] for x in (1e9, 2e9))
+    assert slow - fast == pytest.approx(ring_bytes(text_block(), own) / cp / 2e9)
 
 
 def test_an_expert_of_several_devices_gathers_its_rows_and_scatters_results():

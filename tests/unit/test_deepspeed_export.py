@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ast
 
-import pytest
-
 from export_cases import by_counts, cut, decide, first_block, make_model
 from trimtab.adapters import deepspeed
 from trimtab.adapters.deepspeed import deepspeed_runs
 from trimtab.adapters.running import Exported
-from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 MODEL = make_model(tied=True)
@@ -62,19 +59,3 @@ def test_recompute_is_carried_layer_by_layer_and_selective_becomes_full():
 def test_tensor_parallelism_is_left_to_the_layers():
     found = export(MODEL, by_counts(MODEL, 6, 6), dims=ParallelDims(dp=3, pp=2, tp=4))
     assert any("PipeModelDataParallelTopology(num_pp=2, num_mp=4, num_dp=3)" in w for w in found.warnings)
-
-
-def test_what_deepspeed_cannot_run_is_refused_at_once():
-    with pytest.raises(UnsupportedPlanError) as caught:
-        export(
-            MODEL,
-            by_counts(MODEL, 3, 3, 3, 3),
-            dims=ParallelDims(pp=2),
-            schedule="Interleaved1F1B",
-            num_chunks=2,
-            zero_stage=3,
-        )
-    assert str(caught.value).splitlines() == [
-        "schedule Interleaved1F1B was planned, and PipelineModule does not run it: plan with 1F1B",
-        "ZeRO stage 3 was planned, and DeepSpeed's pipeline engine works with 0 and 1: plan with ZeRO stage 1",
-    ]

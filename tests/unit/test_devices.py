@@ -1,8 +1,6 @@
-"""Devices and clusters by name."""
+"""costs/ (devices): devices and clusters by name."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from plan_cases import tile_samples
@@ -98,13 +96,3 @@ def test_a_device_from_a_file_plans_and_is_kept_in_the_plan(tmp_path):
     write_plan(details, tmp_path / "plan")
     mine.unlink()
     assert find_cluster(load_plan(tmp_path / "plan")) == cluster
-
-
-def test_the_page_of_devices_shows_the_table():
-    page = (Path(__file__).parents[2] / "docs" / "devices.md").read_text(encoding="utf-8")
-    rows = [
-        f"| {name} | {device.memory_bytes / 2**30:.1f} | {device.peak_flops / 1e12:g} | "
-        f"{device.memory_bytes_per_s / 1e9:g} | {device.link_bytes_per_s / 1e9:g} | {device.source} |"
-        for name, device in DEVICES.items()
-    ]
-    assert "\n".join(rows) in page

@@ -58,24 +58,6 @@ def test_the_environment_names_gpus_only_where_they_are_out_of_order():
     assert "--pipeline-parallel-size 2" in plain.shell("vllm")
 
 
-@pytest.mark.parametrize(
-    ("moved", "reason"),
-    [
-        ({"lm_head": 0}, ()),
-        ({"model.visual.merger": 1}, ()),
-        ({"model.language_model.layers.1": 0, "model.language_model.layers.0": 1}, ()),
-        ({"model.language_model.embed_tokens": "cpu"}, ()),
-    ],
-)
-def test_a_map_that_no_engine_runs_is_refused(moved, reason):
-    model = small_model(num_layers=4)
-    names = [x.name for x in model.layers]
-    placed: dict[str, int | str] = {name: int(i >= len(names) - 4) for i, name in enumerate(names)}
-    assert count_placed_layers(placed).layers == (2, 2)
-    with refused(UnsupportedPlanError, reason):
-        count_placed_layers(placed | moved)
-
-
 def test_commands_serve_the_same_placement():
     stages = {f"model.language_model.layers.{i}": int(i > 2) for i in range(4)} | {"lm_head": 1}
     vllm, sglang = engine_commands("tiny", "qwen2_5_vl", stages)

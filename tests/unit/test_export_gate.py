@@ -28,8 +28,8 @@ from trimtab.errors import UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import MemoryBudget, make_case
-from trimtab.plan.decide.expressible import mean_step_s, rank_bytes
 from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.decide.stages import mean_step_s, rank_bytes
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.options import PlanOptions
 

@@ -1,4 +1,4 @@
-"""The best plan that a framework can run: never one it cannot, never over the memory, priced against the plan."""
+"""plan/decide/expressible.py: the best plan that a framework can run, within memory, priced against the plan."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.partition.stages import split_stages
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.expressible import (
+from trimtab.plan.decide.stages import (
     Expressible,
     best_expressible,
+    epoch_s,
     overfull_ranks,
     relative_time,
 )
-from trimtab.plan.decide.stages import epoch_s
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.options import PlanOptions

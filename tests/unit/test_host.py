@@ -1,4 +1,4 @@
-"""costs/ (host, seconds, settings): a pass is the slower of device and host; what a host does by itself is priced."""
+"""costs/formula/ (host, settings, layers): a pass is the slower of device and host; what a host does is priced."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import pytest
 
 from export_cases import by_counts, decide, first_block, make_model
 from trimtab.adapters.huggingface import TARGETS, export
-from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ParallelDims, RecomputeChoice
 
 MODEL = make_model()
@@ -50,12 +49,3 @@ def test_each_host_is_told_its_steps_and_its_sharding(name: str, zero_stage: int
     assert line in found.text
     assert found.warnings == ()
     compile(found.text, name, "exec")
-
-
-def test_a_pipeline_is_refused():
-    with pytest.raises(UnsupportedPlanError) as caught:
-        export(decide(MODEL, by_counts(MODEL, 6, 6), dims=ParallelDims(pp=2)), None)
-    assert str(caught.value).splitlines() == [
-        "2 stages were planned, and Transformers runs the whole model on every rank: plan with pp 1, or train by "
-        "`trimtab train`, which runs stages",
-    ]

@@ -8,15 +8,12 @@ from dataclasses import replace
 import pytest
 from described_configs import edit
 from image_configs import (
-    CLIP,
     GEMMA3,
-    GEMMA3_CROPS,
     INTERNVL,
     INTERNVL_CHAT,
     INTERNVL_FILE,
     LLAVA,
     NEXT,
-    ONEVISION,
     QWEN25,
     QWEN_FILE,
 )
@@ -55,60 +52,12 @@ def without(data: dict, paths: list[str]) -> dict:
     return functools.reduce(lambda left, path: edit(left, path, ...), paths, data)
 
 
-@pytest.mark.parametrize(
-    ("config", "missing"),
-    [
-        (INTERNVL_CHAT, ["dynamic_image_size"]),
-        (INTERNVL_CHAT, ["min_dynamic_patch", "max_dynamic_patch", "use_thumbnail", "vision_config.patch_size"]),
-        (INTERNVL, ["downsample_ratio"]),
-        (QWEN25, ["vision_config.window_size"]),
-        (LLAVA, ["vision_feature_select_strategy", "vision_config.patch_size", "vision_config.model_type"]),
-        (NEXT, ["image_grid_pinpoints"]),
-        (ONEVISION, ["vision_aspect_ratio"]),
-        (GEMMA3, ["mm_tokens_per_image", "vision_config.patch_size"]),
-    ],
-)
-def test_fields_missing_from_config_are_named(config, missing):
-    files = {"internvl": INTERNVL_FILE, "qwen2_5_vl": QWEN_FILE}
-    with refused(ConfigError) as caught:
-        image_rule(without(config, missing), files.get(config["model_type"]))
-    assert all(path in str(caught.value) for path in missing)
-
-
 def test_all_problems_of_one_model_come_at_once():
     with pytest.raises(ConfigError) as caught:
         image_rule({"model_type": "qwen2_5_vl"}, {"do_resize": False, "max_pixels": "many"})
     text = str(caught.value)
     for part in ("vision_config.patch_size", "spatial_merge_size", "min_pixels", "max_pixels is 'many'", "window_size"):
         assert part in text
-
-
-@pytest.mark.parametrize(
-    ("config", "file", "field"),
-    [
-        (INTERNVL_CHAT | {"max_dynamic_patch": HUGE}, None, "max_dynamic_patch"),
-        (INTERNVL_CHAT | {"min_dynamic_patch": HUGE, "max_dynamic_patch": HUGE}, None, "min_dynamic_patch"),
-        (INTERNVL_CHAT | {"force_image_size": HUGE}, None, "image_size"),
-        (INTERNVL_CHAT | {"downsample_ratio": 1e300}, None, "downsample_ratio"),
-        (INTERNVL_CHAT | {"downsample_ratio": 10**400}, None, "downsample_ratio"),
-        (INTERNVL, INTERNVL_FILE | {"max_patches": HUGE}, "max_patches"),
-        (INTERNVL, INTERNVL_FILE | {"max_patches": 4097}, "max_patches"),
-        (QWEN25, QWEN_FILE | {"max_pixels": 10**400}, "max_pixels"),
-        (QWEN25 | {"vision_config": {"patch_size": HUGE, "spatial_merge_size": HUGE}}, None, "patch_size"),
-        (QWEN25 | {"vision_config": {"patch_size": 14, "spatial_merge_size": HUGE}}, None, "spatial_merge_size"),
-        (LLAVA | {"vision_config": CLIP | {"image_size": HUGE}}, None, "image_size"),
-        (NEXT | {"image_grid_pinpoints": [[336, 672]] * 10**6}, None, "image_grid_pinpoints"),
-        (NEXT | {"image_grid_pinpoints": [[336 * 10**6, 336]]}, None, "image_grid_pinpoints"),
-        (NEXT | {"image_grid_pinpoints": [[10**400, 336]]}, None, "image_grid_pinpoints"),
-        (ONEVISION | {"vision_aspect_ratio": "anyres_max_" + "9" * 5000}, None, "vision_aspect_ratio"),
-        (GEMMA3 | {"mm_tokens_per_image": 10**400}, None, "mm_tokens_per_image"),
-        (GEMMA3, GEMMA3_CROPS | {"pan_and_scan_max_num_crops": HUGE}, "pan_and_scan_max_num_crops"),
-    ],
-)
-def test_huge_numbers_are_refused_at_once_by_name(config, file, field):
-    with refused(ConfigError, field) as caught:  # a hang is a failure by CI's time limit
-        image_rule(config, file)
-    assert len(str(caught.value)) < 1500
 
 
 def test_the_largest_rules_are_built_at_once_and_their_counts_fit_63_bits():

@@ -189,25 +189,6 @@ def test_pai_recomputes_everything_or_nothing():
     assert pai(MODEL, everywhere).warnings == ()
 
 
-def test_pai_refuses_other_splits_families_and_chunks_at_once():
-    other = make_model(family="internvl")
-    with pytest.raises(UnsupportedPlanError) as caught:
-        pai(other, by_counts(other, 3, 5, 4), price=1.25)
-    first, second = str(caught.value).splitlines()
-    assert first.startswith("tiny is of the family internvl, and Pai-Megatron-Patch has scripts")
-    assert second == (
-        "stages of 3, 5, 4 blocks were planned, and the scripts know a count above 0 for the first stage and even ones "
-        "after it: export with --fit FOLDER (the best such split takes 1.25 x as long a step)"
-    )
-    with refused(UnsupportedPlanError, "0", "12"):
-        pai(MODEL, by_counts(MODEL, 0, 12))
-    with refused(UnsupportedPlanError):
-        pai(MODEL, cut(MODEL, 3))
-    stages = by_counts(MODEL, 3, 3, 3, 3)
-    with refused(UnsupportedPlanError, "2", "1F1B"):
-        pai(MODEL, stages, dims=ParallelDims(pp=2), schedule="Interleaved1F1B", num_chunks=2)
-
-
 @pytest.mark.parametrize(("name", "adapter"), [("pai-megatron", pai_megatron), ("megatron-bridge", megatron_hosts)])
 def test_a_family_that_a_host_lacks_is_refused_before_a_plan_is_made(name: str, adapter: ModuleType):
     with refused(UnsupportedPlanError):

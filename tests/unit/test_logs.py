@@ -162,16 +162,6 @@ def test_other_files_are_refused_in_a_sentence(tmp_path, content, message):
     assert message in str(caught.value)
 
 
-def test_a_file_cannot_make_us_fill_the_memory(tmp_path):
-    huge = entry((10**12, 0), (0, 4), num_microbatches=10**12)
-    with pytest.raises(TrimtabError) as caught:
-        read_runs(write(tmp_path, huge), MODEL, A100)
-    assert "num_microbatches is 1000000000000: give a number from 1 to 65536" in str(caught.value)
-    huge["num_microbatches"] = 8
-    with refused(TrimtabError, "1000000000000", "3"):
-        read_runs(write(tmp_path, huge), MODEL, A100)
-
-
 # -- fitting --------------------------------------------------------------------------------------------------------
 
 

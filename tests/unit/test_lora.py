@@ -1,4 +1,4 @@
-"""LoRA as an option: what is asked, what it trains and holds, what a plan keeps of it, which exports are told."""
+"""costs/formula/ (adapters), LoRA as an option: what it trains and holds, what a plan keeps, which exports take it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from trimtab.costs.measured.saved import refuse_unlike
 from trimtab.costs.profile import load_profile, profile_bytes, profile_model, save_profile
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.lora import NF4_BYTES, Lora, parse_lora
+from trimtab.plan.layout import refuse_quantised
 from trimtab.plan.predict import predict_run
-from trimtab.runtime.training.settings import refuse_quantised
 from trimtab.specs import Linear, ParallelDims, Stage
 
 A100 = DEVICES["A100-80GB"]
@@ -176,7 +176,7 @@ def test_one_device_suffices_where_full_training_needs_many(tmp_path):
     with refused(TrimtabError):
         make_plan(MODEL, table, one, PlanOptions(global_batch=16))
     made = make_plan(MODEL, table, one, PlanOptions(global_batch=16, lora=Lora(r=16, bits=4)))
-    assert "LoRA r 16 on 196 matrices, 40.4 M trainable, 4-bit base, about" in made.plan.summary
+    assert "LoRA r 16 on 196 matrices, 40.4 M trainable, 4-bit base" in made.plan.summary
     write_plan(made, tmp_path)
     assert "lora: {r: 16, bits: 4}" in (tmp_path / "plan.yaml").read_text()
     assert load_plan(tmp_path) == made.plan

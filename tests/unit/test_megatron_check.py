@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from export_cases import first_block, make_model
-from refusals import refused
 from trimtab.adapters.megatron_check import (
     MegatronFlags,
     built_vision_layers,
@@ -13,7 +12,6 @@ from trimtab.adapters.megatron_check import (
     expand_layout,
     parse_megatron_flags,
 )
-from trimtab.errors import PlanError
 from trimtab.specs import ModelSpec
 
 
@@ -41,26 +39,6 @@ def test_flags_are_read_as_a_shell_and_argparse_would():
         account_for_loss_in_pipeline_split=True,
         pipeline_model_parallel_layout="Et*3|t*3|t*3|t*3L",
     )
-
-
-def test_all_unreadable_flags_are_named_at_once():
-    with pytest.raises(PlanError) as caught:
-        parse_megatron_flags("--num-layers ten --pipeline-model-parallel-size 0 --decoder-first-pipeline-num-layers")
-    assert str(caught.value).splitlines() == [
-        "--num-layers 'ten' is no whole number: give one, or leave the flag out",
-        "--decoder-first-pipeline-num-layers '' is no whole number: give one, or leave the flag out",
-        "--pipeline-model-parallel-size 0 was given, and it counts something: give 1 or more",
-    ]
-    for name in (
-        "num-virtual-stages-per-pipeline-rank",
-        "virtual-pipeline-model-parallel-size",
-        "num-layers-per-virtual-pipeline-stage",
-    ):
-        for count in (0, -1, -2):
-            with refused(PlanError, "--", "1", name, count):
-                parse_megatron_flags(f"--pipeline-model-parallel-size 2 --{name} {count}")
-    with refused(PlanError):
-        parse_megatron_flags("--pipeline-model-parallel-layout 'Et")
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_a_plan_expects_to_fill_no_more_than_the_risk_allows(risk: float) -> Non
     assert estimates.memory_share == pytest.approx(max(x.total_bytes for x in held) / (57 * 2**30), abs=1e-4)
     assert estimates.memory_share > budget.fill_bytes / budget.total_bytes - 0.04, "what recompute can free is used"
     low, high = (100 * (estimates.memory_share * (1 + s * estimates.memory_error) - 1) for s in (-1, 1))
-    assert f"it fits at {round(low):+d} % .. {round(high):+d} %" in made.plan.summary
+    assert f"({round(low):+d} % / {round(high):+d} %)" in made.plan.summary
 
 
 def test_what_keeps_bytes_free_by_number_fills_the_rest() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.plan.file.yaml import fold_modules, unfold_modules
+from trimtab.units import fold_modules, unfold_modules
 
 
 def test_runs_become_ranges_and_singles_stay() -> None:

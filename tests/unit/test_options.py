@@ -119,7 +119,7 @@ def test_the_command_line_refuses_what_a_field_does_not_take(words: str, named: 
 
 def test_help_shows_flags_and_defaults_and_counts_settings() -> None:
     shown = " ".join(str(call("--help")).split())
-    for part in ("How many.", "How large.", "default: 1KiB", "Not of the dataclass.", "4 more settings"):
+    for part in ("How many.", "How large.", "default: 1KiB", "Not of the dataclass.", "4 more"):
         assert part in shown
     for part in ("hidden", "--careful", "How much."):
         assert part not in shown

@@ -99,18 +99,6 @@ def test_an_unknown_key_is_a_warning(tmp_path):
         load_placement(path)
 
 
-def test_a_missing_binary_or_huge_file_is_refused(tmp_path):
-    with refused(PlanError):
-        load_placement(tmp_path)
-    path = tmp_path / "placement.yaml"
-    path.write_bytes(b"\xff\xfe\x00")
-    with refused(PlanError):
-        load_placement(path)
-    path.write_bytes(b"x" * (16 * 2**20 + 1))
-    with refused(PlanError):
-        load_placement(path)
-
-
 def test_estimates_add_up_to_the_placement():
     placement = place(MODEL, MACHINE, WORK)
     record = placement_file(MODEL, MACHINE, WORK, placement)

@@ -37,23 +37,6 @@ def test_an_unknown_key_is_a_warning_that_names_it() -> None:
         assert plan_from_yaml(text) == small_plan()
 
 
-@pytest.mark.parametrize(
-    ("written", "row", "message"),
-    [
-        # such rows, read without the key, would recompute more than was planned
-        ("granularity: full, ", "granularity: full, every: 4, ", "recompute.0.every"),
-        ("    latency_s", "    host_bytes_per_s: 63.0e9\n    latency_s", "host_bytes_per_s"),
-        ("granularity: full", "granularity: offload", ("recompute.0.granularity", "offload")),
-    ],
-)
-def test_a_plan_that_decides_what_no_trimtab_does_any_more_is_refused(written: str, row: str, message: str) -> None:
-    text = plan_to_yaml(small_plan())
-    assert text.count(written) >= 1
-    with refused(PlanError, message) as error:
-        plan_from_yaml(text.replace(written, row, 1))
-    assert "\n" not in str(error.value)
-
-
 def test_all_wrong_types_are_named_at_once() -> None:
     text = plan_to_yaml(small_plan()).replace("dp: 2", "dp: two").replace("zero_stage: 1", "zero_stage: [1]")
     with pytest.raises(PlanError) as error:
@@ -86,17 +69,6 @@ def test_numbers_that_no_plan_holds_are_refused_with_their_place(place: str, val
     inner[last] = yaml.safe_load(value)
     with refused(PlanError, place):
         plan_from_yaml(yaml.safe_dump(content))
-
-
-def test_a_missing_plan_says_what_to_give(tmp_path: Path) -> None:
-    with refused(PlanError, "plan.yaml"):
-        load_plan(tmp_path)
-    (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
-    with refused(PlanError):
-        load_plan(tmp_path)
-    (tmp_path / "plan.yaml").write_bytes(b"x" * (2**24 + 1))
-    with refused(PlanError, "16777217"):
-        load_plan(tmp_path)
 
 
 def test_a_table_is_read_only_if_it_is_the_plans_own(tmp_path: Path) -> None:

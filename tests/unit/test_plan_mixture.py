@@ -17,13 +17,12 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PackingError, PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.epoch import describe_draw, draw_epoch, share_exactly
+from trimtab.plan.decide.epoch import draw_epoch, share_exactly
 from trimtab.plan.file.check import check_plan, refuse_broken
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import reload_plan, replan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import MixedSource
 from trimtab.specs import SampleTable
 
 MODEL = describe("InternVL-Chat-V1-5")
@@ -85,34 +84,6 @@ def test_equal_remainders_go_to_the_first() -> None:
     assert share_exactly(3, np.array([0.0, 1.0])).tolist() == [0, 3]
 
 
-def test_what_repeats_and_what_is_left_out_is_said() -> None:
-    draw = draw_epoch(of_sources([3, 10, 4, 2]), [("a", 2), ("b", 1), ("c", 1), ("d", 0)], num_drawn=16)
-    assert describe_draw(draw.sources) == (
-        "Source a, weight 2: 8 of 16 drawn samples, each of its 3 drawn 2 times, 2 of them once more.",
-        "Source b, weight 1: 4 of 16 drawn samples, 6 of its 10 left out.",
-        "Source c, weight 1: 4 of 16 drawn samples, each of its 4 drawn once.",
-        "Source d, weight 0: 0 of 16 drawn samples, 2 of its 2 left out.",
-    )
-    assert describe_draw([MixedSource(name="e", weight=0, num_rows=0, num_drawn=0)])[0].endswith("it has none.")
-
-
-def test_all_problems_of_the_weights_are_named_at_once() -> None:
-    empty = dataclasses.replace(of_sources([3, 2]), source_names=("a", "b", "gone"))
-    with pytest.raises(PlanError) as error:
-        draw_epoch(empty, [("a", -1), ("x", 2), ("x", float("nan")), ("gone", 3)], num_drawn=0)
-    assert str(error.value).splitlines() == [
-        "source 'x' has two weights: give it one",
-        "source 'a' was to have weight -1, which is no proportion: give 0 or more",
-        "source 'x' was to have weight nan, which is no proportion: give 0 or more",
-        "source 'x' has a weight and no samples: name one of the sources of the data, a, b, gone",
-        "source 'b' has 2 samples and no weight: give it one, or 0 to leave it out",
-        "source 'gone' was to have weight 3, and none of its samples is left: give it 0",
-        "0 samples were to be drawn, which is no epoch: draw 1 or more",
-    ]
-    with refused(PlanError, "0"):
-        draw_epoch(of_sources([1]), [("a", 0)])
-
-
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +97,6 @@ def test_packs_hold_rows_of_the_data_as_often_as_they_are_drawn(samples: SampleT
     assert packing.sums(made.samples.num_tokens).max() <= decision.max_tokens
     assert made.plan.inputs.data.num_samples == len(made.samples) == len(samples)
     assert made.plan.inputs.data.mixture == draw.sources
-    assert set(describe_draw(draw.sources)) <= set(made.plan.assumptions)
 
 
 def test_a_mixed_plan_checks_and_simulates_to_the_same_figures(made: PlanDetails, tmp_path: Path) -> None:

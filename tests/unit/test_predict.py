@@ -40,7 +40,6 @@ def test_a_baseline_that_is_predicted_alone_takes_what_it_takes_beside_a_plan(ba
     alone = predict_run(MODEL, SAMPLES, CLUSTER, run).variant
     np.testing.assert_array_equal(alone.step_s, baseline.step_s)
     assert (alone.stages, alone.fits, alone.memory) == (baseline.stages, baseline.fits, baseline.memory)
-    assert alone.idle == baseline.idle
 
 
 def test_stages_hold_the_blocks_that_are_named():

@@ -19,8 +19,6 @@ VOID = {"meta", "br", "wbr", "link", "img", "hr", "input"}
 SECTIONS = [
     "Before and after",
     "Pipeline timeline",
-    "Why devices wait",
-    "Load of the data-parallel ranks",
     "Memory of each pipeline rank",
     "Sizes of the packs",
     "Stages",
@@ -69,9 +67,7 @@ def html(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_page_has_every_section_in_order(html):
-    left_out = (
-        {"Pipeline timeline", "Load of the data-parallel ranks"} if "1 × A100-80GB" in html else set()
-    )  # nothing to see on one device
+    left_out = {"Pipeline timeline"} if "1 × A100-80GB" in html else set()  # nothing to see on one device
     assert Page(html).headings == [heading for heading in SECTIONS if heading not in left_out]
 
 
@@ -102,9 +98,9 @@ def test_hostile_names_are_text_and_cannot_steer_a_reader():
 
 
 def test_every_drawing_announces_itself_or_is_hidden(html):
-    for drawing in re.findall(r"<svg[^>]*>(?:<title>[^<]+</title><desc>[^<]+</desc>)?", html):
-        inner = 'role="img"' not in drawing and ("aria-hidden" in drawing or "y=" in drawing or "viewBox" in drawing)
-        assert inner or "<title>" in drawing
+    for drawn in re.findall(r"<svg[^>]*>(?:<title>[^<]+</title><desc>[^<]+</desc>)?", html):
+        inner = 'role="img"' not in drawn and ("aria-hidden" in drawn or "y=" in drawn or "viewBox" in drawn)
+        assert inner or "<title>" in drawn
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -8,7 +8,7 @@ from trimtab.models.describe import describe
 from trimtab.placement.machine import Workload, parse_machine
 from trimtab.placement.place import place
 from trimtab.placement.published import Assessed, assess_map, split_model_map
-from trimtab.report.placement_tables import print_placement
+from trimtab.report.tables import print_placement
 
 MODEL = describe("Qwen2.5-VL-7B")
 WORK = Workload(batch=4, images=((1024, 1024),) * 2)

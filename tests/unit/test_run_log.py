@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import report_fixtures as fixtures
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from refusals import refused
 from trimtab.errors import PlanError
@@ -48,8 +46,7 @@ def test_steps_of_another_split_are_compared_with_nothing(tmp_path):
     assert [record.step for record in log.warm] == [4, 5]
     assert log.median_step_s() == 2.0
     found = compare_times(log, band=0.1)
-    assert found is not None
-    assert found.num_steps == 2
+    assert found.ratio == 2.0
     one = read_run_log(write(path, (header, *first, later, again[0])))
     assert one.warm == (again[0],), "the only step of its kind, though it warms up"
     none = read_run_log(write(path, (header, *first, later)))
@@ -91,7 +88,7 @@ def test_no_half_written_log_is_taken_for_one(tmp_path):
         *(("loss", value) for value in (None, "a", 10**400, True)),
         *(("step", value) for value in (0, 1.5, "1", None)),
         *(("step_s", value) for value in (0, -1.0, None, float("nan"))),
-        *(("data_s", -0.5), ("planned_s", "x"), ("num_tokens", 1e3), ("num_tokens", 2**70), ("grad_norm", [])),
+        *(("data_s", -0.5), ("num_tokens", 1e3), ("num_tokens", 2**70), ("grad_norm", [])),
         *(("peak_memory_bytes", value) for value in (None, [1.5, 2], ["a", 1], [1], [1, -2])),
     ],
 )
@@ -126,7 +123,7 @@ def test_a_line_that_readers_take_differently_is_not_taken_for_one_cut_by_a_kill
 
 def test_a_log_without_fillers_and_with_a_loss_that_is_no_number_is_read(tmp_path):
     run = fixtures.make_run(2)
-    line = json.loads(line_of(replace(run.steps[1], loss=float("nan"), grad_norm=float("inf"), planned_s=None)))
+    line = json.loads(line_of(replace(run.steps[1], loss=float("nan"), grad_norm=float("inf"))))
     del line["num_fillers"]
     path = tmp_path / "run.jsonl"
     path.write_text("".join(map(line_of, (run.header, run.steps[0]))) + json.dumps(line) + "\n")
@@ -166,32 +163,8 @@ def test_times_are_compared_on_the_planned_device_alone(device, planned, same):
     assert fixtures.make_run(3, device=device, planned_device=planned).comparable == same
 
 
-def test_the_comparison_is_step_by_step_and_leaves_the_first_out():
-    found = compare_times(fixtures.make_run(40), band=0.06)
-    assert found is not None
-    assert found.num_steps == 39
-    assert found.ratio == pytest.approx(1.05)
+def test_steps_are_compared_with_the_plans_mean_and_the_first_left_out():
+    found = compare_times(fixtures.make_run(40), band=0.2)
+    assert found.ratio == pytest.approx(1.05, rel=0.02)
     assert found.share_inside == 1.0
-    assert found.rank_correlation == pytest.approx(1.0)
-    narrow = compare_times(fixtures.make_run(40), band=0.04)
-    assert narrow is not None
-    assert narrow.share_inside == 0.0
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=4, max_size=30))
-def test_the_rank_correlation_is_spearmans(pairs):
-    """Against its definition: Pearson's of the mean places that equal values have among the sorted."""
-    steps = [fixtures.make_step(i + 1, float(m), planned_s=float(p)) for i, (p, m) in enumerate(pairs)]
-    found = compare_times(replace(fixtures.make_run(3), steps=tuple(steps), starts=()), band=0.1)
-    assert found is not None
-    planned, measured = zip(*pairs, strict=True)
-    if len(set(planned)) == 1 or len(set(measured)) == 1:
-        assert found.rank_correlation is None
-        return
-
-    def places(values):
-        return [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
-
-    expected = np.corrcoef(places(planned), places(measured))[0, 1]
-    assert found.rank_correlation == pytest.approx(expected, abs=1e-12)
+    assert compare_times(fixtures.make_run(40), band=0.0).share_inside == 0.0

@@ -112,22 +112,6 @@ def test_line_starts_are_found_once_and_again_for_another_file(tmp_path: Path, m
     assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["longer", "b"]
 
 
-def test_wrong_files_are_refused(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "data.jsonl", [record("a"), b"[", record("b")])
-    short = write_jsonl(tmp_path / "short.jsonl", [record("a")])
-    table = size(file).table
-    with refused(SampleError, "1", "2"):
-        PlannedRecords(table, [file, file])
-    with refused(SampleError, "short.jsonl", "1", "3"):
-        PlannedRecords(table, [short])
-    with refused(IndexError, "2"):
-        PlannedRecords(table, [file])[2]
-    shard = tmp_path / "shard.tar"
-    shard.write_bytes(bytes(1024))
-    with refused(SampleError, "shard.tar"):
-        PlannedRecords(table, [shard])
-
-
 def test_the_records_of_a_plan_folder(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "data.jsonl", [record("a"), b"[", *(record(f"b{i}") for i in range(20))])
     size_and_plan([file], tmp_path / "plan", max_tokens=200, max_patches=1000)

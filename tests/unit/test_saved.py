@@ -1,4 +1,4 @@
-"""costs/measured/saved.py, and plans made from a saved profile."""
+"""costs/measured/saved.py, plan/decide/setting.py: plans made from a saved profile."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from partition_cases import equal_work, layer, problem_of, profile_of, random_pr
 from trimtab.errors import PartitionError
 from trimtab.partition.search import _STEPS, Evaluator, _joint_moves, search_makespan
 from trimtab.partition.simulate import simulate, stage_times
-from trimtab.partition.stages import recompute_stages
+from trimtab.partition.stages import recompute_stages, split_stages
 from trimtab.specs import stages_between
 
 SHAPES = [("1F1B", 4, 1), ("GPipe", 4, 1), ("ZBH1", 4, 1), ("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 2)]
@@ -99,6 +99,15 @@ def test_forbidden_cuts_and_interleaving_are_respected():
         assert not forbidden & {stage.start for stage in result.split.stages}
         assert len(result.split.stages) == 4 * chunks
         assert result.makespan_s <= result.start_makespan_s
+
+
+def test_a_start_that_nothing_beats_is_kept_and_is_exact():
+    work = equal_work(2)
+    problem = problem_of(profile_of([layer(0), layer(1)]), 2, 2, work)
+    result = search_makespan(Evaluator(problem, work))
+    assert result.split == split_stages(problem)
+    assert result.split.exact
+    assert result.makespan_s == result.start_makespan_s
 
 
 def test_runs_of_two_or_more_cuts_move_together():

@@ -1,4 +1,4 @@
-"""Tests of plan/decide/setting.py: degrees and schedules that are left open, and what the plan says of them."""
+"""Tests of plan/decide/ (setting, simplest, search): open degrees and schedules, and what the plan says of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import MemoryBudget
-from trimtab.plan.decide.expressible import Expressible
 from trimtab.plan.decide.search import choose_setting
-from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.simplest import ChosenSetting, complexity
+from trimtab.plan.decide.setting import ChosenSetting, complexity, profile_setting
+from trimtab.plan.decide.stages import Expressible
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import SettingEstimate
@@ -98,6 +97,10 @@ def test_of_settings_alike_in_speed_the_simplest_is_taken() -> None:
 def test_kinds_sort_by_what_they_ask_of_a_launcher() -> None:
     order = [
         ({"dp": 8}, "data parallel"),
+        ({"dp": 8, "ep": 2}, "data parallel, expert parallel"),
+        ({"dp": 8, "ep": 4}, "data parallel, expert parallel"),
+        ({"dp": 4, "cp": 2}, "data parallel, context parallel"),
+        ({"dp": 2, "cp": 4}, "data parallel, context parallel"),
         ({"dp": 8, "zero_stage": 2}, "data parallel, ZeRO-2"),
         ({"dp": 8, "zero_stage": 3}, "data parallel, ZeRO-3"),
         ({"dp": 4, "tp": 2}, "tensor parallel"),

@@ -1,4 +1,4 @@
-"""Specs and results at a prompt: three lines; in a notebook a table; and one sentence for a value of a wrong type."""
+"""Specs and results at a prompt: three lines; and one sentence for a value of a wrong type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import trimtab
 import trimtab.placement
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.samples.table import SizingResult
-from trimtab.shown import html_table
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +32,6 @@ def test_specs_and_results_are_three_lines(details: PlanDetails) -> None:
         assert max(map(len, lines)) < 500
     assert f"{len(details.model.layers)} layers" in repr(details.model)
     assert f"{details.packing.num_packs:,} packs" in repr(details.packing)
-
-
-def test_a_notebook_shows_tables_of_escaped_text(details: PlanDetails) -> None:
-    rows = [variant.name for variant in details.plan.estimates.variants]
-    shown = details._repr_html_()
-    assert shown.count("<tr>") == 1 + len(rows)
-    assert all(f"<td>{name}</td>" in shown for name in rows)
-    packed = trimtab.pack_samples(details.samples, limits=details.packing.limits, oversize="skip")
-    assert "<table>" in packed._repr_html_()
-    placed = trimtab.place(details.model, trimtab.placement.parse_machine("2x80GiB"), trimtab.placement.Workload())
-    assert placed._repr_html_().count("<tr>") == 1 + 2
-    assert html_table("<b>", ("<i>",), [("a & b",)]) == (
-        "<p>&lt;b&gt;</p><table><tr><th>&lt;i&gt;</th></tr><tr><td>a &amp; b</td></tr></table>"
-    )
 
 
 @pytest.mark.parametrize(

@@ -92,32 +92,6 @@ def test_a_meta_file_leads_to_its_sources_roots_and_repeats(tmp_path: Path) -> N
     assert load_sizing(tmp_path / "sizes.npz").files == result.files
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"a_annotation": ...}, "a"),
-        ({"a_annotation": 3}, ("3", "a")),
-        ({"a_root": ["x"]}, "a"),
-        ({"b_repeat_time": "2"}, ("repeat_time", "2", "0", "1", "b")),
-        ({"b_repeat_time": 1.5}, ("repeat_time", "1.5", "b")),
-        ({"b_repeat_time": -1}, ("repeat_time", "-1", "b")),
-        ({"b_data_augment": "no"}, ("data_augment", "b", "no")),
-        ({"b_length": -4}, ("-4", "b")),
-        (
-            {"b_max_dynamic_patch": 6},
-            ("max_dynamic_patch", "6", "max_tiles", "b"),
-        ),
-        ({"a_repeat_time": 0, "b_repeat_time": 0}, ("repeat_time", "0")),
-        ({"a_annotation": "meta.json"}, "meta.json"),
-        ({"a_annotation": "absent.jsonl"}, "absent.jsonl"),
-    ],
-)
-def test_a_malformed_meta_file_is_refused_by_its_field(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
-    with refused(SampleError, sentence) as caught:
-        size(write_meta(tmp_path, **change))
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_a_meta_file_that_is_not_json_is_called_one(tmp_path: Path) -> None:
     meta = write_meta(tmp_path)
     meta.write_text(meta.read_text().replace("2,", "2,,"))
@@ -232,23 +206,6 @@ def test_damaged_arrow_is_refused(tmp_path: Path) -> None:
     (tmp_path / "e.arrow").write_bytes(b"")
     with refused(SampleError):
         size(tmp_path / "e.arrow")
-
-
-# -- Lance ------------------------------------------------------------------------------------------------------------
-
-
-def test_lance_is_read_where_its_package_is_and_else_named(tmp_path: Path) -> None:
-    try:
-        import lance
-    except ModuleNotFoundError:
-        (tmp_path / "x.lance" / "_versions").mkdir(parents=True)
-        (tmp_path / "x.lance" / "_versions" / f"{2**64 - 2}.manifest").write_bytes(b"x")
-        with refused(SampleError, "x.lance"):
-            size(tmp_path / "x.lance")
-        return
-    lance.write_dataset(pyarrow.Table.from_pylist(rows()[:2]), tmp_path / "x.lance")
-    lance.write_dataset(pyarrow.Table.from_pylist(rows()[2:]), tmp_path / "x.lance", mode="append")
-    check(size(tmp_path / "x.lance"), "x")
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------

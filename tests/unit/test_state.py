@@ -1,4 +1,4 @@
-"""Parameters of a device under tensor parallelism, biases included, and the workspace of a block's backward."""
+"""costs/formula/ (state, layers): parameters of a device under tp, biases included; the workspace of a backward."""
 
 from __future__ import annotations
 

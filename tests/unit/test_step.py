@@ -114,12 +114,3 @@ def test_oversize_samples_run_alone_or_are_left_out():
 def test_samples_without_size_leave_no_rank_empty():
     step = share_step(np.zeros((9, 2), np.int64), np.zeros(9), limits=(4, 4), dp=8, num_microbatches=1)
     assert np.diff(step.offsets).min() == 1
-
-
-def test_costs_and_limits_are_checked_before_compiled_loops_see_them():
-    sizes = np.ones((8, 2), np.int64)
-    for cost in (5e-324, 1e300, np.nan, -1.0):
-        with refused(PackingError):
-            share_step(sizes, np.full(8, cost), limits=None, dp=2)
-    with refused(PackingError):
-        share_step(sizes, np.ones(8), limits=(9, 2**53), dp=2)

@@ -28,21 +28,21 @@ def plan() -> Plan:
     return replace(made, estimates=replace(made.estimates, variants=rows))
 
 
-def test_a_longer_step_is_said_first(plan: Plan) -> None:
+def test_a_longer_step_is_named(plan: Plan) -> None:
     step_ms = plan.estimates.compared[0].step_ms
     first = {"fits": True, "epoch_s": 30.0}
     slow = headline(plan, first=first, last={"step_ms": 1.2 * step_ms, "epoch_s": 20.0})
-    assert slow.startswith("A step takes 1.20x as long as that of baseline, at 1.50x its samples/s. ")
-    fast = headline(plan, first=first, last={"step_ms": 0.8 * step_ms})
-    assert fast.startswith(f"{plan.inputs.cluster.num_nodes * plan.inputs.cluster.devices_per_node} ")
+    assert "1.50x" in slow
+    assert "1.20x" in slow
+    assert "0.80x" not in headline(plan, first=first, last={"step_ms": 0.8 * step_ms})
 
 
 def test_a_gain_is_quoted_against_a_run_that_fits(plan: Plan) -> None:
     ours, second = plan.estimates.compared[-1], plan.estimates.compared[1]
     against = headline(plan, first={"fits": False}, second={"fits": True})
-    assert f"does not fit the memory; {second.name}, which fits, would take" in against
-    assert against.endswith(f"{second.epoch_s / ours.epoch_s:.2f}x as long.")
-    assert "does not fit" not in headline(plan, first={"fits": True})
+    assert f"{second.epoch_s / ours.epoch_s:.2f}x" in against
+    assert second.name in against
+    assert second.name not in headline(plan, first={"fits": True})
 
 
 def test_the_fastest_setting_is_named_where_a_simpler_one_was_taken(plan: Plan) -> None:
@@ -59,23 +59,10 @@ def test_the_fastest_setting_is_named_where_a_simpler_one_was_taken(plan: Plan) 
     assert "Fastest" not in summarise(plan.inputs, plan.decisions, estimates)
 
 
-def test_counts_of_samples_have_no_exponent(plan: Plan) -> None:
-    many = replace(plan.inputs, data=replace(plan.inputs.data, num_samples=2048, mixture=()))
-    packing = replace(plan.decisions.packing, num_steps=1)
-    told = summarise(many, replace(plan.decisions, packing=packing), plan.estimates)
-    assert "about 2,048 samples a step" in told
-
-
-def test_of_one_stage_no_word_is_said_of_stages(plan: Plan) -> None:
-    rows = plan.estimates.variants
-    balanced = replace(
-        plan, estimates=replace(plan.estimates, variants=(*rows[:2], replace(rows[1], name="balanced stages"), rows[2]))
-    )
-    several = headline(balanced, first={"fits": True}, last={"samples_per_s": 12345.6})
-    assert "slowest stage" in several
-    assert "balanced stages" in several
-    assert "Predicted 12,346 samples/s" in several
-    whole = replace(balanced, decisions=replace(balanced.decisions, stages=balanced.decisions.stages[:1]))
-    alone = headline(whole, first={"fits": True})
-    assert "stage" not in alone.replace("equal layers", "")
-    assert "balanced packs" in alone
+def test_the_batch_is_the_one_that_was_asked_for_or_the_mean(plan: Plan) -> None:
+    many = replace(plan.inputs, data=replace(plan.inputs.data, num_samples=2050, mixture=()))
+    packing = replace(plan.decisions.packing, num_steps=1, global_batch=None)
+    varying = summarise(many, replace(plan.decisions, packing=packing), plan.estimates)
+    assert "about 2,050 samples" in varying
+    exact = replace(plan.decisions, packing=replace(packing, num_steps=2, global_batch=2048))
+    assert " 2,048 samples" in summarise(many, exact, plan.estimates)

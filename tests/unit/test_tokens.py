@@ -240,29 +240,6 @@ def test_templates_are_found_in_transformers_order(tmp_path):
     assert [template[0] for template in found] == ["C", "D", "B", "A", "O"]
 
 
-def test_unreadable_tokenizers_and_templates_are_named(tmp_path):
-    with refused(ConfigError):
-        read_tokenizer(tmp_path / "absent.json")
-    folder = write_tokenizer(tmp_path / "model")
-    (folder / "tokenizer.json").write_text("{}")
-    with refused(ConfigError, "tokenizer.json"):
-        TokenCounter(read_tokenizer(folder))
-    write_tokenizer(folder, "{% for %}")
-    with refused(ConfigError):
-        TokenCounter(read_tokenizer(folder))
-    with refused(ConfigError):
-        read_tokenizer(folder, chat_template=tmp_path / "absent.jinja")
-    (tmp_path / "list.json").write_text('{"chat_template": 3}')
-    with refused(ConfigError):
-        read_tokenizer(folder, chat_template=tmp_path / "list.json")
-    (tmp_path / "list.json").write_text("[")
-    with refused(ConfigError):
-        read_tokenizer(folder, chat_template=tmp_path / "list.json")
-    (tmp_path / "list.json").write_text("[]")
-    with refused(ConfigError, "JSON"):
-        read_tokenizer(folder, chat_template=tmp_path / "list.json")
-
-
 def test_tokens_that_are_no_list_are_none_and_half_characters_are_refused(tmp_path):
     folder = write_tokenizer(tmp_path, config={"extra_special_tokens": 7})
     assert [text for text, _ in read_tokenizer(folder).added] == ["<s>", "</s>"]

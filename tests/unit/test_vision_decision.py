@@ -1,4 +1,4 @@
-"""Vision data parallel as a decision of the plan: image sizes, shares, time and memory, its file and its refusals."""
+"""plan/decide/ (sharing, exchange): image sizes, shares, time and memory of shared images, the plan file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.exchange import feature_values, image_sizes
-from trimtab.plan.decide.expressible import Expressible, best_expressible
 from trimtab.plan.decide.sharing import share_vision
+from trimtab.plan.decide.stages import Expressible, best_expressible
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import load_details, options_of, reload_plan, replan

@@ -21,7 +21,7 @@ from trimtab.adapters.running import (
     refuse,
     schedule_problems,
 )
-from trimtab.plan.decide.expressible import Expressible
+from trimtab.plan.decide.stages import Expressible
 from trimtab.specs import Stage, recomputing, tiers_of
 
 _MODULE = '''"""Stages and recompute of {name} for DeepSpeed's PipelineModule, written by trimtab; for DeepSpeed 0.19.8.

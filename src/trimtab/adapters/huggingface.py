@@ -25,9 +25,9 @@ from trimtab.costs.formula.flops import layer_matmuls
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import ALL_LINEAR, Lora
 from trimtab.options import Optimizer, Tower
-from trimtab.plan.decide.expressible import Expressible
-from trimtab.plan.file.yaml import fold_modules
+from trimtab.plan.decide.stages import Expressible
 from trimtab.specs import ModelSpec, tiers_of
+from trimtab.units import fold_modules
 
 # -- LoRA: lines for PEFT, and the names of Megatron-Core's linear layers --------------------------------------------
 

@@ -32,7 +32,7 @@ from trimtab.adapters.running import (
 )
 from trimtab.costs.profile import has_experts
 from trimtab.options import Attention, Optimizer, Precision, RecomputedTier, Tower
-from trimtab.plan.decide.expressible import Expressible
+from trimtab.plan.decide.stages import Expressible
 from trimtab.specs import ModelSpec, ParallelDims, Stage, recomputing
 from trimtab.units import format_count
 

@@ -19,7 +19,7 @@ from trimtab.costs.profile import has_experts
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import ALL_LINEAR, Lora
 from trimtab.options import RecomputedTier, Tower
-from trimtab.plan.decide.expressible import Expressible
+from trimtab.plan.decide.stages import Expressible
 from trimtab.specs import LayerSpec, ModelSpec, Stage, recomputing, tiers_of
 
 _TRAIN = {"micro_batch_size": "cfg.train", "global_batch_size": "cfg.train", "use_distributed_optimizer": "cfg.ddp"}

@@ -25,7 +25,7 @@ from trimtab.adapters.running import (
 )
 from trimtab.errors import UnsupportedPlanError
 from trimtab.options import Tower
-from trimtab.plan.decide.expressible import Expressible
+from trimtab.plan.decide.stages import Expressible
 from trimtab.specs import ModelSpec, Stage
 
 _ARGUMENTS = (

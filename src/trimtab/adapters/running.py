@@ -25,15 +25,15 @@ from trimtab.options import (
 )
 from trimtab.partition.schedules import check_schedule, microbatch_unit
 from trimtab.plan.decide.case import Case
-from trimtab.plan.decide.expressible import (
+from trimtab.plan.decide.stages import (
     Expressible,
     best_expressible,
+    epoch_s,
     mean_step_s,
     overfull_ranks,
     rank_bytes,
     relative_time,
 )
-from trimtab.plan.decide.stages import epoch_s
 from trimtab.plan.decide.work import above_all, packed_work, select_rows
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan, replan

@@ -77,7 +77,7 @@ class VlmWorkload:
 def vlm_workload(profile: Profile, *, token_window: int | None = None) -> VlmWorkload:
     """The workload that a cost table gives: `vlm_workload(profile_model(model, device), token_window=...)`.
 
-    Use it where verl or ROLL balance sequences of images and text; docs/plan-as-data.md shows it.
+    Use it where verl or ROLL balance sequences of images and text; docs/howto-verl.md shows it.
 
     `token_window` is `model.token_window`. A profile of any device and degree will do: the scale falls out, and vision
     against language is the model's own ratio.
@@ -123,7 +123,7 @@ def stand_in_for(original: FunctionType, workload: Callable[[torch.Tensor], torc
 def count_grids(image_rule: ImageRule, grids: Sequence[torch.Tensor | None]) -> PatchCounts:
     """Vision work of sequences from their `image_grid_thw`, (images, 3) each, or None without images.
 
-    Use it for `VlmWorkload.with_vision`; docs/plan-as-data.md shows it.
+    Use it for `VlmWorkload.with_vision`; docs/howto-verl.md shows it.
     For the Qwen-VL families, whose processors return frames, rows and columns of patches; t frames count as t images.
     """
     side = getattr(image_rule, "patch_size", None)

@@ -12,8 +12,8 @@ from trimtab.balance.metrics import BalanceReport, above_limits, report_balance
 from trimtab.balance.schedule import TOLERANCE, Groups, complete_rows, schedule_packs
 from trimtab.errors import PackingError, join_problems, refuse_type
 from trimtab.options import Order, Oversize, PackMethod
-from trimtab.shown import html_table, three_lines
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
+from trimtab.units import three_lines
 
 if TYPE_CHECKING:
     from trimtab.balance.balanced import Aim
@@ -39,10 +39,6 @@ class PackResult:
             f"at most {' and '.join(f'{limit:,}' for limit in packing.limits)} (patches and tokens) a pack",
             f"{num_steps:,} steps of {dp} ranks x {num_microbatches} micro-batches",
         )
-
-    def _repr_html_(self) -> str:
-        title, *facts = repr(self).splitlines()
-        return html_table(title, ("packs and steps",), [(fact.strip(),) for fact in facts])
 
 
 _MOST_SLOTS = 1 << 22

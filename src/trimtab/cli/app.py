@@ -70,9 +70,11 @@ class Verb(TyperCommand):
                 continue
             flags = re.sub(r"<(?:list\[)?([\w ]+)\]?>", lambda kind: _SHOWN.get(kind[1], kind[0]), record[0])
             text = re.sub(r"\s*\[(?:[\d.]+<=)?x(?:>=|<=)[\d.]+\]$", "", record[1]).replace("; x>=1]", "]")
+            if parameter.param_type_name == "argument":  # the first line shows it
+                text = text.removesuffix("  [required]")
             name, _, choices = flags.partition(" <")
             if choices and len(flags) > 36:  # a list of choices longer than its column
-                flags, text = name, f"{text} One of {choices.rstrip('>').replace('|', ', ')}."
+                flags = f"{name} NAME"
             record = flags, text
             groups["Arguments" if parameter.param_type_name == "argument" else "Options"].append(record)
         for title, listed in getattr(self.callback, "sections", {}).items():

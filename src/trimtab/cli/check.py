@@ -68,7 +68,7 @@ def check(
         print_json(content if counted is None else {**content, "memory": _memory_json(counted)})
     else:
         if counted is not None:
-            from trimtab.report.text import print_memory
+            from trimtab.report.plan_tables import print_memory
 
             print_memory(counted, console())
         for problem in problems:
@@ -162,8 +162,7 @@ def _check_for(plan: Path, framework: Framework, vision_cleared: bool) -> tuple[
     found = reload_plan(plan)
     try:
         if framework == OWN_LOOP:
-            from trimtab.runtime.layout import read_layout
-            from trimtab.runtime.training.settings import refuse_quantised
+            from trimtab.plan.layout import read_layout, refuse_quantised
 
             refuse_quantised(found.case.options.lora)
             read_layout(found.plan)

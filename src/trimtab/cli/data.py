@@ -1,4 +1,4 @@
-"""What `size` and `plan` share: the options that say how a data set is read."""
+"""`trimtab size`, and what `plan` shares with it: the options that say how a data set is read."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trimtab.address import place_of
+from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.cli.settings import verb
 from trimtab.errors import SampleError
 from trimtab.options import Option, ReadingOptions, same_fields
 from trimtab.plan.options import parse_share
@@ -21,10 +23,10 @@ DataArgument = Annotated[
     typer.Argument(
         parser=place_of,
         metavar="DATA",
-        help="Files, folders or addresses (s3://, hf://) of samples, or saved tables.",
+        help="Files, folders or addresses of samples, or saved tables.",
     ),
 ]
-ConfigArgument = Annotated[str, typer.Argument(help="config.json, its folder, or a description (Qwen2.5-VL-7B).")]
+ConfigArgument = Annotated[str, typer.Argument(help="config.json, its folder, or a name (Qwen2.5-VL-7B).")]
 WORKERS = Option("Processes; default: one per core. The result is the same.", least=1, most=1024)
 
 
@@ -58,9 +60,7 @@ class ImageOptions:
     preprocessor: Annotated[Path | None, Option("preprocessor_config.json, where it does not lie beside CONFIG.")] = (
         None
     )
-    max_pixels: Annotated[int | None, Option("Most pixels of an image (native resolution).", least=1, common=True)] = (
-        None
-    )
+    max_pixels: Annotated[int | None, Option("Most pixels of an image.", least=1, common=True)] = None
     max_tiles: Annotated[
         int | None, Option("Your own limit of an image's tiles, thumbnail aside (tiling models).", least=1)
     ] = None
@@ -77,9 +77,7 @@ class SizingOptions:
     """How a data set is sized, as the user chose."""
 
     reading: ReadingOptions = field(default_factory=ReadingOptions)
-    on_bad: Annotated[Literal["error", "skip"], Option("Stop at bad samples, or leave them out.", common=True)] = (
-        "error"
-    )
+    on_bad: Annotated[Literal["error", "skip"], Option("At bad samples.", common=True)] = "error"
     max_length: Annotated[int | None, Option("Treat a sample with more tokens as bad.", least=1)] = None
     source_key: Annotated[str | None, Option("Field of a record that names its data set; else its file.")] = None
     number_ids: Annotated[bool, Option("Number repeated ids instead of refusing them.")] = False
@@ -92,18 +90,7 @@ class SizingOptions:
     ] = None
 
 
-def parse_shard(text: str) -> tuple[int, int]:
-    """3/16."""
-    number, _, count = text.partition("/")
-    try:
-        return int(number), int(count)
-    except ValueError:
-        raise SampleError(f"shard {text!r} is no I/N: write it as in 3/16") from None
-
-
-def size_data(
-    model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions, *, shard: tuple[int, int] | None = None
-) -> "SizingResult":
+def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Size DATA for a model with a progress bar, naming every skipped sample on stderr; or load saved tables."""
     import os
 
@@ -138,7 +125,6 @@ def size_data(
             on_bad=sizing.on_bad,
             workers=sizing.workers or os.cpu_count() or 1,
             resume_dir=sizing.resume,
-            shard=shard,
             progress=advance,
         )
     for bad in result.bad:
@@ -172,3 +158,44 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
         image_rule=results[0].image_rule,
         files=tuple(file for result in results for file in result.files) if all(r.files for r in results) else (),
     )
+
+
+@verb
+def size(
+    data: DataArgument,
+    model: Annotated[str, typer.Option(help="config.json, its folder, or a shipped description.")],
+    images: ImageOptions,
+    sizing: SizingOptions,
+    out: Annotated[Path | None, typer.Option(help="Save the table here: a file.npz.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count images, ViT patches and LLM tokens of every sample of DATA, from image headers and the tokenizer."""
+    from trimtab.samples.table import save_sizing
+
+    result = size_data(images.describe(model), data, sizing)
+    if out is not None:
+        save_sizing(result, out)
+        log(f"table: {out}")
+    table = result.table
+    if as_json:
+        print_json(
+            {
+                "num_samples": len(table),
+                "num_read": result.num_read,
+                "num_bad": len(result.bad),
+                "bad": result.bad,
+                "num_images": int(table.num_images.sum()),
+                "num_patches": int(table.num_patches.sum()),
+                "num_tokens": int(table.num_tokens.sum()),
+                "max_patches": int(table.num_patches.max(initial=0)),
+                "max_tokens": int(table.num_tokens.max(initial=0)),
+                "patch_unit": table.patch_unit,
+                "tokens_exact": table.tokens_exact,
+                "assumptions": result.assumptions,
+                "table": out,
+            }
+        )
+        return
+    from trimtab.report.tables import print_sizes
+
+    print_sizes(result, console())

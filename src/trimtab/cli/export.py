@@ -118,7 +118,7 @@ def _export_framework(name: str, plan: Path, out: Path | None, fit: Path | None,
     from trimtab.adapters.running import cost_of_running, export_plan, fit_plan
     from trimtab.files import refuse_folder, write_atomically
     from trimtab.plan.build import write_plan
-    from trimtab.plan.decide.expressible import relative_time
+    from trimtab.plan.decide.stages import relative_time
     from trimtab.plan.file.check import refuse_broken
     from trimtab.plan.file.reload import reload_plan
 

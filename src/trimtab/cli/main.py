@@ -31,7 +31,7 @@ _INSTALL_HINTS = {
 }
 
 _MADE_WITH = {"transformers": "5.23"}
-"""Packages whose names moved from version to version, and the one that ours are of (docs/compatibility.md)."""
+"""Packages whose names moved from version to version, and the one that ours are of (docs/tables/compatibility.md)."""
 
 
 def _what_to_install(package: str, error: ImportError) -> str:

@@ -73,7 +73,7 @@ def map_model(
     if as_json:
         print_json(_as_json(placement, compared))
         return
-    from trimtab.report.placement_tables import print_placement
+    from trimtab.report.tables import print_placement
 
     print_placement(placement, compared, console())
     if out is not None:

@@ -125,11 +125,6 @@ def pack(
         return
     from trimtab.report.tables import print_balance
 
-    if epoch:
-        from trimtab.plan.decide.epoch import describe_draw
-
-        for sentence in describe_draw(epoch.sources):
-            print(sentence)
     print_balance(samples, balance, seconds, console())
 
 

@@ -32,16 +32,16 @@ def plan(
     config: ConfigArgument,
     data: DataArgument,
     cluster: ClusterOptions,
-    out: Annotated[Path, typer.Option(help="Folder for the plan and its report.")] = Path("plan"),
+    out: Annotated[Path, typer.Option(help="Folder for plan and report.")] = Path("plan"),
     target: Annotated[
         Framework | None,
-        typer.Option("--for", help="Decide only what this framework can run."),
+        typer.Option("--for", help="Only what this target of `export` can run."),
     ] = None,
     as_json: JsonOption = False,
     options: PlanOptions,
     profile: Annotated[
         Path | None,
-        typer.Option(help="Plan with this profile of `trimtab profile`."),
+        typer.Option(help="Profile of `trimtab profile` to plan with."),
     ] = None,
     sizing: SizingOptions,
     images: ImageOptions,
@@ -59,7 +59,7 @@ def plan(
     sized = size_data(model, data, sizing)
     sources = find_sources(data, sizing.reading.media_root, sizing.reading.allowed)
     if target == OWN_LOOP:
-        from trimtab.runtime.training.settings import refuse_data
+        from trimtab.plan.layout import refuse_data
 
         refuse_data(sized.table, [source.file for source in sources])
     origin = PlanOrigin(
@@ -85,11 +85,8 @@ def plan(
 
 
 def _print(details: "PlanDetails", paths: Mapping[str, Path]) -> None:
-    from trimtab.plan.decide.epoch import describe_draw
-    from trimtab.report.text import print_plan
+    from trimtab.report.plan_tables import print_plan
 
-    for sentence in describe_draw(details.plan.inputs.data.mixture):
-        print(sentence)
     print_plan(details, console())
     print("\n".join(f"{name}: {path}" for name, path in paths.items()))
 
@@ -104,10 +101,10 @@ class _Narrowed:
 
 def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowed:
     """Without what the framework cannot express."""
-    from trimtab.plan.decide.expressible import within_choices
+    from trimtab.plan.decide.stages import within_choices
 
     if target == OWN_LOOP:
-        from trimtab.runtime.training.settings import can_train, refuse_quantised
+        from trimtab.plan.layout import can_train, refuse_quantised
 
         refuse_quantised(options.lora)
         options = replace(options, host="eager") if options.host == PlanOptions().host else options
@@ -125,7 +122,7 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
 def _refuse_untrainable(details: "PlanDetails", target: str | None) -> None:
     """With --for trimtab, before anything is written: what the loop would refuse of the decisions."""
     if target == OWN_LOOP:
-        from trimtab.runtime.layout import read_layout
+        from trimtab.plan.layout import read_layout
 
         read_layout(details.plan)
 
@@ -163,7 +160,7 @@ def predict(
             help="Predict with the seconds (traced, probed: bytes) of this profile, from `trimtab profile --out`.",
         ),
     ] = None,
-    beside_plan: Annotated[bool, typer.Option("--beside-plan", help="Plan too, and say what it changes.")] = False,
+    with_plan: Annotated[bool, typer.Option("--with-plan", help="Plan too, and say what it changes.")] = False,
     as_json: JsonOption = False,
     run: GivenRun,
     launcher: LauncherOptions,
@@ -183,7 +180,7 @@ def predict(
     sized = size_data(model, data, sizing)
     found = predict_run(model, sized.table, devices, run)
     change = None
-    if beside_plan:
+    if with_plan:
         from trimtab.cli.report import plan_with_progress
         from trimtab.plan.options import PlanOrigin
 
@@ -193,7 +190,7 @@ def predict(
     if as_json:
         print_json(_figures(found) | ({"plan": change[0], "plan_gain": change[1]} if change else {}))
         return
-    from trimtab.report.text import print_prediction
+    from trimtab.report.plan_tables import print_prediction
 
     print_prediction(found, console())
     if change is not None:
@@ -226,7 +223,6 @@ def _figures(found: "Prediction") -> dict[str, object]:
         "stage_backward_s": ran.stage_backward_s.tolist(),
         "stage_layers": [stage.stop - stage.start for stage in ran.stages],
         "idle_share": ran.idle_share,
-        "idle": ran.idle,
         "time_error": found.profile.time_error,
         "memory_error": found.budget.band.half_width,
     }

@@ -175,7 +175,7 @@ def _show(
     as_json: bool,
 ) -> None:
     from trimtab.costs.formula.settings import CostSettings
-    from trimtab.report.profile_table import kept_rows, kind_rows, print_kept, print_kinds, print_runs
+    from trimtab.report.tables import kept_rows, kind_rows, print_kept, print_kinds, print_runs
 
     given = options.given | {"attention": result.attention, "dtype": result.dtype}
     settings = CostSettings(dims=result.dims, **given)

@@ -1,4 +1,4 @@
-"""`trimtab report`, and what `plan` and `demo` share with it: planning with a bar, all files, figures as JSON."""
+"""`trimtab report` and `demo`, and what `plan` shares with them: planning with a bar, all files, figures as JSON."""
 
 from __future__ import annotations
 
@@ -9,50 +9,46 @@ from typing import Annotated, Any
 import typer
 
 from trimtab.cli.check import PlanArgument
-from trimtab.cli.output import JsonOption, console, print_json
+from trimtab.cli.data import SizingOptions, size_data
+from trimtab.cli.output import JsonOption, console, log, print_json
 from trimtab.files import fingerprint_file, write_atomically, written_together
 from trimtab.plan.build import Within, make_plan, write_plan
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile
 from trimtab.report.html import html_report
-from trimtab.report.trace import chrome_trace
 from trimtab.samples.sources import SourceFile
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 
 
 def report(
     plan: PlanArgument,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.html and trace.json; else PLAN's own.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html; else PLAN's own.")] = None,
     run: Annotated[
         Path | None, typer.Option(help="run.jsonl of `trimtab train`, or its folder: measured against planned.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate PLAN again and write report.html (self-contained) and trace.json (for Perfetto)."""
-    from trimtab.files import write_atomically, written_together
+    """Simulate PLAN again and write report.html (self-contained)."""
+    from trimtab.files import write_atomically
     from trimtab.plan.file.reload import load_details
     from trimtab.plan.file.yaml import plan_folder
     from trimtab.plan.runs import read_run_of
     from trimtab.report.html import html_report
+    from trimtab.report.plan_tables import print_plan
     from trimtab.report.run import run_lines
-    from trimtab.report.text import print_plan
-    from trimtab.report.trace import chrome_trace
 
     details = load_details(plan)
     log = None if run is None else read_run_of(details.plan, run / "run.jsonl" if run.is_dir() else run)
-    folder = out or plan_folder(plan)
-    html, trace = folder / "report.html", folder / "trace.json"
-    with written_together():
-        write_atomically(html, html_report(details, run=log))
-        write_atomically(trace, chrome_trace(details))
+    html = (out or plan_folder(plan)) / "report.html"
+    write_atomically(html, html_report(details, run=log))
     if as_json:
-        print_json({"report": html, "trace": trace})
+        print_json({"report": html})
         return
     print_plan(details, console())
     if log is not None:
         print("\n".join(["", "Training run", *run_lines(details, log), ""]))
-    print(f"report: {html}\ntrace:  {trace}")
+    print(f"report: {html}")
 
 
 # -- shared with plan and demo -----------------------------------------------------------------------------------------
@@ -95,12 +91,11 @@ def plan_with_progress(
 
 
 def write_all(details: PlanDetails, folder: Path) -> Mapping[str, Path]:
-    """Plan, tables, report and trace."""
-    report, trace = folder / "report.html", folder / "trace.json"
+    """Plan, tables and report."""
+    report = folder / "report.html"
     with written_together():
         write_atomically(report, html_report(details))
-        write_atomically(trace, chrome_trace(details))
-        return {"plan": write_plan(details, folder), "report": report, "trace": trace}
+        return {"plan": write_plan(details, folder), "report": report}
 
 
 def plan_json(details: PlanDetails, paths: Mapping[str, Path]) -> dict[str, Any]:
@@ -116,3 +111,53 @@ def plan_json(details: PlanDetails, paths: Mapping[str, Path]) -> dict[str, Any]
         **({"mixture": plan.inputs.data.mixture} if plan.inputs.data.mixture else {}),
         "assumptions": plan.assumptions,
     }
+
+
+# -- trimtab demo ------------------------------------------------------------------------------------------------------
+
+
+_MAX_TILES = 4  # and a thumbnail, as the OmniBal paper trains this model; its own limit of 12 suits inference
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the data set, the plan and the report.")] = Path("trimtab-demo"),
+    model: Annotated[str, typer.Option(help="A shipped description or a config.json.")] = "InternVL-Chat-V1-5",
+    cluster: Annotated[str, typer.Option(help="Devices to plan for.")] = "32xA100-80GB",
+    num_samples: Annotated[int, typer.Option(min=50, max=100_000, help="Samples to draw.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Same seed, same data and plan.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the whole flow on a small data set of images that is drawn here: no download, no GPU, no torch."""
+    from trimtab.costs.devices import parse_cluster
+    from trimtab.demo.draw import draw_dataset, write_model
+    from trimtab.models.describe import describe
+    from trimtab.models.images.rules import DynamicTiling
+    from trimtab.options import ReadingOptions
+    from trimtab.report.plan_tables import print_plan
+    from trimtab.samples.sources import find_sources
+    from trimtab.samples.table import save_sizing
+
+    spec, devices = describe(model), parse_cluster(cluster)
+    if isinstance(spec.image_rule, DynamicTiling):
+        spec = describe(model, max_tiles=_MAX_TILES)
+    data = draw_dataset(out / "data", num_samples=num_samples, seed=seed) / "data.jsonl"
+    log(f"drew {num_samples:,} samples with their images and a tokenizer")
+    reading = ReadingOptions(tokenizer=data.with_name("tokenizer.json"))
+    sized = size_data(spec, [data], SizingOptions(reading=reading, source_key="source", workers=1))
+    save_sizing(sized, out / "sizes.npz")
+    num_patches, num_tokens = int(sized.table.num_patches.sum()), int(sized.table.num_tokens.sum())
+    log(f"sized them for {spec.name}: {num_patches:,} ViT patches, {num_tokens:,} tokens")
+    origin = PlanOrigin(
+        command=f"trimtab demo --model {model} --cluster {cluster} --num-samples {num_samples} --seed {seed}",
+        data_files=data_files(find_sources(data)),
+        assumptions=sized.assumptions,
+    )
+    details = plan_with_progress(spec, sized.table, devices, PlanOptions(seed=seed), origin)
+    files = {"data": data, "sizes": out / "sizes.npz", **write_all(details, out / "plan")}
+    files["model"] = write_model(out / "model", data.parent)
+    if as_json:
+        print_json({**plan_json(details, files), "data": str(data)})
+        return
+    log("")
+    print_plan(details, console())
+    print("\n".join(f"{name:>9}: {path}" for name, path in files.items()))

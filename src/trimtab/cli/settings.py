@@ -180,7 +180,7 @@ def _setting_flags(settings: Mapping[str, Setting]) -> Iterator[inspect.Paramete
             return [f"{name}={word}" for word in settings[name].shown_kind.split("|") if word.islower()]
         return [f"{known}=" for known in settings if known.startswith(incomplete)]
 
-    more = f"One of {num_more} more settings (`trimtab options` lists them)."
+    more = f"{num_more} more, by `trimtab options`." if num_more else "Any option, by its name."
     words = typer.Option("--set", metavar="NAME=VALUE", help=more, autocompletion=complete)
     file = typer.Option("--options", metavar="FILE", help="YAML file of settings by name.")
     yield _keyword("set_words", Annotated[list[str] | None, words], None)

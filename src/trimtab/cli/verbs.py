@@ -10,7 +10,7 @@ from typing import Any
 VERBS = MappingProxyType(
     {
         "demo": (
-            "demo:demo",
+            "report:demo",
             "Run the whole flow on a small data set of images that is drawn here: no download, no GPU, no torch.",
         ),
         "plan": (
@@ -36,7 +36,7 @@ VERBS = MappingProxyType(
         ),
         "report": (
             "report:report",
-            "Simulate PLAN again and write report.html (self-contained) and trace.json (for Perfetto).",
+            "Simulate PLAN again and write report.html (self-contained).",
         ),
         "serve": (
             "map:serve",
@@ -59,7 +59,7 @@ VERBS = MappingProxyType(
             "Price every layer of CONFIG: forward and backward seconds, share, rate, and how far they may be off.",
         ),
         "size": (
-            "size:size",
+            "data:size",
             "Count images, ViT patches and LLM tokens of every sample of DATA, from image headers and the tokenizer.",
         ),
         "pack": (

@@ -42,6 +42,7 @@ from trimtab.specs import (
     tiers_of,
 )
 from trimtab.typed_json import parse_json, read_typed
+from trimtab.units import GIB
 
 # -- how far real memory is from what is counted ----------------------------------------------------------------------
 #
@@ -100,19 +101,20 @@ class MemoryBand:
             return 0.0
         return 1.0 - _NORMAL.cdf((1.0 / share - 1.0) * _EDGE / self.half_width)
 
-    def verdict(self, share: float) -> str:
-        """In words, for a device that is expected to fill `share` of its memory; the ends hold 90 % of devices.
+    def verdict(self, peak_bytes: float, total_bytes: float) -> str:
+        """Return the expected peak, the range that holds 90 % of devices in % of their memory, and the risk.
 
-        >>> memory_band(None).verdict(0.9)
-        'it fits at -15 % .. -5 %, with a chance of 0.065 % that it does not'
+        >>> memory_band(None).verdict(72 * 2**30, 80 * 2**30)
+        '72.0 GiB (-15 % / -5 %) of 80.0; 0.065 % chance of running out of memory'
         """
+        share = peak_bytes / total_bytes
         low, high = (100.0 * (share * (1.0 + sign * self.half_width) - 1.0) for sign in (-1, 1))
         chance = self.misfit_chance(share)
-        at = f"{round(low):+d} % .. {round(high):+d} %"
+        held = f"{peak_bytes / GIB:.1f} GiB ({round(low):+d} % / {round(high):+d} %) of {total_bytes / GIB:.1f}"
         if chance > 0.5:
-            return f"it DOES NOT FIT: {at} of its memory"
-        odds = f", with a chance of {100 * chance:.2g} % that it does not" if chance >= 1e-4 else ""
-        return f"it fits at {at}{odds}"
+            return f"{held}, which DOES NOT FIT"
+        odds = f"; {100 * chance:.2g} % chance of running out of memory" if chance >= 1e-4 else ""
+        return f"{held}{odds}"
 
 
 def memory_band(profile: Profile | None) -> MemoryBand:
@@ -292,7 +294,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
         optional=lambda field: field.default is None or field.name in _LATER_DEGREES,
         unknown=unknown,
     )
-    problems += [f"{place}: unknown" for place in unknown if place not in _NO_MORE_READ]
+    problems += [f"{place}: unknown" for place in unknown]
     if not problems:
         assert isinstance(profile, Profile)
         problems = [
@@ -467,8 +469,6 @@ def _about_lora(model: ModelSpec, settings: CostSettings, lora: Lora) -> list[st
 _ABOVE_ZERO = ("peak_flops", "memory_bytes", "memory_bytes_per_s", "link_bytes_per_s")
 _LATER_DEGREES = ("ep", "etp")
 """Not in files of earlier profiles: left out where they divide nothing."""
-_NO_MORE_READ = ("device.host_bytes_per_s", "device.host_memory_bytes")
-"""Of profiles made when layers could be offloaded."""
 
 
 def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:

@@ -235,10 +235,22 @@ def _describe_config(config: Config, settings: Config | None, files: Files, *, m
 
 def _with_own_files(model: ModelSpec, config: Config, settings: Config | None, files: Files) -> ModelSpec:
     """`model` with images and videos counted as these files say; without files, as those of the model do."""
-    rule = image_rule_or_reason(config, settings)
+    markup = model.image_markup
+    if family_of(config.get("model_type")).image_rule is not None:
+        rule = image_rule_or_reason(config, settings)
+    elif files:
+        rule, markup = image_rule_by_processor(config, files, settings)
+    else:
+        return model
     if settings is None and isinstance(rule, UnsettledRule):
         return model
-    return replace(model, image_rule=rule, clip_rule=ask_clips(config, files), config_blake2b=_digest(config, settings))
+    return replace(
+        model,
+        image_rule=rule,
+        image_markup=markup,
+        clip_rule=ask_clips(config, files),
+        config_blake2b=_digest(config, settings),
+    )
 
 
 def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:

@@ -46,8 +46,8 @@ class PackFormat:
     Example: a family of tiles, of fixed size, whose image tokens see their whole image.
 
     >>> from trimtab.models import PackFormat
-    >>> PackFormat(joined=("pixel_values",), sees="images").counts
-    'model'
+    >>> PackFormat(joined=("pixel_values",), sees="images").mrope
+    False
     """
 
     joined: tuple[str, ...]  # keys concatenated along dimension 0, in sample order; further dimensions padded with 0
@@ -56,9 +56,6 @@ class PackFormat:
     sees: Literal["images", "prefix"] | None = None  # tokens that see their whole block, under masks given explicitly
     stateful: bool = False  # layers carry a state along the row: seq_idx and lengths say where samples start
     types_key: str | None = None  # argument of the forward that says which tokens are images
-    counts: Literal["grid", "tiles", "sizes", "model"] = (
-        "model"  # what tells an image's LLM tokens; the model checks too
-    )
     # for packs without images: a kind known here, or config -> (LLM tokens, tensors by key); None: no filler image
     smallest: Smallest | Callable[[Any], tuple[int, dict[str, Any]]] | None = None
 
@@ -272,7 +269,7 @@ _GEMMA3_MARKUP = ImageMarkup(
     after="<end_of_image>\n\n",
     crops=("Here is the original image ", " and here are some crops to help you see better "),
 )
-_GEMMA3_PACK = PackFormat(joined=("pixel_values",), sees="images", counts="tiles", smallest="tile")
+_GEMMA3_PACK = PackFormat(joined=("pixel_values",), sees="images", smallest="tile")
 
 
 # -- Mllama (Llama 3.2 Vision): as many tiles of every image ----------------------------------------------------------
@@ -294,7 +291,7 @@ FAMILIES: dict[str, Family] = {
     "internvl": Family(
         image_rule=_port_tiles,
         markup=_INTERNVL_MARKUP,
-        pack=PackFormat(joined=("pixel_values",), counts="tiles", smallest="tile"),
+        pack=PackFormat(joined=("pixel_values",), smallest="tile"),
     ),
     REMOTE: Family(image_rule=_remote_tiles, markup=_INTERNVL_MARKUP, is_remote_code=True),
     "qwen2_vl": Family(image_rule=_smart_resize, markup=_QWEN_MARKUP),
@@ -307,20 +304,18 @@ FAMILIES: dict[str, Family] = {
     "llava": Family(
         image_rule=_one_tile,
         markup=_LLAVA_MARKUP,
-        pack=PackFormat(joined=("pixel_values",), counts="tiles", smallest="tile"),
+        pack=PackFormat(joined=("pixel_values",), smallest="tile"),
     ),
     "llava_next": Family(
         image_rule=_next_tiles,
         markup=_LLAVA_MARKUP,
-        pack=PackFormat(joined=_SIZED, counts="sizes", smallest="fewest tiles"),
+        pack=PackFormat(joined=_SIZED, smallest="fewest tiles"),
         joins_tiles=True,
     ),
     "llava_onevision": Family(
         image_rule=_onevision_tiles,
         markup=_LLAVA_MARKUP,
-        pack=PackFormat(
-            joined=(*_SIZED, "batch_num_images", "pixel_values_videos"), counts="sizes", smallest="fewest tiles"
-        ),
+        pack=PackFormat(joined=(*_SIZED, "batch_num_images", "pixel_values_videos"), smallest="fewest tiles"),
         joins_tiles=True,
     ),
     "gemma3": Family(image_rule=_crops, markup=_GEMMA3_MARKUP, pack=_GEMMA3_PACK),

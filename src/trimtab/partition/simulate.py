@@ -206,7 +206,7 @@ def stage_times(
 ) -> StageTimes:
     """Times of the stages for micro-batches of `work` (N, len(WORK_TERMS)).
 
-    Use it between `split_stages` and `simulate`; docs/partition.md shows the three.
+    Use it between `split_stages` and `simulate`; docs/pipeline.md shows the three.
 
     A send takes latency + output_bytes of the stage's last layer / link rate; the gradient, of the activation's shape
     and type, takes as long on its way back. `link_bytes_per_s` None: sends cost nothing. Under a host whose stages wait

@@ -12,7 +12,7 @@ of the next for the last MB, 9.83 ms. Rounded up: 14 ms, saving 18 MB. Branch an
 two: 2 of the first and 1 of the second save 14 MB for 11 ms.
 
 Plain Python on whole numbers of any length: a plan solves some hundred of these, each in 10 to 100 microseconds, while
-compiling the same loops took 3 CPU seconds (docs/log.md).
+compiling the same loops took 3 CPU seconds (docs/developers/log.md).
 """
 
 from __future__ import annotations

@@ -261,9 +261,6 @@ def _explain(model: ModelSpec, machine: Machine, workload: Workload, search: _Se
     if not np.isfinite(fullest):
         return f"{asked}: no GPU has memory free; free some or name other GPUs"
     larger = f"{np.ceil(100 * fullest) / 100:.2f} times the memory on each GPU"
-    smaller = _largest_batch(model, machine, workload)
-    if smaller is not None:
-        larger += f", or batch {smaller}"
     parts = parts_of(model)
     spills = order_spills(model, parts, search.table, cpu_bytes=_ANY)
     roomy = replace(search, by_rows=spills.by_rows)
@@ -283,16 +280,6 @@ def _explain(model: ModelSpec, machine: Machine, workload: Workload, search: _Se
 
 
 _ANY = 2**62  # host memory without end
-
-
-def _largest_batch(model: ModelSpec, machine: Machine, workload: Workload) -> int | None:
-    """The largest smaller batch that fits on the GPUs without a spill; None if not even one sequence does."""
-
-    def is_too_large(batch: int) -> bool:
-        table = inference_table(model, replace(workload, batch=batch))
-        return _Search.of(arrangements(parts_of(model)), machine, table, frozenset()).fullest(())[0] > 1
-
-    return bisect_left(range(1, workload.batch), True, key=is_too_large) or None
 
 
 # -- result ---------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from trimtab.files import read_small
 from trimtab.placement.bytes import DeviceKey, DeviceUse, InferenceTable, device_bytes
 from trimtab.placement.chain import modules_of
 from trimtab.placement.machine import Machine
-from trimtab.shown import html_table, three_lines
 from trimtab.specs import ModelSpec
 from trimtab.typed_json import parse_json
+from trimtab.units import three_lines
 
 Objective = Literal["memory", "latency", "pipeline"]
 
@@ -52,10 +52,6 @@ class Placement:
             f"of what is free, {', '.join(used[:8])}{', ...' if len(used) > 8 else ''}",
             f"{len(self.device_map)} modules, {len(self.spilled)} layers that no GPU holds",
         )
-
-    def _repr_html_(self) -> str:
-        rows = [(device, f"{100 * share:.1f} %") for device, share in self._shares()]
-        return html_table(repr(self), ("GPU", "used of what is free"), rows)
 
     def _shares(self) -> list[tuple[str, float]]:
         return [(f"GPU {use.device}", use.fraction) for use in self.uses if isinstance(use.device, int)]

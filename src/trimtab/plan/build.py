@@ -12,12 +12,11 @@ from trimtab.partition.assess import SplitResult
 from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, tied_settings
 from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
-from trimtab.plan.decide.epoch import Epoch, describe_draw, open_epoch
-from trimtab.plan.decide.expressible import Expressible, best_split
-from trimtab.plan.decide.search import choose_setting, default_global_batch
+from trimtab.plan.decide.epoch import Epoch, open_epoch
+from trimtab.plan.decide.search import Tiers, choose_setting, default_global_batch
+from trimtab.plan.decide.setting import ChosenSetting
 from trimtab.plan.decide.sharing import VisionChosen, choose_vision, group_degree
-from trimtab.plan.decide.simplest import ChosenSetting
-from trimtab.plan.decide.stages import ABOUT_SPLIT, SplitChoice, choose_split
+from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split
 from trimtab.plan.decide.work import host_sentences
 from trimtab.plan.file.figures import PlanDetails, assemble_plan
 from trimtab.plan.file.yaml import plan_to_yaml
@@ -76,28 +75,13 @@ def make_plan(
         can = within(model, options.pp or 1)
         model, tiers = replace(model, forbidden_cuts=model.forbidden_cuts | can.forbidden_cuts), can.tiers
     epoch = open_epoch(model, samples, options)
-    samples, rows = epoch.samples, epoch.rows
+    samples, rows, budget, asked = epoch.samples, epoch.rows, MemoryBudget.of(cluster, options), options
     if cluster.num_devices > _MOST_DEVICES_A_SAMPLE * len(rows):
         raise PlanError(
             f"the cluster has {cluster.num_devices} devices, and the data {len(rows)} samples: most devices would have "
             "nothing to do; give more data, or a smaller cluster"
         )
-    budget, asked = MemoryBudget.of(cluster, options), options
-    if not options.fills_packs:
-        options = replace(options, global_batch=default_global_batch(cluster, options, len(rows)))
-
-    while True:
-        try:
-            chosen = choose_setting(
-                model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=_step(progress, "settings")
-            )
-            break
-        except PartitionError as error:
-            # GPipe holds all packs of a step: fewer samples a step may fit, where nobody asked for so many
-            if asked.global_batch is not None or options.schedule != "GPipe" or (options.global_batch or 1) == 1:
-                advice = explain_misfit(model, epoch.drawn, cluster, options, budget)
-                raise PartitionError(f"{error}\n{advice}".rstrip()) from None
-            options = replace(options, global_batch=(options.global_batch or 1) // 2)
+    options, chosen = _choose(model, epoch, cluster, asked, budget, tiers, _step(progress, "settings"))
     settled = _settle(model, epoch, cluster, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options_of_search, options = case.setting, options, case.options
@@ -119,7 +103,6 @@ def make_plan(
         assumptions=(
             *epoch.notes,
             *batch_assumption(cluster, asked, options, len(rows)),
-            *describe_draw(epoch.sources),
             *tried.sentences(),
             *describe_tie(tied, tips),
             *(found.sentences() if within is None else (_NARROWED,)),
@@ -130,6 +113,30 @@ def make_plan(
             *setting.profile.assumptions,
         ),
     )
+
+
+def _choose(
+    model: ModelSpec,
+    epoch: Epoch,
+    cluster: ClusterSpec,
+    asked: PlanOptions,
+    budget: MemoryBudget,
+    tiers: Tiers | None,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[PlanOptions, ChosenSetting]:
+    """Choose the global batch, where none was asked for, and the settings that fit with it."""
+    options = asked
+    if not asked.fills_packs:
+        options = replace(asked, global_batch=default_global_batch(cluster, asked, len(epoch.rows)))
+    while True:
+        try:
+            return options, choose_setting(model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=progress)
+        except PartitionError as error:
+            # GPipe holds all packs of a step: fewer samples a step may fit, where nobody asked for so many
+            if asked.global_batch is not None or options.schedule != "GPipe" or (options.global_batch or 1) == 1:
+                advice = explain_misfit(model, epoch.drawn, cluster, options, budget)
+                raise PartitionError(f"{error}\n{advice}".rstrip()) from None
+            options = replace(options, global_batch=(options.global_batch or 1) // 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +172,13 @@ def _settle(
         case = pack_case(model, epoch, cluster, budget, priced.setting, priced.options)
         without = choose_split(case)
         vision = choose_vision(case, without)
-        case, split = vision.best.case, vision.best.found.split
-        best = split if within is None else best_split(case, within(model, case.setting.dims.pp))
-        if best is not None:
-            settled.append(_Settled(tried=chosen.taking(priced), without=without, vision=vision, split=best))
+        case = vision.best.case
+        split: SplitResult | None = vision.best.found.split
+        if within is not None:
+            stages = best_expressible(case, within(model, case.setting.dims.pp))
+            split = None if stages is None else case.problem.assess(stages)
+        if split is not None:
+            settled.append(_Settled(tried=chosen.taking(priced), without=without, vision=vision, split=split))
         if len(settled) == most:
             break
     if not settled:

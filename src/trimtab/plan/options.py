@@ -137,7 +137,7 @@ class VisionChoice:
     group: Annotated[
         GroupChoice,
         Option(
-            "Ranks that share images; auto: if it gains.",
+            "Ranks that share images.",
             flag="--vision-dp",
             common=True,
         ),
@@ -209,7 +209,7 @@ WEIGHTS = Option(
 # of every run that is priced
 MEMORY = Option("Memory of a device, as in 80GiB.", flag="--memory", read=parse_bytes, common=True)
 RISK = Option(
-    "Accepted chance of running out of memory.",
+    "Accepted chance to lack memory.",
     read=parse_share,
     shown="0.5%",
     common=True,
@@ -239,7 +239,7 @@ ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 
 IMBALANCE = Option("Rows of the busiest expert-parallel device over the mean.", least=1)
 DISPATCHER = Option("How rows reach experts of other devices: once for each expert, or for each device (deepep).")
 LORA = Option(
-    "LoRA, as in r=16,targets=q_proj; bits=4: QLoRA.",
+    "LoRA, as in r=16,targets=q_proj,bits=4.",
     read=parse_lora,
     shown=None,
     common=True,
@@ -267,7 +267,7 @@ class PlanOptions:
         int | None, Option("Packs per rank and step; without --global-batch they are filled.", least=1, most=2**20)
     ] = None
     global_batch: Annotated[
-        int | None, Option("Samples of every step; default: 256, or 8 a device.", least=1, common=True)
+        int | None, Option("Samples a step; default: 256, or 8 a device.", least=1, common=True)
     ] = None
     max_patches: Annotated[int | None, Option("Most ViT patches of a pack; default: chosen.", least=1)] = None
     max_tokens: Annotated[int | None, Option("Most LLM tokens of a pack; default: chosen.", least=1)] = None
@@ -292,9 +292,7 @@ class PlanOptions:
     oversize: Annotated[Oversize, OVERSIZE] = "error"
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()  # of every source, by name; none: each sample once
     num_drawn: Annotated[int | None, NUM_DRAWN] = None
-    recompute: Annotated[RecomputeMode, Option("Layers that recompute; auto: what memory demands.", common=True)] = (
-        "auto"
-    )
+    recompute: Annotated[RecomputeMode, Option("Layers that recompute.", common=True)] = "auto"
     memory_bytes: Annotated[int | None, MEMORY] = None  # None: all of it
     risk: Annotated[float, RISK] = 0.005
     reserve_bytes: int | None = None  # kept free instead: of a plan that was probed, or made before there was a risk
@@ -337,7 +335,7 @@ class PlanOptions:
     baselines: Annotated[
         tuple[str, ...],
         Option(
-            "Run to compare with, as in random,batch=4,padded; default: the fastest that fits.",
+            "Compared run, as in random,batch=4,padded.",
             flag="--baseline",
             read=tuple,
             typed=list[str],

@@ -31,9 +31,8 @@ from trimtab.options import (
     VisionObjective,
     VisionReduction,
 )
-from trimtab.shown import html_table, three_lines
 from trimtab.specs import DeviceSpec
-from trimtab.units import format_degrees
+from trimtab.units import format_degrees, three_lines
 
 # What a plan expects: every figure of its file's `estimates`, rounded; runtime and adapters read none of them.
 
@@ -440,11 +439,3 @@ class Plan:
     def __repr__(self) -> str:
         shape, _, expected = self.summary.partition(". ")
         return three_lines(f"Plan of {self.inputs.model.name}", f"{shape}.", expected)
-
-    def _repr_html_(self) -> str:
-        head = ("variant", "samples/s", "seconds of the data set", "memory, GiB", "fits")
-        rows = [
-            (row.name, f"{row.samples_per_s:,.4g}", f"{row.epoch_s:,.4g}", f"{row.peak_memory_gib}", str(row.fits))
-            for row in self.estimates.variants
-        ]
-        return html_table(repr(self), head, rows)

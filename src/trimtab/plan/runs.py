@@ -54,7 +54,6 @@ class StepRecord:
     num_tokens: int  # LLM tokens of the step, all ranks
     step_s: float  # wall time of the slowest rank, data loading included
     data_s: float  # of it waiting for samples, slowest rank
-    planned_s: float | None  # simulated for these very packs; null where the plan's model or device is not at hand
     peak_memory_bytes: tuple[int, ...]  # of each pipeline device so far, the largest over its data-parallel ranks
     num_fillers: int = 0  # samples that could not be read, of all data-parallel ranks
     patches_held: tuple[int, ...] = ()  # ViT patches in the packs of each data-parallel rank; () where none are shared
@@ -97,32 +96,23 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeComparison:
-    """Measured against planned step times of the warm steps that have both."""
+    """The warm steps' times against the plan's mean step."""
 
-    num_steps: int
-    planned_s: float  # median
-    ratio: float  # median of measured / planned, step by step
+    planned_s: float
+    ratio: float  # median of measured / planned
     band: float  # relative half-width that the plan claims
     share_inside: float  # of the steps
-    planned_range: float  # of the planned times' middle 80 %, over their median
-    rank_correlation: float | None  # Spearman's, of planned and measured; None: fewer than 3 steps, or all alike
 
 
-def compare_times(log: RunLog, *, band: float) -> TimeComparison | None:
-    """None where no step was simulated."""
-    pairs = [(record.planned_s, record.step_s) for record in log.warm if record.planned_s]
-    if not pairs:
-        return None
-    planned, measured = np.array(pairs, np.float64).T
-    ratios = measured / planned
+def compare_times(log: RunLog, *, band: float) -> TimeComparison:
+    """Compare measured steps with the mean step that the plan expects."""
+    planned_s = log.header.planned_step_s
+    ratios = np.array([record.step_s for record in log.warm]) / planned_s
     return TimeComparison(
-        num_steps=len(pairs),
-        planned_s=float(np.median(planned)),
+        planned_s=planned_s,
         ratio=float(np.median(ratios)),
         band=band,
         share_inside=float(np.mean(np.abs(ratios - 1.0) <= band)),
-        planned_range=float(np.ptp(np.quantile(planned, (0.1, 0.9))) / np.median(planned)),
-        rank_correlation=_rank_correlation(planned, measured),
     )
 
 
@@ -217,20 +207,6 @@ def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> fl
         problems.append(f"{place} is {json.dumps(value)[:40]}")
         return value
     return value if kind is int else float(value)
-
-
-def _rank_correlation(a: FloatArray, b: FloatArray) -> float | None:
-    """Spearman's rho; equal values share the mean of their ranks."""
-    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return None
-    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
-
-
-def _ranks(values: FloatArray) -> FloatArray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    ranks: FloatArray = (ends - (counts - 1) / 2.0)[inverse]
-    return ranks
 
 
 def _same_device(run: str, planned: str) -> bool:

@@ -8,9 +8,9 @@ from trimtab.partition.schedules import WEIGHT
 from trimtab.partition.simulate import Timeline
 from trimtab.plan.decide.compare import Variant
 from trimtab.plan.file.figures import PlanDetails
-from trimtab.report import plots, svg
-from trimtab.report.markup import esc, legend, section
-from trimtab.report.words import IDLE_PARTS, Scale, before_after, idle_sentence, memory_scale, percent, time_scale
+from trimtab.report import drawing
+from trimtab.report.table import esc, legend, section
+from trimtab.report.words import before_after, memory_scale, percent, time_scale
 from trimtab.units import format_bytes, format_seconds
 
 # -- timeline -------------------------------------------------------------------------------------------------------
@@ -21,7 +21,7 @@ def timelines(details: PlanDetails) -> str:
     if all(line.num_devices == 1 or not line.makespan_s for line in shown.values()):
         return ""  # nothing waits for anything
     dense = ""
-    if any(len(line.stage) > svg.MAX_BLOCKS for line in shown.values()):
+    if any(len(line.stage) > drawing.MAX_BLOCKS for line in shown.values()):
         dense = " Blocks too thin to draw are shown as the share of the time that they take, as height."
     entries = [
         (("f0", "f1", "f2"), "forward of a light, usual, heavy micro-batch"),
@@ -48,12 +48,12 @@ def stacked_timelines(shown: Mapping[str, Timeline]) -> str:
         sentence = f"{format_seconds(line.makespan_s)}, {percent(line.bubble_ratio)} idle"
         text = f"{line.num_devices} devices, {len(line.stage)} blocks, {sentence}."
         parts.append(f'<h3>{esc(name)} <span class="note">{sentence}</span></h3>')
-        parts.append(svg.device_names(line.num_devices))
-        parts.append(svg.timeline(line, span_s=span, title=f"Pipeline timeline, {esc(name)}", description=text))
+        parts.append(drawing.device_names(line.num_devices))
+        parts.append(drawing.timeline(line, span_s=span, title=f"Pipeline timeline, {esc(name)}", description=text))
     scale = time_scale([span])
     parts.append(
         f'<span></span><svg aria-hidden="true" width="100%" height="32">'
-        f"{svg.axis(span, scale, label=f'time since the start of the step, {scale.unit}', y=0)}</svg>"
+        f"{drawing.axis(span, scale, label=f'time since the start of the step, {scale.unit}', y=0)}</svg>"
     )
     return f'<div class="scroll"><div class="time">{"".join(parts)}</div></div>'
 
@@ -84,85 +84,15 @@ def memory_bars(details: PlanDetails) -> str:
 def _memory_panel(name: str, variant: Variant, span: float, cap: float) -> str:
     scale = memory_scale([span])
     rows = [
-        svg.Bar(
+        drawing.Bar(
             name=f"rank {i}",
             parts=[(look, text, getattr(memory, part)) for look, text, part in _MEMORY_PARTS],
             text=scale.text(memory.total_bytes),
-            cap=cap,
-            bad=memory.total_bytes > cap,
         )
         for i, memory in enumerate(variant.memory)
     ]
     label, title = f"{scale.unit} per device", f"Memory, {name}"
-    return svg.bars(rows, span=span, scale=scale, label=label, title=title, show=format_bytes, mark="limit", marked=cap)
-
-
-# -- idle time ------------------------------------------------------------------------------------------------------
-
-_IDLE_LOOKS = ("f1", "b1", "w1", "b2")
-
-
-def idle_bars(details: PlanDetails) -> str:
-    """Why devices wait, before and after."""
-    shown = before_after(details)
-    most = max(0.01, *(variant.idle_share for variant in shown.values()))
-    scale = Scale(unit="%", factor=0.01, digits=1)
-    rows = [
-        svg.Bar(
-            name=name,
-            parts=[
-                (look, text, getattr(variant.idle, part))
-                for look, (part, text) in zip(_IDLE_LOOKS, IDLE_PARTS, strict=True)
-            ],
-            text=percent(variant.idle_share),
-            cap=1.0,
-        )
-        for name, variant in shown.items()
-    ]
-    schedule, note = details.plan.decisions.schedule, idle_sentence(shown["Plan"])
-    if details.plan.decisions.parallel.pp > 1:
-        note += (
-            f" The bubble is the bound: what {schedule.name} with {schedule.num_microbatches} micro-batches leaves "
-            "when all stages and packs are even. More micro-batches lower it; balancing can take away the other parts."
-        )
-    return section(
-        "Why devices wait",
-        esc(note, 600),
-        legend(((look,), text) for look, (_, text) in zip(_IDLE_LOOKS, IDLE_PARTS, strict=True))
-        + svg.bars(
-            rows,
-            span=1.1 * most,
-            scale=scale,
-            label="% of all devices' time",
-            title="Idle time of the devices",
-            show=percent,
-        ),
-    )
-
-
-# -- data-parallel ranks --------------------------------------------------------------------------------------------
-
-
-def rank_columns(details: PlanDetails) -> str:
-    """How long every data-parallel rank's pipeline takes, before and after; nothing of a plan with one rank."""
-    shown = before_after(details)
-    if all(variant.rank_s.shape[1] == 1 for variant in shown.values()):
-        return ""
-    span = 1.05 * max(float(variant.rank_s.max()) for variant in shown.values())
-    scale, panels = time_scale([span]), []
-    for name, variant in shown.items():
-        mean = variant.rank_s[1]
-        over = f"the slowest {percent(float(mean.max() / mean.mean()) - 1)} above the mean of {mean.size}"
-        look = "new" if variant is details.variants[-1] else "old"
-        drawn = plots.columns(
-            variant.rank_s, span=span, scale=scale, label="rank", title=f"Load of the ranks, {name}", css_class=look
-        )
-        panels.append(f'<figure><h3>{name} <span class="note">{over}</span></h3>{drawn}</figure>')
-    note = (
-        "Seconds of each rank's pipeline in a step: the mean, and from the shortest step to the longest as a line or a "
-        "pale area. A step ends when its slowest rank does. From up to 256 steps spread over the data set."
-    )
-    return section("Load of the data-parallel ranks", note, f'<div class="pair">{"".join(panels)}</div>')
+    return drawing.bars(rows, span=span, cap=cap, scale=scale, label=label, title=title, show=format_bytes)
 
 
 # -- packs ----------------------------------------------------------------------------------------------------------
@@ -177,7 +107,7 @@ def pack_sizes_section(details: PlanDetails) -> str:
     panels = []
     for heading, variant in shown.items():
         title, look = f"{heading}: patches and tokens of each pack", "new" if heading == "Plan" else "old"
-        drawn = plots.scatter(
+        drawn = drawing.scatter(
             variant.pack_patches, variant.pack_tokens, limits=limits, span=span, title=title, css_class=look
         )
         panels.append(f"<figure><h3>{title}</h3>{drawn}</figure>")

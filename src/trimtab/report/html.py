@@ -11,8 +11,7 @@ from html import escape
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.runs import RunLog
-from trimtab.report.figures import idle_bars, memory_bars, pack_sizes_section, rank_columns, timelines
-from trimtab.report.markup import esc, page, section, tile
+from trimtab.report.figures import memory_bars, pack_sizes_section, timelines
 from trimtab.report.plan_tables import (
     SEARCHED_NOTE,
     packing_note,
@@ -24,7 +23,7 @@ from trimtab.report.plan_tables import (
     vision_table,
 )
 from trimtab.report.run import run_section
-from trimtab.report.table import on_page
+from trimtab.report.table import esc, on_page, page, section, tile
 from trimtab.report.words import (
     GAIN_NOISE,
     MAX_SUMMARY,
@@ -50,14 +49,14 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _variants(details),
         _settings(details),
         timelines(details),
-        idle_bars(details),
-        rank_columns(details),
         memory_bars(details),
         _vision_section(details),
         pack_sizes_section(details),
         _stages(details),
-        _searched(details),
-        _packing(details),
+        section("OmniBal's search", SEARCHED_NOTE, on_page(searched_table(details)))
+        if details.plan.estimates.searched
+        else "",
+        section("Packing", esc(packing_note(details)), on_page(packing_table(details))),
         _plan_file(details),
         _assumptions(details),
     )
@@ -119,8 +118,8 @@ def _tiles(details: PlanDetails) -> list[str]:
 
 def _variants(details: PlanDetails) -> str:
     note = (
-        "The whole data set, run once in each way; each row adds one decision to the row above, and the last is this "
-        "plan."
+        "The whole data set, run once in each way; each row adds one decision to the row above, unless it changes "
+        "nothing, and the last is this plan."
     )
     return section("Before and after", note, on_page(variants_table(details)))
 
@@ -132,7 +131,7 @@ def _settings(details: PlanDetails) -> str:
     band = f"{100 * estimates.setting_error:g} % of the fastest"
     rule = f"The simplest of those within {band} was taken" if estimates.setting_error else "The fastest was taken"
     note = (
-        "Degrees, ZeRO stage and schedule, simplest first, at their mean packs and about as many samples a step. "
+        "Degrees, ZeRO stage and schedule, fastest first, at their mean packs and about as many samples a step. "
         f"{rule}: it is marked."
     )
     return section("Nearest alternatives", note, on_page(settings_table(estimates)))
@@ -145,16 +144,6 @@ def _stages(details: PlanDetails) -> str:
     if len(total) > 1 and total.any():
         note += f" The slowest stage is {percent(float(total.max() / total.mean()) - 1)} above the mean."
     return section("Stages", note, on_page(stages_table(details, most=MAX_STAGE_ROWS)), css_class="long")
-
-
-def _searched(details: PlanDetails) -> str:
-    if not details.plan.estimates.searched:
-        return ""
-    return section("OmniBal's search", SEARCHED_NOTE, on_page(searched_table(details)))
-
-
-def _packing(details: PlanDetails) -> str:
-    return section("Packing", esc(packing_note(details)), on_page(packing_table(details)))
 
 
 # -- lists ----------------------------------------------------------------------------------------------------------

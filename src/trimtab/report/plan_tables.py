@@ -1,29 +1,39 @@
-"""The tables of a plan, the same on the page and in a terminal: before and after, stages, packing, shared images."""
+"""The tables of a plan, the same on the page and in a terminal; a prediction and counted memory in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from trimtab.plan.decide.compare import Variant
-from trimtab.plan.decide.simplest import complexity
 from trimtab.plan.file.figures import PlanDetails
-from trimtab.plan.plan import Estimates, VisionEstimate
-from trimtab.report.table import Cell, Cells, Column, Table, numeric
+from trimtab.plan.plan import Estimates, VariantEstimate, VisionEstimate
+from trimtab.report.table import Cell, Cells, Column, Table, numeric, print_lines, print_table
 from trimtab.report.words import (
+    MAX_SUMMARY,
     balance_rows,
     before_after,
     count_scale,
     describe_layers,
     describe_recompute,
+    error_sentence,
     memory_scale,
     percent,
     relative_spread,
     signed_percent,
     time_scale,
+    vision_words,
 )
 from trimtab.specs import ModelSpec
-from trimtab.units import MIB, format_bytes, format_ratio, format_seconds
+from trimtab.units import MIB, format_bytes, format_degrees, format_number, format_ratio, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trimtab.plan.file.check import MemoryCheck
+    from trimtab.plan.predict import Prediction
 
 SEARCHED_NOTE = (
     "Splits near the one of even forward time, ranked by the squared deviations of the stages' forward times in ms "
@@ -32,8 +42,8 @@ SEARCHED_NOTE = (
 
 
 def variants_table(details: PlanDetails) -> Table:
-    """One row per variant, the plan's last."""
-    rows = details.plan.estimates.variants
+    """One row per variant that changes something, the plan's last."""
+    rows = shown_variants(details.plan.estimates)
     step, epoch = time_scale(row.step_ms / 1e3 for row in rows), time_scale(row.epoch_s for row in rows)
     rate, best = count_scale(row.samples_per_s for row in rows), max(row.samples_per_s for row in rows)
     against = "baseline" if details.plan.estimates.compared[0].fits else "what fits"
@@ -67,10 +77,22 @@ def variants_table(details: PlanDetails) -> Table:
     )
 
 
+def shown_variants(estimates: Estimates) -> tuple[VariantEstimate, ...]:
+    """Return the other baselines, the baseline, each decision that changes speed or memory, and the plan."""
+    baseline, *decisions, plan = estimates.compared if len(estimates.compared) > 1 else (None, estimates.variants[-1])
+    others = estimates.variants[: len(estimates.variants) - len(estimates.compared)]
+    kept = [row for row in (baseline,) if row is not None]
+    for row in decisions:
+        ratio = kept[-1].epoch_s / row.epoch_s
+        if format_ratio(ratio) != "1.00x" or row.fits != kept[-1].fits:
+            kept.append(row)
+    return (*others, *kept, plan)
+
+
 def settings_table(estimates: Estimates) -> Table:
-    """Degrees, ZeRO stages and schedules that came near, the simplest first and this plan's marked."""
+    """Degrees, ZeRO stages and schedules that came near, the fastest first and this plan's marked."""
     taken = estimates.settings[0]
-    rows = sorted(estimates.settings, key=lambda row: (complexity(row), -row.samples_per_s))
+    rows = sorted(estimates.settings, key=lambda row: -row.samples_per_s)
     step, rate = time_scale(row.step_ms / 1e3 for row in rows), count_scale(row.samples_per_s for row in rows)
     best = max(row.samples_per_s for row in rows)
     return Table(
@@ -255,3 +277,92 @@ def vision_table(found: VisionEstimate) -> Table:
     )
     columns = (Column("Figure"), *numeric("Not shared", "Shared"), Column("Meaning", look="meaning"))
     return Table(title="Images shared among ranks", columns=columns, rows=rows)
+
+
+MAX_STAGE_ROWS = 16
+
+
+def print_plan(details: PlanDetails, console: Console) -> None:
+    """Summary, before/after table, stages and packing, as wide as the console."""
+    decision, found = details.plan.decisions.vision_data_parallel, details.plan.estimates.vision_data_parallel
+    print_lines(console, details.plan.summary, limit=MAX_SUMMARY)
+    tables = [
+        (variants_table(details), ""),
+        (stages_table(details, most=MAX_STAGE_ROWS), ""),
+    ]
+    if details.plan.estimates.searched:
+        tables.append((searched_table(details), SEARCHED_NOTE))
+    if decision is not None and found is not None:
+        tables.append((vision_table(found), f"Over {vision_words(decision)}."))
+    tables.append((packing_table(details), packing_note(details)))
+    for table, note in tables:
+        console.print()
+        print_table(table, console)
+        if note:
+            print_lines(console, note)
+    console.print()
+    print_lines(console, error_sentence(details), limit=MAX_SUMMARY, style="dim")
+
+
+def prediction_sentences(found: Prediction) -> tuple[str, ...]:
+    """Shape, time, memory, waiting and how far to trust them, a sentence or two each."""
+    ran = found.variant
+    time_band, memory = found.profile.time_error, found.budget
+    peak = max(held.total_bytes for held in ran.memory)
+    steps = len(ran.step_s)
+    return (
+        f"{found.cluster.num_devices} {found.cluster.device.name} as {format_degrees(found.dims)}, "
+        f"{found.num_microbatches} micro-batches a rank and step ({ran.packs}).",
+        f"A step takes {format_seconds(found.mean_step_s)} in the mean, {format_seconds(found.expected_step_s)} with "
+        f"jitter of {100 * found.cluster.jitter:g} % a device, {format_seconds(found.p95_step_s)} or more in one of "
+        f"20: {format_number(found.samples_per_s)} samples/s, {format_seconds(ran.epoch_s)} for the "
+        f"{found.num_samples:,} samples in {steps:,} steps.",
+        f"Memory of the fullest device: {memory.band.verdict(peak, memory.total_bytes)}.",
+        f"Devices are idle for {percent(ran.idle_share)} of the time.",
+        f"Seconds are within {time_band:.0%}, bytes within {memory.band.half_width:.0%} of measured runs, as far as "
+        "is known (docs/costs.md).",
+        *found.notes,
+    )
+
+
+def print_prediction(found: Prediction, console: Console) -> None:
+    """Sentences, then the stages."""
+    print_lines(console, *prediction_sentences(found))
+    console.print()
+    stages = variant_stages(found.model, found.variant, most=MAX_STAGE_ROWS)
+    print_table(replace(stages, title="Stages, at the mean micro-batch; memory at the largest"), console)
+
+
+def print_memory(check: MemoryCheck, console: Console) -> None:
+    """One row for each pipeline rank, with the number of its layers computed again; the parts make the peak."""
+    budget = check.budget
+    scale = memory_scale([budget.total_bytes])
+    rows = []
+    for rank in check.ranks:
+        held = rank.peak.memory
+        parts = (
+            *(held.state_bytes, held.saved_bytes, held.transient_bytes, held.overhead_bytes),
+            *(held.total_bytes, rank.planned.total_bytes),
+        )
+        rows.append(
+            (
+                str(rank.rank),
+                ", ".join(str(stage.index) for stage in rank.stages),
+                str(sum(stage.num_recomputed() for stage in rank.stages)),
+                *map(scale.number, parts),
+                f"{held.total_bytes / budget.total_bytes:.1%}",
+            )
+        )
+    table = Table(
+        title=f"Counted {scale.unit} and expected peak, of which {scale.number(budget.fill_bytes)} of "
+        f"{scale.text(budget.total_bytes)} may be filled",
+        columns=numeric(
+            *("Rank", "Stages", "Again", "State", "Kept", "Transient", "Beside", "Peak", "Planned", "Filled")
+        ),
+        rows=rows,
+        bad=frozenset(number for number, rank in enumerate(check.ranks) if rank.problem is not None),
+    )
+    print_table(table, console)
+    fullest = max(rank.peak.memory.total_bytes for rank in check.ranks)
+    print_lines(console, f"Memory of the fullest rank: {budget.band.verdict(fullest, budget.total_bytes)}.")
+    print_lines(console, *check.assumptions, style="dim")

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from trimtab.plan.file.figures import PlanDetails
-from trimtab.plan.runs import RunLog, StepRecord, TimeComparison, compare_times
-from trimtab.report.markup import esc, section, tile
+from trimtab.plan.runs import RunLog, StepRecord, compare_times
+from trimtab.report.table import esc, section, tile
 from trimtab.report.words import clean, count_scale, memory_scale, percent, time_scale
 from trimtab.units import format_ratio
-
-_ALIKE = 0.05  # planned steps that differ by less have no order that a clock would show
 
 
 def run_section(details: PlanDetails, log: RunLog) -> str:
@@ -49,16 +47,10 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
     if shared := [record for record in log.own if record.patches_encoded]:
         sentences.append(_image_load(shared))
     if not log.comparable:
-        sentences.append(
-            f"The plan's times are for {clean(header.planned_device, limit=80)}, so nothing is compared but the shape: "
-            "which steps are long and which are short."
-        )
+        sentences.append(f"The plan's times are for {clean(header.planned_device, limit=80)}, so nothing is compared.")
         return sentences
     if header.dp != planned.parallel.dp:
-        sentences.append(
-            f"The plan is for dp {planned.parallel.dp}: planned times are of the same packs on dp {header.dp}, with "
-            "the gradient exchange of the plan's."
-        )
+        sentences.append(f"The plan's times are for dp {planned.parallel.dp}, the run had dp {header.dp}.")
     training = details.plan.inputs.training
     if training.dtype != {"float32": "fp32", "bfloat16": "bf16"}.get(header.dtype):
         sentences.append(f"The plan's times are for {clean(training.dtype, limit=20)}, the run was in {header.dtype}.")
@@ -105,22 +97,15 @@ def _memory_sentence(log: RunLog) -> list[str]:
 
 def run_figures(details: PlanDetails, log: RunLog) -> list[tuple[str, str, str]]:
     """Name, figure, and what it is compared with or means; the most wanted first."""
-    found = compare_times(log, band=details.plan.estimates.time_error)
     median = log.median_step_s()
     step, tokens = time_scale([median]), count_scale([_tokens_per_s(log)])
-    against = "not compared with the plan" if found is None else "median; another device than the plan's"
+    against = "median; another device than the plan's"
     figures = []
-    if found is not None and log.comparable:
-        against = (
-            f"planned {step.text(found.planned_s)} for the same packs; "
-            f"{percent(found.share_inside, digits=0)} of steps within ± {percent(found.band, digits=0)}"
-        )
+    if log.comparable:
+        found = compare_times(log, band=details.plan.estimates.time_error)
+        inside, band = percent(found.share_inside, digits=0), percent(found.band, digits=0)
+        against = f"planned {step.text(found.planned_s)}; {inside} of steps within ± {band}"
         figures.append(("Measured against planned", format_ratio(found.ratio), "median of the steps' ratios"))
-    if found is not None:
-        rho = _order(found)
-        order = "–" if rho is None else f"{rho:.2f}".replace("-", "−")
-        small = _no_order(found) if rho is None else "rank correlation with the plan; 1 = same order"
-        figures.append(("Order of step times", order, small))
     waiting = f"{percent(_waiting(log))} of the time waiting for samples"
     last, first = log.steps[-1], log.steps[0]
     return [
@@ -129,16 +114,6 @@ def run_figures(details: PlanDetails, log: RunLog) -> list[tuple[str, str, str]]
         ("Tokens per second", tokens.number(_tokens_per_s(log)), waiting),
         ("Loss", f"{last.loss:.4f}", f"step {last.step}; {first.loss:.4f} at step {first.step}"),
     ]
-
-
-def _order(found: TimeComparison) -> float | None:
-    return found.rank_correlation if found.planned_range >= _ALIKE else None
-
-
-def _no_order(found: TimeComparison) -> str:
-    if found.num_steps < 3 or found.planned_range >= _ALIKE:
-        return "too few steps, or steps of one time"
-    return f"most planned steps are within {percent(found.planned_range)} of each other"
 
 
 def _tokens_per_s(log: RunLog) -> float:

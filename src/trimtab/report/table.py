@@ -1,19 +1,21 @@
-"""One table, written for the page or for a terminal: the same cells, whatever they hold."""
+"""The parts of page and terminal: tables, written to either, and the page's sections; only here text is escaped."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from trimtab.report.words import clean
+from trimtab.report.words import MAX_TEXT, clean
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-MAX_CELL = 400  # characters
 _FOLDED = 20  # characters of a word that has no blank, a module path, after which a narrow terminal may fold it
 
 
@@ -72,6 +74,14 @@ def on_page(table: Table) -> str:
         f'<div class="scroll"><table class="{look}" aria-label="{escape(table.title)}"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
     )
+
+
+def print_lines(console: Console, *lines: str, limit: int = MAX_TEXT, style: str = "") -> None:
+    """Print a cleaned line of text for each of `lines`."""
+    from rich.text import Text
+
+    for line in lines:
+        console.print(Text(clean(line, limit=limit), style=style))
 
 
 def print_table(table: Table, console: Console) -> None:
@@ -139,7 +149,7 @@ def _html_of(cell: str | Cell) -> str:
         return _lines(cell)
     text = f'<span class="bad">{_lines(cell.text)}</span>' if cell.bad else _lines(cell.text)
     below = f"<br><small>{_lines(cell.below)}</small>" if cell.below else ""
-    code = f"<br><code>{_dotted(escape(clean(cell.code, limit=3 * MAX_CELL)))}</code>" if cell.code else ""
+    code = f"<br><code>{_dotted(escape(clean(cell.code, limit=3 * MAX_TEXT)))}</code>" if cell.code else ""
     return text + below + code + ("" if cell.share is None else bar(cell.share))
 
 
@@ -153,7 +163,7 @@ def _lines(text: str) -> str:
 
 
 def _clean_lines(text: str) -> Iterable[str]:
-    return (clean(line, limit=MAX_CELL) for line in text.split("\n"))
+    return (clean(line, limit=MAX_TEXT) for line in text.split("\n"))
 
 
 def _text_of(cell: str | Cell) -> Text:
@@ -172,3 +182,41 @@ def bar(share: float) -> str:
 def _look(column: Column) -> str:
     look = f"{'n' if column.numeric else ''} {column.look}".strip()
     return f' class="{look}"' if look else ""
+
+
+def esc(text: object, limit: int = MAX_TEXT) -> str:
+    return escape(clean(str(text), limit=limit))
+
+
+def page(title: str, body: str) -> str:
+    """One self-contained page; `title` and `body` are HTML, escaped already."""
+    package = files("trimtab.report")
+    style, script = (package.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}</main>\n"
+        f'<div id="tip" aria-hidden="true"></div>\n<script>{script}</script>\n</body>\n</html>\n'
+    )
+
+
+def section(title: str, note: str, body: str, *, css_class: str = "") -> str:
+    lead = f'<p class="note">{note}</p>' if note else ""
+    return f'<section class="{css_class}"><h2>{title}</h2>{lead}{body}</section>\n'
+
+
+def tile(name: str, big: str, sub: str, *, look: str = "") -> str:
+    """One figure that stands out."""
+    return f'<div class="tile {look}"><dt>{name}</dt><dd class="big">{big}</dd><dd class="sub">{sub}</dd></div>'
+
+
+def legend(entries: Iterable[tuple[tuple[str, ...], str]]) -> str:
+    items = ("".join(f'<i class="{look}"></i>' for look in looks) + text for looks, text in entries)
+    return '<ul class="legend">' + "".join(f"<li>{item}</li>" for item in items) + "</ul>"

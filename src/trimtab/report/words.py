@@ -74,9 +74,6 @@ def _scale(values: Iterable[float], units: tuple[tuple[str, float], ...]) -> Sca
     return Scale(unit=unit, factor=factor, digits=0 if shown >= 99.95 or shown == 0 else 1 if shown >= 9.995 else 2)
 
 
-_SAID_SHARE = 0.0005  # 0.0 % is not said
-
-
 def percent(share: float, *, digits: int = 1) -> str:
     """ "19.8 %". The share is rounded to four digits first, as in a plan file, so that both sources show the same."""
     return f"{round(100.0 * round(share, 4), digits) + 0.0:.{digits}f} %"  # + 0.0: no "-0.0"
@@ -89,37 +86,29 @@ def signed_percent(share: float) -> str:
 
 
 def balance_rows(balance: BalanceReport | BalanceEstimate, *, patches: str = "patches") -> list[tuple[str, str, str]]:
-    """How even packs are: name, figure and meaning of each ratio; data of one source has no shuffle to measure."""
-    chi2 = "one source" if balance.shuffle_chi2 is None else f"{balance.shuffle_chi2:.3f}"
-    return [
-        ("pad ratio", f"{balance.pad_ratio:.4f}", "share of the computed rows that is padding"),
-        ("dist ratio ViT", f"{balance.dist_ratio_vit:.4f}", f"share of a row's time that the ranks wait, by {patches}"),
-        ("dist ratio LLM", f"{balance.dist_ratio_llm:.4f}", "the same by tokens"),
-        ("dist ratio cost", f"{balance.dist_ratio_cost:.4f}", "the same by modelled time"),
-        ("utilisation", f"{balance.utilisation:.4f}", "useful share of the ranks' time"),
-        ("shuffle chi2", chi2, "sources of a step; 1 is as random, more is clustered"),
-    ]
+    """Return name, figure and meaning of each ratio that says something.
+
+    One rank never waits, and data of one source has no shuffle to measure.
+    """
+    waits = (
+        ("dist ratio ViT", balance.dist_ratio_vit, f"share of a row's time that the ranks wait, by {patches}"),
+        ("dist ratio LLM", balance.dist_ratio_llm, "the same by tokens"),
+        ("dist ratio cost", balance.dist_ratio_cost, "the same by modelled time"),
+        ("utilisation", balance.utilisation, "useful share of the ranks' time"),
+    )
+    rows = [("pad ratio", f"{balance.pad_ratio:.4f}", "share of the computed rows that is padding")]
+    if balance.utilisation < 1 or balance.dist_ratio_vit > 0:
+        rows += [(name, f"{value:.4f}", meaning) for name, value, meaning in waits]
+    if balance.shuffle_chi2 is not None:
+        rows.append(
+            ("shuffle chi2", f"{balance.shuffle_chi2:.3f}", "sources of a step; 1 is as random, more is clustered")
+        )
+    return rows
 
 
 def before_after(details: PlanDetails) -> dict[str, Variant]:
     """The baseline and the plan, by title."""
     return {"Baseline": details.baseline, "Plan": details.variants[-1]}
-
-
-IDLE_PARTS = (
-    ("bubble", "bubble of the schedule"),
-    ("stages", "uneven stages"),
-    ("packs", "uneven packs of a rank"),
-    ("ranks", "ranks waiting for one another"),
-)
-"""Fields of `IdleParts`, and what they are called."""
-
-
-def idle_sentence(variant: Variant) -> str:
-    """Where the idle time comes from, the largest part first."""
-    parts = sorted(((getattr(variant.idle, name), text) for name, text in IDLE_PARTS), reverse=True)
-    told = ", ".join(f"{text} {percent(share)}" for share, text in parts if share >= _SAID_SHARE)
-    return f"Devices are idle for {percent(variant.idle_share)} of the time" + (f": {told}." if told else ".")
 
 
 def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:

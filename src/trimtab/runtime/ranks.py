@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -316,8 +314,7 @@ def process_group(
         give_up=lambda sentence: _give_up(sentence, watch, told),
     )
     try:
-        # the signal outside: whoever tells of a lost rank is sent it meanwhile
-        with _ended_by_signal(watch, told, again), _told_once(watch, told, again):
+        with _told_once(watch, told, again):
             watch.meet(words or {}, timeout_s)
             timeout = timedelta(seconds=timeout_s + MARGIN_S)
             dist.init_process_group(backend, store=store, rank=watch.rank, world_size=watch.num_ranks, timeout=timeout)
@@ -414,53 +411,6 @@ def _give_up(sentence: str, watch: Watch, store: Any) -> None:
         if _is_first(store):
             say(f"{sentence}: see what keeps it, or allow longer waits (--set timeout)")
         os._exit(2)
-
-
-@contextmanager
-def _ended_by_signal(watch: Watch, store: Any, again: str) -> Iterator[None]:
-    """Torchrun ends the ranks that are left by SIGTERM, at once: first one of them says which rank it has lost.
-
-    The main thread may wait inside a collective, where Python runs no handler: a thread waits for the signal.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    process = os.getpid()
-
-    def handle(*_: object) -> None:
-        if os.getpid() != process:  # a loader's worker, forked from this one
-            os._exit(128 + signal.SIGTERM)
-
-    fd, handler = signal.set_wakeup_fd(writes), signal.signal(signal.SIGTERM, handle)
-    os.register_at_fork(after_in_child=partial(_forget, writes))
-    waits = partial(_wait_for_signal, reads, watch, store, again)
-    threading.Thread(target=waits, name="trimtab signal", daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(fd)
-        signal.signal(signal.SIGTERM, handler)
-        os.close(writes)
-
-
-def _forget(writes: int) -> None:
-    """A forked process has signals of its own."""
-    fd = signal.set_wakeup_fd(-1)
-    if fd != writes:
-        signal.set_wakeup_fd(fd)
-
-
-def _wait_for_signal(reads: int, watch: Watch, store: Any, again: str) -> None:
-    while told := os.read(reads, 1):
-        if told[0] == signal.SIGTERM and watch.ending.acquire(blocking=False):
-            lost = [x for x in watch.find_missing() if x.is_silent]
-            if lost and not _others_left(watch) and _is_first(store):
-                say(_explain(watch, lost, again))
-            watch.close()  # so that the others do not take this one for lost
-            os._exit(128 + signal.SIGTERM)
-    os.close(reads)
 
 
 def tell(sentence: str) -> None:

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.options import RecomputedTier
-from trimtab.plan.file.yaml import unfold_modules
 from trimtab.plan.plan import Plan, RecomputeDecision
+from trimtab.units import unfold_modules
 
 Granularity: TypeAlias = RecomputedTier
 

@@ -1,4 +1,4 @@
-"""Readers of formats: Parquet, Arrow's two IPC forms and Lance; WebDataset's shards; JSON lists.
+"""Readers of formats: Parquet, Arrow's two IPC forms; WebDataset's shards; JSON lists.
 
 Every batch of columns is validated in full before a value of it is read: offsets and lengths in a file are a stranger's
 numbers, and pyarrow follows them anywhere in memory.
@@ -22,7 +22,6 @@ from trimtab.typed_json import STRICT, refuse_surrogates
 
 _BATCH_ROWS = 512  # made into records at once
 _BATCH_BYTES = 32 << 20  # of rows that are larger
-_BATCH_ROWS_LANCE = 128
 _ARROW_FILE = b"ARROW1"
 
 
@@ -97,34 +96,6 @@ def arrow_groups(path: Path) -> Groups:
         records=records,
         open_group=open_group,
     )
-
-
-def lance_groups(path: Path) -> Groups:
-    """Fragments of one version of a Lance data set, which its manifest names."""
-    try:
-        import lance
-    except ModuleNotFoundError:
-        raise SampleError(
-            f"{path.parent.parent} is a Lance data set, and Lance is not installed: pip install pylance"
-        ) from None
-    try:
-        number = int(path.stem)
-        version = 2**64 - 1 - number if len(path.stem) == 20 else number  # newer manifests count down
-        data = lance.dataset(str(path.parent.parent), version=version)
-        fragments = data.get_fragments()
-        counts = [fragment.count_rows() for fragment in fragments]
-    except (OSError, ValueError) as error:
-        raise unreadable(path.parent.parent, "a Lance data set", error) from None
-
-    def records(groups: range, columns: Sequence[str]) -> Iterator[Any]:
-        for group in groups:
-            how = {"columns": list(columns), "batch_size": _BATCH_ROWS_LANCE}
-            yield from _records_of(fragments[group].to_batches(**how))
-
-    def open_group(group: int) -> Callable[[int], Any]:
-        return lambda row: fragments[group].take([row]).to_pylist()[0]
-
-    return Groups(names=data.schema.names, counts=counts, records=records, open_group=open_group)
 
 
 def _records_of(batches: Iterable[Any]) -> Iterator[Any]:

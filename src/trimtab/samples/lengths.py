@@ -319,4 +319,4 @@ def read_lengths(paths: Path | Sequence[Path], *, image_rule: ImageRule | None =
     if not any(len(part.lines) for part in parts):
         raise SampleError(f"no sample in {', '.join(map(str, files))}: name files that hold some")
     repeated = [repeat_samples([part], source.repeat) for source, part in zip(sources, parts, strict=True)]
-    return join_parts([source.label for source in sources], repeated, source_labels(sources))
+    return join_parts([source.file for source in sources], repeated, source_labels(sources))

@@ -21,7 +21,7 @@ from trimtab.address import Address
 from trimtab.errors import SampleError
 from trimtab.files import refuse_special
 from trimtab.limited import ChildEndedError, at, is_limited, limited_child
-from trimtab.samples.formats import arrow_groups, lance_groups, parquet_groups, read_json_list, read_tar, unreadable
+from trimtab.samples.formats import arrow_groups, parquet_groups, read_json_list, read_tar, unreadable
 from trimtab.samples.problems import BadRecordError, Chunk, Format, Groups, Record, parse_record, shorten
 from trimtab.samples.rows import KNOWN_KEYS
 from trimtab.specs import IntArray, SampleTable
@@ -47,13 +47,12 @@ class FileFormat:
 FORMATS = (
     FileFormat(name="parquet", endings=(".parquet",), begins=(b"PAR1",)),
     FileFormat(name="arrow", endings=(".arrow", ".feather", ".ipc"), begins=(b"ARROW1", b"\xff\xff\xff\xff")),
-    FileFormat(name="lance", endings=(".manifest",)),  # of the version that is read
     FileFormat(name="tar", endings=(".tar",), begins=(b"ustar",), begins_at=257),
     FileFormat(name="jsonl", endings=(".jsonl", ".ndjson")),
     FileFormat(name="json", endings=(".json",)),  # a list if its first character is [, else one object a line
 )
 GROUPED: Mapping[Format, Callable[[Path], Groups]] = MappingProxyType(
-    {"parquet": parquet_groups, "arrow": arrow_groups, "lance": lance_groups}
+    {"parquet": parquet_groups, "arrow": arrow_groups}
 )
 
 
@@ -63,19 +62,9 @@ def format_of_name(path: Path) -> Format | None:
     return next((known.name for known in FORMATS if name.endswith(known.endings)), None)
 
 
-def refuse_mosaic(path: Path) -> None:
-    """`SampleError` for a shard of Mosaic's MDS, also a compressed one."""
-    if ".mds" in path.suffixes:
-        raise SampleError(
-            f"{path} is a shard of Mosaic's MDS, which is not read: write its samples as JSON Lines or Parquet, from a "
-            "loop over streaming's StreamingDataset"
-        )
-
-
 def detect_format(path: Path) -> Format:
     """The format of a file by `FORMATS`; `SampleError` for one of no known format, or that cannot be read."""
     refuse_special(path)
-    refuse_mosaic(path)
     try:
         with path.open("rb") as file:
             head = file.read(512)

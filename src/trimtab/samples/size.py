@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,7 +57,6 @@ def size_samples(
     on_bad: Literal["error", "skip"] = "error",
     workers: int = 1,
     resume_dir: Path | str | None = None,
-    shard: tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> SizingResult:
     """Sizes of every sample of the data, in its order.
@@ -76,9 +74,7 @@ def size_samples(
     the source. `columns` says what fields of another shape mean, as in question=query,answer=label,image=img.
     `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
     kept there: a killed pass started again takes them over, unless data file, tokenizer or settings have changed
-    (images are not looked at again). With `shard` (i, n) only every n-th chunk from the i-th is sized and kept there,
-    for any scheduler to spread over machines; the result holds no samples, and a last call without `shard` joins what
-    is kept. The result does not depend on `workers` nor on interruptions.
+    (images are not looked at again). The result does not depend on `workers` nor on interruptions.
 
     >>> import json, tempfile
     >>> from trimtab import describe
@@ -93,7 +89,6 @@ def size_samples(
     _refuse_other_tiles(sources, image_rule)
     assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
     ready = _hold_lengths([source.file for source in sources])
-    _refuse_shard(shard, kept_in, ready=ready)
     if ready:
         parts = [[part] for part in read_length_parts([source.file for source in sources], image_rule)]
     else:
@@ -110,14 +105,12 @@ def size_samples(
             network=_is_remote(sources, media_root),
         )
         assumptions += ask_assumptions(settings)  # refuses a tokenizer before anything is read
-        most_bad = _MAX_BAD if on_bad == "error" and shard is None else None
-        size_all = partial(_size_files, sources, workers=workers, kept_in=kept_in, shard=shard, most_bad=most_bad)
+        most_bad = _MAX_BAD if on_bad == "error" else None
+        size_all = partial(_size_files, sources, workers=workers, kept_in=kept_in, most_bad=most_bad)
         if isinstance(image_rule, AskedImages):  # one question about all images, before any text is encoded
             seen = size_all(replace(settings, image_rule=SizesAlone(), clip_rule=None, tokenizer=None))
             image_rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
         parts = size_all(settings, progress=progress)
-        if shard is not None:
-            return _kept_shard(sources, shard, sum(map(len, parts)))
         unused = sorted({name for file_parts in parts for part in file_parts for name in part.unused})
         if unused:
             assumptions.append(
@@ -162,31 +155,12 @@ def _result(
     if not num_read:
         raise SampleError(f"no sample in {', '.join(str(x.file) for x in sources)}: name files that hold some")
     return SizingResult(
-        table=join_parts([source.label for source in sources], parts, source_labels(sources)),
+        table=join_parts([source.file for source in sources], parts, source_labels(sources)),
         bad=tuple(bad),
         assumptions=tuple(assumptions),
         image_rule=image_rule,
         files=() if image_rule is None else tuple(map(_sized_file, sources)),
     )
-
-
-def _refuse_shard(shard: tuple[int, int] | None, resume_dir: Path | None, *, ready: bool) -> None:
-    if shard is None:
-        return
-    number, count = shard
-    if not 1 <= number <= count:
-        raise SampleError(f"shard {number} of {count} was asked for: give I/N with I from 1 to N")
-    if resume_dir is None:
-        raise SampleError("a shard was asked for without a folder that keeps it: give resume_dir (--set resume)")
-    if ready:
-        raise SampleError("a shard of ready-made lengths was asked for, which are read at once: leave the shard out")
-
-
-def _kept_shard(sources: Sequence[SourceFile], shard: tuple[int, int], num_chunks: int) -> SizingResult:
-    """No samples: a shard does not know on which lines of its file its own stand."""
-    files = [source.label for source in sources]
-    told = f"shard {shard[0]} of {shard[1]} is sized: {num_chunks} chunks are kept"
-    return SizingResult(table=join_parts(files, [[] for _ in files], source_labels(sources)), assumptions=(told,))
 
 
 def _sized_file(source: SourceFile) -> SizedFile:
@@ -229,11 +203,10 @@ def _size_files(
     *,
     workers: int,
     kept_in: Path | None,
-    shard: tuple[int, int] | None,
     most_bad: int | None,
     progress: Progress | None = None,
 ) -> list[list[Part]]:
-    """Parts of every file, lines numbered within the file; of a shard only its own parts.
+    """Parts of every file, lines numbered within the file.
 
     Where they hold more than `most_bad` bad samples nothing more is read, and all that there are so far are raised.
     """
@@ -248,13 +221,12 @@ def _size_files(
             progress(min(done, total), total)
 
     order: list[int] = []
-    turn, num_shards = (1, 1) if shard is None else shard
 
     def chunks() -> Iterator[Chunk]:
-        every = ((number, chunk) for number, file in enumerate(files) for chunk in list_chunks(file))
-        for number, chunk in islice(every, turn - 1, None, num_shards):
-            order.append(number)
-            yield replace(chunk, media_root=sources[number].media_root)
+        for number, source in enumerate(sources):
+            for chunk in list_chunks(source.file):
+                order.append(number)
+                yield replace(chunk, media_root=source.media_root)
 
     parts: list[list[Part]] = [[] for _ in files]
     lines = [0] * len(files)

@@ -18,7 +18,7 @@ from trimtab.address import Address, Allowed, place_inside, place_of
 from trimtab.errors import SampleError, join_problems, refuse_type
 from trimtab.files import read_small
 from trimtab.samples.problems import BadRecordError, parse_record, shorten
-from trimtab.samples.records import format_of_name, refuse_mosaic
+from trimtab.samples.records import format_of_name
 from trimtab.samples.shapes import CONVERSATION_KEYS
 from trimtab.samples.table import is_saved_table, source_names_of
 from trimtab.typed_json import parse_json
@@ -150,11 +150,6 @@ class SourceFile:
     max_tiles: int | None = None  # of an image, as a list of data sets says
     note: str | None = None  # what of the named place is not read
 
-    @property
-    def label(self) -> Path:
-        """What the file is called by: a Lance data set is a folder, of which `file` is the manifest."""
-        return self.file.parent.parent if self.file.suffix == ".manifest" else self.file
-
 
 def find_sources(
     data: Path | str | Sequence[Path | str], media_root: MediaRoot = None, allowed: Allowed | None = None
@@ -274,8 +269,6 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
         return
     files = sorted(name for name in entries if name not in _NO_DATA and format_of_name(entries[name]) is not None)
     files = [name for name in files if not entries[name].is_dir()]  # a link to nowhere is told when it is read
-    for entry in entries.values():
-        refuse_mosaic(entry)
     if files:
         kinds = sorted({str(format_of_name(entries[name])) for name in files})
         if len(kinds) > 1:
@@ -288,7 +281,7 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
     if not kept or depth == _MAX_DEPTH:
         raise SampleError(
             f"{folder} holds no data: name .jsonl, .json, .parquet, .arrow or .tar files, a folder of them, or one "
-            "that `datasets` or Lance wrote"
+            "that `datasets` wrote"
         )
     for name in kept:  # one folder in it is the same data; of several each is a source
         found_in = _in_folder(entries[name], named if len(kept) == 1 else named / name, depth + 1)
@@ -356,21 +349,10 @@ def _saved_dataset(folder: Path, named: Path, index: Path) -> list[SourceFile] |
     ]
 
 
-def _lance(folder: Path, named: Path, versions: Path) -> list[SourceFile]:
-    """A Lance data set: its newest version, known by the manifest."""
-    manifests = [entry for entry in versions.iterdir() if entry.suffix == ".manifest" and entry.stem.isdigit()]
-    if not manifests:
-        raise SampleError(f"{folder} has no manifest in _versions: fetch or write the Lance data set again")
-    # names of 20 digits count down from 2**64 - 1
-    newest = max(manifests, key=lambda m: 2**64 - 1 - int(m.stem) if len(m.stem) == 20 else int(m.stem))
-    return [SourceFile(file=newest, named=named, media_root=folder.parent)]
-
-
 _FOLDERS: Mapping[str, Callable[[Path, Path, Path], list[SourceFile] | None]] = MappingProxyType(
     {
         "dataset_dict.json": _dataset_dict,
         "state.json": _saved_dataset,
-        "_versions": _lance,
     }
 )
 """File or folder that tells the kind -> how its files are found; None: it is of another kind after all."""

@@ -141,9 +141,8 @@ def cost_layer(
         tiers += _recompute_tiers(layer, settings, seconds, columns, again)
     transients = _transients(layer, settings, columns, none_bytes) if runs_backward else (columns.terms(),)
     shares = shares_of(layer, device, settings, trainable=gradients.weights)
-    stored = sum(share.stored_bytes for share in shares)
-    gathered = columns.terms(once=2.0 * stored if settings.zero_stage == 3 else 0.0)  # with the next layer's
-    transients = tuple(_add(moment, gathered) for moment in transients)
+    gathered = 2.0 * sum(share.stored_bytes for share in shares if settings.zero_stage == 3)  # with the next layer's
+    transients = tuple(_add(moment, columns.terms(once=gathered)) for moment in transients)
     return LayerCost(
         name=layer.name,
         tower=layer.tower,
@@ -284,10 +283,8 @@ class _LayerSeconds:
         adapters = adapt_layer(layer, settings.lora, tp)
         factors = [factor for x in adapters for factor in x.factors]
         narrow = (e, plain_peak) if adapter_item_bytes(settings) < 4 else product_rates(e, plain_peak, "fp32")
-        gather = scatter = 0.0
-        if settings.zero_stage == 3:
-            gather = sum(x.stored_bytes * x.away_s(e) for x in shares)
-            scatter = sum(x.trained_bytes * x.away_s(e) for x in shares)
+        gather = sum(x.stored_bytes * x.away_s(e) for x in shares if settings.zero_stage == 3)
+        scatter = sum(x.trained_bytes * x.away_s(e) for x in shares if settings.zero_stage == 3)
         between = (settings.cp_bytes_per_s or device.link_bytes_per_s) * e.link
         all_to_all, gathered = all_to_all_s(layer, device, settings), expert_tp_bytes(layer, settings)
         num_messages = num_collectives + 2 * (all_to_all > 0) + 2 * (gathered > 0)

@@ -141,7 +141,7 @@ def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings
     try:
         data = parse_json(read_small(Path(path)))
     except ValueError as error:
-        raise TrimtabError(f"{path} is not JSON ({error}): list the runs as docs/calibrate.md shows") from None
+        raise TrimtabError(f"{path} is not JSON ({error}): list the runs as docs/costs.md shows") from None
     found = data.get("format") if isinstance(data, dict) else None
     entries = data.get("runs") if isinstance(data, dict) else None
     if found != FORMAT or not isinstance(entries, list) or not entries:
@@ -156,9 +156,7 @@ def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{names.count(name)} runs are named {name!r}: give each run a name of its own")
     if problems:
-        raise TrimtabError(
-            f"{path} cannot be used (docs/calibrate.md shows what to write):\n" + join_problems(problems)
-        )
+        raise TrimtabError(f"{path} cannot be used (docs/costs.md shows what to write):\n" + join_problems(problems))
     return tuple(run for run in runs if run is not None)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab.errors import ConfigError, UnknownModelError
+from trimtab.limited import limit_process
 
 _REFUSED = (
     *("socket.connect", "socket.getaddrinfo", "socket.bind", "subprocess.Popen", "os.system", "os.exec"),
@@ -20,7 +21,7 @@ def main() -> None:
     """Limits first, then the libraries, then the watch over what they do, then the question."""
     reply_to = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
-    _limit(cpu_s=int(sys.argv[1]), memory_bytes=int(sys.argv[2]))
+    limit_process(cpu_s=int(sys.argv[1]), memory_bytes=int(sys.argv[2]))
     question, config = json.load(sys.stdin)
     answer = _answers(question)
     sys.addaudithook(_watch)
@@ -49,16 +50,6 @@ def _reply(answer: Callable[[dict[str, object]], Any], config: dict[str, object]
         return {"refused": str(error), "unknown": isinstance(error, UnknownModelError)}
     except MemoryError:
         return {"refused": "the configuration asks for more memory than any model needs: correct its sizes"}
-
-
-def _limit(*, cpu_s: int, memory_bytes: int) -> None:
-    if sys.platform == "win32":
-        return  # the parent's clock is the only limit there
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:  # noqa: ARG001 - the hook's arguments

@@ -18,7 +18,6 @@ from trimtab.errors import ConfigError, UnknownModelError, quote
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.forward import Pass, Watch, make_weightless
 from trimtab.models.asking.inputs import find_encoder, image_calls, quietly, text_calls
-from trimtab.models.asking.internvl_chat import as_published, chat_config, published_name
 from trimtab.models.asking.layers import Passes, describe_units, extra_bytes, first_block, seen_cache, with_extras
 from trimtab.models.asking.units import Unit, find_cuts, find_head, forward_order, split_units
 from trimtab.models.description import description_bytes
@@ -197,6 +196,9 @@ def describe_fields(fields: Mapping[str, object]) -> ModelSpec:
 
 def _describe_chat(fields: Mapping[str, object]) -> ModelSpec:
     """InternVL under the names of its published code, which never runs its vision blocks apart."""
+    # needs Transformers 5, which a trainer that only packs may lack
+    from trimtab.models.asking.internvl_chat import as_published, chat_config, published_name
+
     with quietly():
         config = configured(fields, lambda: chat_config(fields))
         model = build(config)

@@ -11,9 +11,8 @@ from trimtab.errors import PartitionError, PlanError
 from trimtab.lora import Lora
 from trimtab.partition.stages import split_stages
 from trimtab.plan.decide.case import MemoryBudget
-from trimtab.plan.decide.degrees import parallel_dims
 from trimtab.plan.decide.search import Member, choose_setting, list_members, price_member, tried_case
-from trimtab.plan.decide.simplest import CHOICE_ERROR, ChosenSetting, Priced
+from trimtab.plan.decide.setting import CHOICE_ERROR, ChosenSetting, Priced, parallel_dims
 from trimtab.plan.decide.work import select_rows
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import TipEstimate

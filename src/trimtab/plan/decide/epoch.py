@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -177,21 +176,3 @@ def _refuse_names(sizes: dict[str, int], weights: Weights, num_drawn: int | None
         problems.append(f"{num_drawn} samples were to be drawn of {sum(sizes.values())}: draw up to {most:,}")
     if problems:
         raise PlanError(join_problems(problems))
-
-
-def describe_draw(sources: Sequence[MixedSource]) -> tuple[str, ...]:
-    """A sentence a source: its share, what repeats, what is left out."""
-    total = sum(source.num_drawn for source in sources)
-    return tuple(_describe(source, total) for source in sources)
-
-
-def _describe(source: MixedSource, total: int) -> str:
-    share = f"Source {source.name}, weight {source.weight:g}: {source.num_drawn:,} of {total:,} drawn samples, "
-    if source.num_drawn < source.num_rows:
-        return share + f"{source.num_rows - source.num_drawn:,} of its {source.num_rows:,} left out."
-    if source.num_rows == 0:
-        return share + "it has none."
-    times, more = divmod(source.num_drawn, source.num_rows)
-    often = "once" if times == 1 else f"{times} times"
-    extra = f", {more:,} of them once more" if more else ""
-    return share + f"each of its {source.num_rows:,} drawn {often}{extra}."

@@ -30,9 +30,7 @@ from trimtab.options import ScheduleName
 from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.stages import split_stages
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting, make_case
-from trimtab.plan.decide.degrees import parallel_dims
-from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.simplest import EQUAL, ChosenSetting, Priced
+from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced, parallel_dims, profile_setting
 from trimtab.plan.decide.steps import (
     Tried,
     TriedPacks,
@@ -43,7 +41,7 @@ from trimtab.plan.decide.steps import (
     share_tried,
     too_few_samples,
 )
-from trimtab.plan.decide.work import pass_s, price_samples, steps_of, times_of
+from trimtab.plan.decide.work import price_samples, steps_of, times_of
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import ClusterSpec, FloatArray, LayerSpec, ModelSpec, ParallelDims, Profile, SampleTable
 from trimtab.units import format_bytes, format_degrees
@@ -333,7 +331,7 @@ def _unfilled(options: PlanOptions, dims: ParallelDims, num_microbatches: int) -
 def lower_bound_s(options: PlanOptions, profile: Profile, packs: TriedPacks) -> float:
     """Seconds that no step takes less than: see the module."""
     P, M = profile.dims.pp, packs.num_microbatches
-    T = pass_s(profile, packs.mean_work)
+    T = float(price_samples(profile, packs.mean_work))  # nothing recomputed
     S = sum(layer.step_s for layer in profile.layers) / P
     in_turn = options.schedule in ("1F1B", "GPipe")
     if in_turn:

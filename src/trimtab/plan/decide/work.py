@@ -102,11 +102,6 @@ def price_samples(profile: Profile, samples_work: FloatArray) -> FloatArray:
     return evaluate(per_term, samples_work)
 
 
-def pass_s(profile: Profile, work: FloatArray) -> float:
-    """Seconds of forward and backward of a pack of this work on all layers, nothing recomputed."""
-    return float(price_samples(profile, work))
-
-
 def in_patches(samples: SampleTable, model: ModelSpec) -> SampleTable:
     """The table with tiles turned into ViT patches, for a model that cuts images into equal tiles.
 

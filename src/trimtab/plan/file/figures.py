@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
@@ -18,9 +17,10 @@ from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.compare import Variant
 from trimtab.plan.decide.sharing import with_memory
 from trimtab.plan.decide.work import price_samples, spread_of
-from trimtab.plan.file.yaml import fold_modules, name_table, pack_contents
+from trimtab.plan.file.yaml import name_table, pack_contents
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import (
+    BASELINE,
     PLAN_VERSION,
     BalanceEstimate,
     ClusterInput,
@@ -48,7 +48,7 @@ from trimtab.plan.plan import (
 from trimtab.samples.table import table_bytes
 from trimtab.specs import DeviceSpec, ModelSpec, Packing, Profile, SampleTable, Schedule, Stage
 from trimtab.units import (
-    format_bytes,
+    fold_modules,
     format_count,
     format_degrees,
     format_number,
@@ -79,9 +79,6 @@ class PlanDetails:
 
     def __repr__(self) -> str:
         return f"PlanDetails: {self.plan!r}"
-
-    def _repr_html_(self) -> str:
-        return self.plan._repr_html_()
 
     @property
     def baseline(self) -> Variant:
@@ -307,72 +304,41 @@ def describe_variant(variant: Variant, num_samples: int) -> VariantEstimate:
 
 
 def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates, *, trained: str = "") -> str:
-    """The shape; the expectation beside the baseline and where the gain comes from; steps with jitter; the memory.
+    """Say what runs in one sentence, then three figures: speed, gain over the baseline, memory.
 
-    A plan whose steps take longer than the baseline's says so first. A baseline that does not fit is no measure: the
-    first row that fits is. Where a setting that is less simple was predicted to be faster, it is named. `trained`: what
-    is trained, with a comma before it, if not all that is not frozen.
+    A baseline that does not fit is no measure: the first row that fits is. A simpler setting that was preferred to the
+    fastest, and a step that is longer than the baseline's, are named. `trained`: what is trained, with a comma before
+    it, if not all that is not frozen.
     """
-    parallel, cluster = decisions.parallel, inputs.cluster
-    compared = estimates.compared if len(estimates.compared) > 1 else estimates.compared * 2
-    baseline, *_, ours = compared
-    told = estimates.told
-    degrees = format_degrees(parallel)
+    cluster, packing = inputs.cluster, decisions.packing
+    base, ours = estimates.told, estimates.compared[-1]
     sharded = ", ZeRO-3" if inputs.training.zero_stage == 3 else ""
-    is_cut = len(decisions.stages) > 1
-    gains = [
-        f"{later.name} {format_ratio(earlier.epoch_s / later.epoch_s)}"
-        for earlier, later in pairwise(compared)
-        if is_cut or later.name != "balanced stages"  # of one stage there is nothing to balance
-    ]
     num_drawn = sum(source.num_drawn for source in inputs.data.mixture) or inputs.data.num_samples
-    per_step = num_drawn / decisions.packing.num_steps
-    recompute = {"none": "no", "full": "full"}.get(baseline.recompute, baseline.recompute)
-    longer = f"would take {format_ratio(estimates.gain(ours))} as long"
-    if baseline.fits:
-        against = f"{longer}: {', '.join(gains)}."
-    else:
-        against = f"does not fit the memory; {told.name}, which fits, {longer}."
-    slower = ours.step_ms / told.step_ms
+    exact, mean = packing.global_batch, num_drawn / packing.num_steps
+    batch = f"about {format_number(mean)}" if exact is None else f"{exact:,}"
     rate = f"{ours.samples_per_s:,.0f}" if ours.samples_per_s >= 1000 else f"{ours.samples_per_s:.4g}"
-    imbalance = f"; the slowest stage is {100 * estimates.stage_imbalance:.1f} % above the mean"
-    return (
-        (
-            f"A step takes {format_ratio(slower)} as long as that of {told.name}, at "
-            f"{format_ratio(estimates.gain(ours))} its samples/s. "
-            if slower > _LONGER
-            else ""
-        )
-        + f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {degrees}{sharded}{trained}, "
-        f"about {format_number(per_step)} samples a step{imbalance if is_cut else ''}. "
-        f"Predicted {rate} samples/s, {format_seconds(ours.epoch_s)} for the whole data set; "
-        f"the baseline ({baseline.packs}; {baseline.stages}; {recompute} recompute) {against}"
-        + _spread(ours, cluster, estimates)
-        + _fits(ours, cluster, estimates)
-        + _faster(estimates)
-    )
+    against = f"the baseline ({base.packs}; {base.stages}; recompute {base.recompute})"
+    if base.name != BASELINE and len(estimates.compared) > 1:
+        against = f"{base.name} (the baseline does not fit the memory)"
+    slower = ours.step_ms / base.step_ms
+    sentences = [
+        f"{cluster.num_nodes * cluster.devices_per_node} {cluster.device} as {format_degrees(decisions.parallel)}"
+        f"{sharded}{trained} train {batch} samples a step.",
+        f"Speed: {rate} samples/s, {format_seconds(ours.step_ms / 1e3)} a step.",
+        f"Gain: {format_ratio(estimates.gain(ours))} {against}"
+        + (f", with steps {format_ratio(slower)} as long." if slower > _LONGER else "."),
+        _memory(cluster, estimates),
+        _faster(estimates),
+    ]
+    return " ".join(filter(None, sentences))
 
 
-def _spread(ours: VariantEstimate, cluster: ClusterInput, estimates: Estimates) -> str:
-    """A step as planned, as expected, and as one in twenty is."""
-    expected, p95 = estimates.step_expected_ms, estimates.step_p95_ms
-    if expected is None or p95 is None:
-        return ""
-    return (
-        f" A step takes {format_seconds(ours.step_ms / 1e3)}, {format_seconds(expected / 1e3)} with jitter of "
-        f"{100 * cluster.jitter:g} % a device, and {format_seconds(p95 / 1e3)} or more in one of 20."
-    )
-
-
-def _fits(ours: VariantEstimate, cluster: ClusterInput, estimates: Estimates) -> str:
-    """How likely the plan fits; nothing of an older plan, whose file does not say."""
+def _memory(cluster: ClusterInput, estimates: Estimates) -> str:
+    """Say what the fullest device holds; nothing for an older plan, whose file does not say."""
     if estimates.memory_share is None:
         return ""
-    band = MemoryBand(half_width=estimates.memory_error)
-    return (
-        f" The fullest device is expected to hold {ours.peak_memory_gib:.1f} GiB of "
-        f"{format_bytes(cluster.memory_bytes)}: {band.verdict(estimates.memory_share)}."
-    )
+    band, total = MemoryBand(half_width=estimates.memory_error), cluster.memory_bytes
+    return f"Memory: {band.verdict(estimates.memory_share * total, total)}."
 
 
 def say_trained(case: Case) -> str:
@@ -386,7 +352,7 @@ def say_trained(case: Case) -> str:
 
 
 def _faster(estimates: Estimates) -> str:
-    """The fastest setting, where it was left for a simpler one."""
+    """Name the fastest setting where a simpler one was preferred."""
     if not estimates.settings:
         return ""
     ours, fastest = estimates.settings[0], max(estimates.settings, key=lambda setting: setting.samples_per_s)
@@ -394,6 +360,6 @@ def _faster(estimates: Estimates) -> str:
         return ""
     more = 100 * (fastest.samples_per_s / ours.samples_per_s - 1)
     return (
-        f" Fastest: {fastest.label}, {more:.1f} % faster by prediction, within the error band of "
+        f"Fastest: {fastest.label}, {more:.1f} % faster by prediction, within the error band of "
         f"{100 * estimates.setting_error:g} %; this plan is simpler."
     )

@@ -14,9 +14,9 @@ from trimtab.placement.bytes import ALLOCATOR_DIVISOR, DeviceKey
 from trimtab.placement.machine import Machine, Workload
 from trimtab.placement.placed import Placement
 from trimtab.placement.published import Assessed
-from trimtab.plan.file.yaml import fold_modules, read_file, record_from_yaml, record_to_yaml, unfold_modules
+from trimtab.plan.file.yaml import read_file, record_from_yaml, record_to_yaml
 from trimtab.specs import ModelSpec
-from trimtab.units import GIB, format_bytes
+from trimtab.units import GIB, fold_modules, format_bytes, unfold_modules
 
 PLACEMENT_VERSION = "1.0"
 
@@ -145,7 +145,7 @@ def map_json(placement: Placement) -> dict[str, object]:
 def load_placement(path: Path | str) -> PlacementFile:
     """The placement in a file, or in the `placement.yaml` of a folder; all problems of the file at once.
 
-    Use it for what `trimtab map --out` wrote. docs/placement.md shows it.
+    Use it for what `trimtab map --out` wrote. docs/howto-serve.md shows it.
     """
     origin, text = read_file(path, "placement", wrote="trimtab map --out")
     return record_from_yaml(

@@ -18,17 +18,14 @@ from trimtab.files import fingerprint_file, is_there
 from trimtab.models.describe import describe
 from trimtab.models.shipped import find_shipped
 from trimtab.options import RecomputedTier, same_fields
-from trimtab.partition.simulate import StageTimes
-from trimtab.partition.stages import SplitProblem
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting, make_case
 from trimtab.plan.decide.compare import compare_variants
 from trimtab.plan.decide.epoch import Epoch, draw_epoch
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.sharing import raise_problems, share_vision
 from trimtab.plan.decide.stages import ABOUT_SPLIT
-from trimtab.plan.decide.work import steps_of, times_of
 from trimtab.plan.file.figures import PlanDetails, assemble_plan, device_fingerprint, plan_details
-from trimtab.plan.file.yaml import load_array, open_plan, plan_folder, read_table, unfold_modules
+from trimtab.plan.file.yaml import load_array, open_plan, plan_folder, read_table
 from trimtab.plan.options import PlanOptions, PlanOrigin, VisionChoice
 from trimtab.plan.plan import DataFile, PackingDecision, Plan, TableFile
 from trimtab.samples.lengths import holds_lengths
@@ -47,6 +44,7 @@ from trimtab.specs import (
     Stage,
     recomputing,
 )
+from trimtab.units import unfold_modules
 
 # Packs and schedule as three .npy tables.
 
@@ -394,27 +392,3 @@ def _behind(file: DataFile, folder: Path, allowed: Allowed) -> list[SizedFile] |
     """The files behind a saved table of the plan; None where that cannot be told."""
     place = _place(file.path, folder, allowed)
     return (list(sized_files(place)) or None) if place.is_file() else None
-
-
-# What a plan expects of the very packs that a run puts into one step, on any number of data-parallel ranks.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedSteps:
-    """Seconds of every pack on every stage of a plan, ready to be put together into steps."""
-
-    times: StageTimes  # (num_stages, num_packs)
-    stages: tuple[Stage, ...]
-    problem: SplitProblem  # at the plan's own dp, whose gradient exchange counts
-
-    def step_s(self, packs: IntArray) -> float:
-        """Simulated seconds of a step of `packs` (dp, num_microbatches), -1 for an empty slot."""
-        return float(steps_of(self.times, np.asarray(packs, np.int64)[None], self.stages, self.problem)[0])
-
-
-def planned_steps(path: Path, *, model: ModelSpec | None = None) -> PlannedSteps:
-    """Of the plan at `path`; `model` stands in for its own config where that has moved. Raises as `reload_plan`."""
-    found = reload_plan(path, model=model)
-    case = found.case
-    times = times_of(case.work, found.stages, case.setting.profile, case.cluster)
-    return PlannedSteps(times=times, stages=found.stages, problem=case.problem)

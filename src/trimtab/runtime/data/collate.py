@@ -314,6 +314,9 @@ class PackedCollator:
     def _positions(self, family: PackFormat, pack: Sequence[ProcessedSample], lengths: Sequence[int]) -> Tensor:
         if not family.mrope:
             return text_positions(lengths)
+        if not any(sample.grids for sample in pack):  # text counts the same way on all axes
+            num_rows = _num_axes(self.config) + family.text_row
+            return text_positions(lengths)[None].repeat(num_rows, 1, 1)
         positions = rope_index(self.config)
         rows = mrope_rows(lengths, [positions(s.input_ids, s.token_types, s.grids) for s in pack])
         return rows if family.text_row else rows[1:]
@@ -344,17 +347,19 @@ class PackedCollator:
 def _labels(pack: Sequence[ProcessedSample], weighting: LossWeighting) -> dict[str, Tensor]:
     """`labels`, and `loss_weights` unless they are 1 for each label."""
     labels, weights = [], []
+    weighted = weighting == "sample" or any(sample.weight not in (0, 1) for sample in pack)
     for sample in pack:
         own = sample.labels.clone()
         own[0] = IGNORED
         if sample.weight == 0:
             own[:] = IGNORED
-        kept = own != IGNORED
-        share = sample.weight / max(int(kept.sum()), 1) if weighting == "sample" else sample.weight
         labels.append(own)
-        weights.append(kept.float() * share)
+        if weighted:
+            kept = own != IGNORED
+            share = sample.weight / max(int(kept.sum()), 1) if weighting == "sample" else sample.weight
+            weights.append(kept.float() * share)
     result = {"labels": torch.cat(labels)[None]}
-    if weighting == "sample" or any(sample.weight not in (0, 1) for sample in pack):
+    if weighted:
         result["loss_weights"] = torch.cat(weights)[None]
     return result
 

@@ -50,10 +50,9 @@ class PlanBatchSampler(Sampler[list[int]]):
         rank: int,
         num_microbatches: int | None = None,
         reshuffle: bool = True,
-        seed: int | None = None,
     ) -> None:
         tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
-        self.deal = make_deal(tables, dp=dp, num_microbatches=num_microbatches, reshuffle=reshuffle, seed=seed)
+        self.deal = make_deal(tables, dp=dp, num_microbatches=num_microbatches, reshuffle=reshuffle)
         if not 0 <= rank < dp:
             raise PlanError(f"rank {rank} is not one of {dp} ranks: give 0 to {dp - 1}")
         self.rank = rank
@@ -173,25 +172,6 @@ class PlanDataLoader(DataLoader[Any]):
         return sampler
 
 
-def collate_packs(collate: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Mapping[str, Any]]], Any]:
-    """The `data_collator` for the items of `PlanDataset.as_hf`, one a batch, from the collator of a pack's samples.
-
-    Use it where a trainer batches by itself, such as TRL's.
-
-    >>> collate_packs(list)([{"samples": ["a", "b"]}])
-    ['a', 'b']
-    """
-
-    def collate_one(items: Sequence[Mapping[str, Any]]) -> Any:
-        if len(items) != 1:
-            raise PlanError(
-                f"{len(items)} packs came as one batch, and a pack is a micro-batch: set per_device_train_batch_size=1"
-            )
-        return collate(items[0]["samples"])
-
-    return collate_one
-
-
 class PlanDataset(Dataset[Any]):
     """A data set whose item i is row i of the plan's sample table; a sample that cannot be read never shifts the plan.
 
@@ -230,22 +210,6 @@ class PlanDataset(Dataset[Any]):
     def num_fillers(self) -> int:
         """Fillers handed out so far on this rank, by its worker processes too."""
         return int(self._counts.sum())
-
-    def as_hf(self, plan: PlanTables | Path | str) -> Any:
-        """A `datasets.Dataset` of the plan's packs in the order of the plan, for trainers that take one (TRL, axolotl).
-
-        Item i is {"samples": [...]}, read when it is asked for; of dp ranks, rank i mod dp is to run it, which a
-        sampler without shuffle does. Train with one item a batch, `remove_unused_columns=False`, and
-        `collate_packs(PackedCollator(...))`. The last step may be short. Needs `datasets`.
-        """
-        import datasets
-
-        rows = [pack for pack in PlanBatchSampler(plan, dp=1, rank=0, reshuffle=False) if pack]
-
-        def read(batch: Mapping[str, Sequence[int]]) -> dict[str, list[Any]]:
-            return {"samples": [[self[row] for row in rows[pack]] for pack in batch["pack"]]}
-
-        return datasets.Dataset.from_dict({"pack": range(len(rows))}).with_transform(read)
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -128,7 +128,7 @@ def pack_format(config: Any) -> PackFormat:
 def ask_format(config: Any) -> PackFormat:
     """What the classes of Transformers say of a family: no weights, no list of names.
 
-    Use it to see what `PackedCollator(config)` found, or to change a field of it: docs/packed-collator.md shows both.
+    Use it to see what `PackedCollator(config)` found, or to change a field of it: docs/training-loop.md shows both.
     """
     core, outer = model_classes(config)
     keys: dict[str, None] = {}
@@ -145,7 +145,6 @@ def ask_format(config: Any) -> PackFormat:
         mrope=mrope,
         stateful=has_state(config),
         types_key=types_key,
-        counts="grid" if in_blocks else "model",
         smallest="block" if in_blocks else None,
     )
 

@@ -81,29 +81,15 @@ def _rows(value: Any, num_rows: int) -> Tensor | None:
     return None
 
 
-def first_leak(base: Trace, changed: Trace, victims: Tensor, *, bound: float) -> str | None:
-    """The first module whose rows of unchanged samples change though those it was given do not. None: no module."""
-    return _first(base, changed, lambda rows: rows[victims], bound)
-
-
-def first_difference(packed: Trace, apart: Sequence[Trace], *, bound: float) -> str | None:
-    """The first module that gives a sample's rows in a pack otherwise than alone, from rows that are the same."""
-    joined = Trace()
-    for key in packed:
-        if all(key in trace for trace in apart):
-            before, after = (torch.cat([trace[key][side] for trace in apart]) for side in (0, 1))
-            joined[key] = (before, after)
-    return _first(joined, packed, lambda rows: rows, bound)
-
-
-def _first(base: Trace, other: Trace, pick: Callable[[Tensor], Tensor], bound: float) -> str | None:
+def first_leak(base: Trace, changed: Trace, unchanged: Tensor, *, bound: float) -> str | None:
+    """Return the first module whose rows of unchanged samples change though those it was given do not."""
     for key, (before, after) in base.items():
-        if key not in other:
+        if key not in changed:
             continue
-        given, made = other[key]
+        given, made = changed[key]
         if before.shape != given.shape or after.shape != made.shape:
             continue
-        if row_change(pick(given), pick(before)) <= bound < row_change(pick(made), pick(after)):
+        if row_change(given[unchanged], before[unchanged]) <= bound < row_change(made[unchanged], after[unchanged]):
             return key[0]
     return None
 
@@ -323,7 +309,12 @@ class _Check:
         pairs = list(zip(torch.split(packed, lengths), apart, strict=True))
         logits_error = max(relative_error(a, b) for a, b in pairs)
         if not logits_error <= self.bound:
-            raise UnsupportedPlanError(self._name_difference(pack, batch, types_key, logits_error))
+            raise UnsupportedPlanError(
+                f"packs of {self.kind!r} were asked for, but a packed sample is computed otherwise than alone: logits "
+                f"are off by {logits_error:.2g} of their size, rounding allows {self.bound:g}. Its positions may not "
+                "restart, or tokens may have to see their whole image: give family=PackFormat(...) that fits, or train "
+                "it without packing"
+            )
         gradient_error = _gradient_error(gradients.parameters, sums)
         if gradients.rows is not None:
             expected = torch.cat([row for row in rows if row is not None])
@@ -335,21 +326,6 @@ class _Check:
                 "loss or a hook over the whole batch, or train it without packing"
             )
         return logits_error, gradient_error
-
-    @torch.no_grad()
-    def _name_difference(
-        self, pack: Sequence[ProcessedSample], batch: Batch, types_key: str | None, found: float
-    ) -> str:
-        packed = self._trace(batch, sum(len(sample.input_ids) for sample in pack))
-        apart = [self._trace(alone(sample, types_key), len(sample.input_ids)) for sample in pack]
-        path = first_difference(packed, apart, bound=self.bound)
-        place = f"in {path} ({type(self.model.get_submodule(path)).__name__})" if path else "before the first layer"
-        return (
-            f"packs of {self.kind!r} were asked for, but {place} a packed sample is computed otherwise than alone "
-            f"(logits are off by {found:.2g} of their size, rounding allows {self.bound:g}), though no sample sees "
-            "another: its positions may not restart, or tokens may have to see their whole image; give "
-            "family=PackFormat(...) that fits, or train it without packing"
-        )
 
     def _trace(self, batch: Batch, num_rows: int) -> Trace:
         """A forward that has run before, once more."""

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 
 from trimtab.address import Allowed
-from trimtab.errors import ConfigError, SampleError
 from trimtab.files import blake2b, fingerprint_file, write_atomically
-from trimtab.models.families import family_of
 from trimtab.plan.file.reload import find_data_files, read_samples
 from trimtab.plan.file.yaml import array_bytes, load_plan
+from trimtab.plan.layout import refuse_tars
 from trimtab.samples.problems import parse_record
 from trimtab.samples.records import Lines, detect_format, open_rows, refuse_other_files, row_starts
 from trimtab.samples.sources import MediaRoot, whole_root
-from trimtab.specs import IntArray, ModelSpec, SampleTable
+from trimtab.specs import IntArray, SampleTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +58,6 @@ def open_records(
         index_dir=folder,
         media_roots=[source.media_root or whole for source in sources],
     )
-
-
-def refuse_tars(files: Sequence[Path]) -> None:
-    """`SampleError` for shards: their records are read one after the other only."""
-    refused = [str(file) for file in files if detect_format(file) == "tar"]
-    if refused:
-        raise SampleError(
-            f"{', '.join(refused)}: records of tar shards cannot be read one by one; read the shards in your own "
-            "data set and take its items by row"
-        )
 
 
 class PlannedRecords(Sequence[Any]):
@@ -156,11 +145,3 @@ def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path 
     if path is not None:
         write_atomically(path, array_bytes(starts))
     return starts
-
-
-def refuse_remote_code(model: ModelSpec) -> None:
-    if family_of(model.family).is_remote_code:
-        raise ConfigError(
-            f"samples of the family {model.family} were to be made, but its code is remote and is never run: take a "
-            "checkpoint that Transformers has a class for (their names often end in -hf), or process the data yourself"
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +209,6 @@ class Deal:
             pack = self.pack_at(cursor.epoch, place)
             yield [] if pack is None else self.tables.rows(pack)
 
-    def step(self, epoch: int, step: int, rank: int) -> list[list[int]]:
-        """Sample rows of each micro-batch of one rank in one step of an epoch that began with this deal."""
-        start = Cursor(epoch=epoch, packs_done=step * self.packs_per_step)
-        if step < 0 or self.num_microbatches_left(start) < 1:
-            raise PlanError(f"step {step} was asked for: an epoch has steps 0 to {self.num_steps_left(Cursor()) - 1}")
-        return list(islice(self.microbatches(rank, start), self.num_microbatches))
-
     def advance(self, cursor: Cursor, num_microbatches: int) -> Cursor:
         """Where a run stands when every rank has consumed that many micro-batches more, within the epoch.
 
@@ -248,11 +240,10 @@ def make_deal(
     dp: int,
     num_microbatches: int | None = None,
     reshuffle: bool = True,
-    seed: int | None = None,
 ) -> Deal:
     """A plan's packs for `dp` ranks; without `num_microbatches`, as many as keep the plan's packs per step.
 
-    Without `seed`, the plan's. Raises `PlanError` for settings that leave no deal.
+    Raises `PlanError` for settings that share nothing.
     """
     slots = tables.dp * tables.num_microbatches
     problems = []
@@ -272,7 +263,7 @@ def make_deal(
         dp=dp,
         num_microbatches=slots // dp if num_microbatches is None else num_microbatches,
         reshuffle=reshuffle,
-        seed=tables.seed if seed is None else seed,
+        seed=tables.seed,
     )
 
 

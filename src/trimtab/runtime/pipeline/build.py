@@ -18,10 +18,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from trimtab.balance.cost import LinearCost
 from trimtab.errors import UnsupportedPlanError, join_problems
 from trimtab.models.asking.units import Unit
+from trimtab.plan.layout import PipelineLayout, read_layout
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import label_weights, packed_loss
 from trimtab.runtime.data.packing_runs import bound_of
-from trimtab.runtime.layout import PipelineLayout, read_layout
 from trimtab.runtime.pipeline.cuts import Cuts, StageModule
 from trimtab.runtime.pipeline.image_dispatch import dispatch_images
 from trimtab.runtime.pipeline.pipeline import PackedStage, Pipeline, TiedWeight, pack_loss
@@ -206,7 +206,7 @@ def _tower_problems(layout: PipelineLayout, layers: Mapping[str, Unit]) -> list[
     return [
         f"data-parallel ranks were to share images, which go to ranks that hold the whole vision tower, but "
         f"{len(elsewhere)} of its {len(tower)} layers, {elsewhere[0]} the first, lie after stage 0: plan with all of "
-        "them on stage 0, or train with --vision-dp off"
+        "them on stage 0, or without --vision-dp"
     ]
 
 

@@ -161,10 +161,13 @@ class Way:
         return found
 
     def alive(self, cut: int) -> tuple[str, ...]:
-        """Outputs of layers before the cut that are read after it; none at either end."""
+        """Return the outputs of layers before the cut that are read after it; none at either end.
+
+        They come in the order in which they are written: a set's order differs from process to process.
+        """
         if not 0 < cut < len(self.layers):
             return ()
-        return tuple(x for x, last in self.last_reader.items() if self.writer[x] < cut <= last)
+        return tuple(x for x, place in self.writer.items() if place < cut <= self.last_reader.get(x, -1))
 
     def is_fed(self, start: int, stop: int) -> bool:
         """Whether all that these layers send on with a gradient was made of something received with one."""

@@ -27,9 +27,9 @@ from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
+from trimtab.plan.layout import PipelineLayout
 from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.data.collate import filler_sample
-from trimtab.runtime.layout import PipelineLayout
 from trimtab.runtime.pipeline.cuts import StageModule
 from trimtab.runtime.pipeline.trace import Batch, Encoded, feature_name, has_images
 from trimtab.runtime.ranks import listed

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from trimtab.errors import PlanError
+from trimtab.plan.layout import PipelineLayout
 from trimtab.runtime.data.collate import label_weights, packed_loss, step_denominator
-from trimtab.runtime.layout import PipelineLayout
 from trimtab.runtime.pipeline.cuts import StageModule
 from trimtab.runtime.pipeline.image_dispatch import ImageDispatch, ImageLoad
 from trimtab.runtime.pipeline.trace import ENCODED, Batch, Sealed, Wire

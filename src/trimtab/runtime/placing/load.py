@@ -39,7 +39,7 @@ def load_placed(
 ) -> Any:
     """The Transformers model in the folder `path` on the devices of `placement`, in eval mode.
 
-    Use this in place of `from_pretrained(device_map=...)`. docs/loading.md shows it.
+    Use this in place of `from_pretrained(device_map=...)`. docs/howto-serve.md shows it.
 
     A GPU's number, "cpu" or "disk" for each module; None puts all on the first accelerator, or on the CPU. Modules on
     "cpu" or "disk" run on the GPU that the placement says, or `runs_on` beside a bare map, their weights copied there
@@ -90,7 +90,7 @@ def move_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs of a loaded model where they cross the fewest links: tokens and masks on the device of its head, so that
     logits stay there; pixels as they are, as they go to the vision tower.
 
-    Use it before `generate` on a model that `load_placed` spread over GPUs. docs/loading.md shows it.
+    Use it before `generate` on a model that `load_placed` spread over GPUs. docs/howto-serve.md shows it.
     """
     hook = getattr(model, "_hf_hook", None)
     device = model.device if hook is None else hook.execution_device

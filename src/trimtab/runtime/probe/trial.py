@@ -19,10 +19,9 @@ from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.probed import heaviest_packs
 from trimtab.plan.file.reload import ReloadedPlan
+from trimtab.plan.layout import SPLIT_BACKWARD, PipelineLayout, read_layout
 from trimtab.plan.plan import Plan
-from trimtab.runtime.layout import SPLIT_BACKWARD
-from trimtab.runtime.pipeline import Pipeline, PipelineLayout, read_layout
-from trimtab.runtime.pipeline.pipeline import PackedStage
+from trimtab.runtime.pipeline.pipeline import PackedStage, Pipeline
 from trimtab.runtime.pipeline.trace import Batch
 from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.ranks import Ranks

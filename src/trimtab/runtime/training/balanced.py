@@ -18,7 +18,7 @@ from transformers import Trainer
 from transformers.utils import cached_file
 
 from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
-from trimtab.plan.file.yaml import load_plan, unfold_modules
+from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator, step_denominator
 from trimtab.runtime.data.conversations import open_conversations
@@ -30,6 +30,7 @@ from trimtab.runtime.recompute import applied_to
 from trimtab.runtime.recompute import apply as apply_recompute
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
 from trimtab.runtime.vision.apply import VisionDataParallelCallback, vision_dp_from_plan
+from trimtab.units import unfold_modules
 
 # A plan in a loop that is written around `model(**batch).loss` (Accelerate's examples): the loader brings the loss.
 #
@@ -276,7 +277,7 @@ def _problems_of_trainer(trainer: Any) -> Iterator[str]:
     if (own := type(trainer).compute_loss).__module__.partition(".")[0] not in _HOSTS:
         yield (
             f"{own.__qualname__} is a loss of your own, and {kind} was to have the loss of packs: leave it out, or "
-            "train on PlanDataset.as_hf(...), packs for any trainer"
+            "train on a PlanDataLoader"
         )
     if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
         yield (

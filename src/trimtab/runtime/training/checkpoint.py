@@ -3,7 +3,7 @@
 A folder `step-00000100` holds one safetensors file a rank and `progress.json`; nothing in it is pickled. Names are
 those of the Hugging Face model, of a tied weight the first one, so another split of the model, or another number of
 data-parallel ranks, finds its own part. A folder is written beside its name and renamed when it is whole: a killed run
-leaves no half checkpoint. What a disk or a copy does to it later is found by the checksums in `progress.json`.
+leaves no half checkpoint.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import os
 import re
 import shutil
 import sys
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,14 +32,13 @@ from trimtab.files import blake2b, lock, write_atomically
 from trimtab.options import ReadingOptions
 from trimtab.plan.plan import Plan
 from trimtab.plan.runs import digest_of
-from trimtab.runtime.ranks import on_first_rank, tell
+from trimtab.runtime.ranks import on_first_rank
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.samples.problems import shorten
 
 _FOLDER = re.compile(r"step-(\d{8})")
 _PROGRESS = "progress.json"
 _TEXT_FILES = {".json", ".jinja", ".txt", ".model"}  # of tokenizer, processor and chat template
-_PART_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,6 @@ class Progress:
     step: int  # optimizer steps done
     loader: dict[str, str | int]  # `PlanDataLoader.state_dict`
     optimizer: str
-    files: dict[str, list[int]] = field(default_factory=dict)  # bytes and CRC-32; `save_checkpoint` finds them
 
 
 def save_checkpoint(
@@ -72,15 +69,11 @@ def save_checkpoint(
     with _written_aside(path) as writing:
         _save(content, HuggingFaceStorageWriter(str(writing), save_distributed=True))
         dist.barrier()
-        files = _checksums(writing, sorted(file.name for file in writing.glob("*.safetensors")))
         if dist.get_rank() == 0:
-            progress = replace(progress, files=files)
-            content = {"crc32": _crc_of(progress)} | asdict(progress)
-            write_atomically(writing / _PROGRESS, json.dumps(content, indent=1).encode())
+            write_atomically(writing / _PROGRESS, json.dumps(asdict(progress), indent=1).encode())
             shutil.rmtree(path, ignore_errors=True)
     if dist.get_rank() == 0 and keep is not None:
-        past = [found for found in list_checkpoints(folder) if found <= path]  # later ones were damaged, and left
-        for old in past[: -keep if keep else None]:
+        for old in list_checkpoints(folder)[: -keep if keep else None]:
             shutil.rmtree(old)
     dist.barrier()
     return path
@@ -112,58 +105,20 @@ def _written_aside(path: Path) -> Iterator[Path]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints, oldest first; whether one is still whole is seen by `check_checkpoint`."""
+    """Return the checkpoints, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir())
 
 
-def check_checkpoint(path: Path, device: torch.device) -> Progress | str:
-    """Where the run stands, or what is wrong with the files, the same on every rank; collective.
-
-    Every byte is read, each file by one rank.
-    """
-    progress = on_first_rank(lambda: _read_progress(path), device)
-    if isinstance(progress, str):
-        return progress
-    found = _checksums(path, sorted(progress.files))
-    for name, (size, crc) in progress.files.items():
-        there = found.get(name)
-        if there is None:
-            return f"{name} cannot be read"
-        if there != [size, crc]:
-            return f"{name} has {there[0]} of {size} bytes" if there[0] != size else f"{name} has other content"
-    return progress
-
-
-def _read_progress(path: Path) -> Progress | str:
+def _read_progress(path: Path) -> Progress:
     try:
-        found = json.loads((path / _PROGRESS).read_bytes())
-        crc = found.pop("crc32")
-        progress = Progress(**found)
-    except FileNotFoundError:
-        return f"it has no {_PROGRESS}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{_PROGRESS} is none of ours: {shorten(str(error), 100)}"
-    return progress if crc == _crc_of(progress) else f"{_PROGRESS} has other content"
-
-
-def _crc_of(progress: Progress) -> int:
-    return zlib.crc32(json.dumps(asdict(progress), sort_keys=True).encode())
-
-
-def _checksums(folder: Path, names: Sequence[str]) -> dict[str, list[int]]:
-    """Bytes and CRC-32 of these files, of each that can be read; collective, each rank reads its part of them."""
-    own = {}
-    for name in names[dist.get_rank() :: dist.get_world_size()]:
-        crc = size = 0
-        with suppress(OSError), (folder / name).open("rb") as file:
-            while part := file.read(_PART_BYTES):
-                crc, size = zlib.crc32(part, crc), size + len(part)
-            own[name] = [size, crc]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    return {name: found for each in told for name, found in each.items()}
+        return Progress(**json.loads((path / _PROGRESS).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise PlanError(
+            f"{path / _PROGRESS} cannot be read ({shorten(str(error), 100)}): take this checkpoint away to go on from "
+            "the one before it, or start again (--out)"
+        ) from error
 
 
 def load_checkpoint(
@@ -173,7 +128,7 @@ def load_checkpoint(
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Take this rank's tensors out of a checkpoint that is whole, whatever split wrote it; collective.
+    """Take this rank's tensors out of a checkpoint, whatever split wrote it; collective.
 
     Random states are those of the same rank, and are left alone where the run had fewer ranks.
     """
@@ -253,7 +208,7 @@ def _restore_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-# Where a run begins: what all ranks have in common, and the newest checkpoint that is whole.
+# Where a run begins: what all ranks have in common, and the newest checkpoint.
 
 
 def words_of(settings: TrainSettings, plan: Plan) -> dict[str, str]:
@@ -268,25 +223,15 @@ def words_of(settings: TrainSettings, plan: Plan) -> dict[str, str]:
 
 
 def find_checkpoint(settings: TrainSettings, device: torch.device) -> tuple[Path, Progress] | None:
-    """The newest whole checkpoint to go on from, the same on every rank, None: from the start; collective.
+    """Return the newest checkpoint to go on from, the same on every rank, None: from the start; collective.
 
     Refuses an export that would fail or cover something, and a run over one that is there.
     """
     found = on_first_rank(lambda: check_folders(settings), device)
-    damage = ""
-    for path in reversed(found):
-        refuse_unshared(path, device)
-        progress = check_checkpoint(path, device)
-        if isinstance(progress, Progress):
-            if damage:
-                tell(
-                    f"{damage}: the run goes on from {path.name}, {path.parent / 'run.jsonl'} has its later steps twice"
-                )
-            return path, progress
-        damage += f"{' and ' if damage else ''}{path} is damaged ({progress})"
-    if found:
-        raise PlanError(f"{damage}, and no whole checkpoint is left: bring back a copy of one, or start again (--out)")
-    return None
+    if not found:
+        return None
+    refuse_unshared(found[-1], device)
+    return found[-1], on_first_rank(lambda: _read_progress(found[-1]), device)
 
 
 @contextmanager

@@ -28,13 +28,15 @@ from trimtab.options import AttentionImplementation
 from trimtab.plan.file.check import verify_plan
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan
-from trimtab.plan.plan import Plan, VisionDecision
+from trimtab.plan.layout import PipelineLayout, read_layout, refuse_quantised
+from trimtab.plan.plan import Plan
 from trimtab.plan.runs import StepRecord
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import UnreadableSampleError, open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.runtime.data.packing import prepare_packing_on_ranks
-from trimtab.runtime.pipeline import Pipeline, PipelineLayout, StepResult, build_pipeline, read_layout
+from trimtab.runtime.pipeline.build import build_pipeline
+from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
 from trimtab.runtime.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
 from trimtab.runtime.training.checkpoint import (
     Progress,
@@ -46,7 +48,7 @@ from trimtab.runtime.training.checkpoint import (
     words_of,
 )
 from trimtab.runtime.training.run_recorder import RunRecorder
-from trimtab.runtime.training.settings import TrainSettings, refuse_quantised
+from trimtab.runtime.training.settings import TrainSettings
 from trimtab.samples.problems import shorten
 
 # Adapters in `trimtab train`: PEFT puts them beside the layers that a plan names, an export merges them.
@@ -125,7 +127,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
         if start >= num_steps:
             tell(f"nothing is left to train: the run in {settings.out} is at step {start} of {num_steps}")
 
-        recorder = RunRecorder(settings, plan, run.pipeline, run.sampler.deal, run.mesh, start=start)
+        recorder = RunRecorder(settings, plan, run.pipeline, run.mesh, start=start)
         batches = chain.from_iterable(repeat(run.loader))  # epoch after epoch
         records = []
         for step in range(start + 1, num_steps + 1):
@@ -187,7 +189,7 @@ def open_run(settings: TrainSettings, plan: Plan, ranks: Ranks, *, layout: Pipel
     )
     on_first_rank(lambda: verify_plan(settings.plan, conversations.model), device)
     mesh = device_mesh(len(plan.decisions.stages) // plan.decisions.schedule.num_chunks, ranks)
-    asked = share_images_as_asked(plan, settings, dp=mesh["dp"].size())
+    asked = share_images(plan, dp=mesh["dp"].size())
     layout = layout or fit_layout(asked, dp=mesh["dp"].size())
     torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
     model = load_model(settings, plan, device)
@@ -330,22 +332,12 @@ def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
         ) from None
 
 
-def share_images_as_asked(plan: Plan, settings: TrainSettings, *, dp: int) -> Plan:
-    """The plan with images shared among its data-parallel ranks, or not, where the settings say otherwise."""
-    planned = plan.decisions.vision_data_parallel
-    found = planned if settings.vision_dp == "plan" else None
-    if settings.vision_dp == "dispatch":
-        found = planned if planned is not None and planned.exchange == "dispatch" else _dispatch(dp)
-    if found is not None and dp == 1:
-        tell("one data-parallel rank has no other to share images with: it encodes its own")
-        found = None
-    return replace(plan, decisions=replace(plan.decisions, vision_data_parallel=found))
-
-
-def _dispatch(dp: int) -> VisionDecision:
-    return VisionDecision(
-        group="dp", degree=dp, exchange="dispatch", pooling=1, rule="balanced", objective="time", reduction=None
-    )
+def share_images(plan: Plan, *, dp: int) -> Plan:
+    """Return the plan, without shared images where one data-parallel rank has no other."""
+    if plan.decisions.vision_data_parallel is None or dp > 1:
+        return plan
+    tell("one data-parallel rank has no other to share images with: it encodes its own")
+    return replace(plan, decisions=replace(plan.decisions, vision_data_parallel=None))
 
 
 def image_cost(settings: TrainSettings, plan: Plan) -> LinearCost | None:

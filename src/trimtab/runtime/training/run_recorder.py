@@ -10,36 +10,28 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
 
 import trimtab
-from trimtab.errors import TrimtabError
-from trimtab.models.describe import describe
-from trimtab.plan.file.reload import PlannedSteps, planned_steps
 from trimtab.plan.plan import Plan
 from trimtab.plan.runs import RunHeader, StepRecord, digest_of, line_of
-from trimtab.runtime.data.tables import Deal
-from trimtab.runtime.pipeline import Pipeline, StepResult
+from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
 from trimtab.runtime.training.settings import TrainSettings
-from trimtab.specs import IntArray
 
 
 class RunRecorder:
     """Clock, counters and log of one process's part of a run; `end` is a collective call."""
 
     def __init__(
-        self, settings: TrainSettings, plan: Plan, pipeline: Pipeline, deal: Deal, mesh: DeviceMesh, *, start: int
+        self, settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: DeviceMesh, *, start: int
     ) -> None:
-        self._mesh, self._pipeline, self._deal = mesh, pipeline, deal
+        self._mesh, self._pipeline, self._planned_s = mesh, pipeline, plan.estimates.step_ms / 1e3
         self._log = settings.out / "run.jsonl" if dist.get_rank() == 0 else None
-        self._planned: PlannedSteps | None = None
         self._fillers = 0  # up to the last step
         if self._log is not None:
-            self._planned = _planned_steps(settings, plan, deal)
             self._log.parent.mkdir(parents=True, exist_ok=True)
             if not start:
                 _put_aside(self._log)
@@ -65,7 +57,7 @@ class RunRecorder:
         num_tokens: int,
         num_fillers: int,
     ) -> StepRecord:
-        """The record of the step, the same on every rank but for what rank 0 knows: `planned_s` and patches.
+        """Return the record of the step, the same on every rank but for the patches, which rank 0 knows.
 
         `num_fillers`: all that this rank has made so far. Loader workers make samples ahead of their step.
         """
@@ -89,7 +81,6 @@ class RunRecorder:
             num_tokens=int(counts[0]),
             step_s=step_s,
             data_s=data_s,
-            planned_s=None if self._planned is None else self._planned.step_s(self._packs()),
             peak_memory_bytes=tuple(int(x) for x in peaks),
             num_fillers=int(counts[1]),
             patches_held=() if images is None else images.held,
@@ -98,21 +89,14 @@ class RunRecorder:
         if self._log is not None:
             self._write(line_of(record))
             fillers = f"  {record.num_fillers} fillers" if record.num_fillers else ""
-            planned = "" if record.planned_s is None else f" (planned {record.planned_s:.3g})"
             print(
                 f"step {step}  loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  "
-                f"{step_s:.3g} s{planned}  {max(peaks) / 2**30:.2f} GiB{_patches(record)}{fillers}",
+                f"{step_s:.3g} s (planned {self._planned_s:.3g})  {max(peaks) / 2**30:.2f} GiB"
+                f"{_patches(record)}{fillers}",
                 file=sys.stderr,
                 flush=True,
             )
         return record
-
-    def _packs(self) -> IntArray:
-        """(dp, num_microbatches) packs of the step in hand, -1 for an empty slot."""
-        deal, epoch, first = self._deal, int(self._place["epoch"]), int(self._place["packs_done"])
-        found = [deal.pack_at(epoch, first + slot) for slot in range(deal.packs_per_step)]
-        packs = np.array([-1 if pack is None else pack for pack in found], np.int64)
-        return packs.reshape(deal.num_microbatches, deal.dp).T
 
     def _write(self, line: str) -> None:
         assert self._log is not None, "only rank 0 writes"
@@ -125,19 +109,6 @@ def _patches(record: StepRecord) -> str:
     if not record.patches_encoded:
         return ""
     return f"  {max(record.patches_encoded):,} patches on the fullest rank (alone {max(record.patches_held):,})"
-
-
-def _planned_steps(settings: TrainSettings, plan: Plan, deal: Deal) -> PlannedSteps | None:
-    """None where a plan that holds (`verify_plan`) cannot be simulated here: its device or profile is not at hand."""
-    given = plan.inputs.model
-    model = describe(settings.model, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
-    try:
-        planned = planned_steps(settings.plan, model=model)
-        planned.step_s(np.full((deal.dp, deal.num_microbatches), -1))  # compiles the simulator before the clock runs
-    except TrimtabError as problem:
-        print(f"trimtab: steps are not compared with the plan: {problem}", file=sys.stderr)
-        return None
-    return planned
 
 
 def _put_aside(log: Path) -> None:

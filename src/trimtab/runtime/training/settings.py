@@ -1,15 +1,13 @@
 """What a plan does not say about a run, and the learning rate of each step."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from trimtab.address import place_of
-from trimtab.errors import SampleError, TrimtabError, UnsupportedPlanError, join_problems
-from trimtab.lora import Lora
+from trimtab.errors import TrimtabError, join_problems
 from trimtab.options import (
     PLAN,
     TIMEOUT,
@@ -20,37 +18,26 @@ from trimtab.options import (
     TorchDevice,
     option_problems,
 )
-from trimtab.plan.decide.expressible import Expressible
-from trimtab.runtime.data.records import refuse_remote_code, refuse_tars
-from trimtab.runtime.layout import TorchSchedule
-from trimtab.samples.table import is_saved_table, sized_files
-from trimtab.specs import ModelSpec, SampleTable
 
 Decay = Literal["constant", "linear", "cosine"]
 Dtype = Literal["float32", "bfloat16"]
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
-    """weight_decay=0.1, betas=0.9,0.95, nesterov=true."""
+    """Read weight_decay=0.1, betas=0.9,0.95, nesterov=true."""
     options: dict[str, Any] = {}
     for text in given:
-        name, equals, value = text.partition("=")
-        if not (name and equals and value):
-            raise TrimtabError(f"optimizer option {text!r} is no NAME=VALUE: write it as in weight_decay=0.1")
-        parts = [_value(part, text) for part in value.split(",")]
+        name, _, value = text.partition("=")
+        try:
+            parts = json.loads(f"[{value.lower()}]")
+        except ValueError:
+            parts = []
+        if not name or not parts or not all(isinstance(part, (bool, int, float)) for part in parts):
+            raise TrimtabError(
+                f"optimizer option {text!r} is no NAME=VALUE of numbers, true or false: write it as in weight_decay=0.1"
+            )
         options[name] = parts[0] if len(parts) == 1 else tuple(parts)
     return options
-
-
-def _value(text: str, whole: str) -> float | bool:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return float(text)
-    except ValueError:
-        raise TrimtabError(
-            f"optimizer option {whole!r} has a value that is no number, true or false: write it as in weight_decay=0.1"
-        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +105,6 @@ class TrainSettings:
     export: Annotated[
         Path | None, Option("New folder for the trained model, as Transformers loads it.", common=True)
     ] = None
-    vision_dp: Annotated[
-        Literal["plan", "dispatch", "off"],
-        Option("Whether data-parallel ranks share images: as planned, always, or never.", common=True),
-    ] = "plan"
     verify_packing: Annotated[bool, Option("Check first that no sample of a pack sees another.")] = True
     on_bad_sample: Annotated[
         Literal["error", "filler"],
@@ -185,52 +168,3 @@ def _problems_of(settings: TrainSettings) -> list[str]:
     if not 0 <= settings.seed < 2**63:
         problems.append(f"seed {settings.seed} was asked for, but torch takes 0 to 2^63 - 1: give one of these")
     return problems
-
-
-# What `trimtab train` runs of what a plan decides, without torch: `trimtab plan --for trimtab` asks here.
-#
-# Degrees and schedules that it has no code for are refused by `read_layout`, before a run and before a plan is written.
-
-
-CHOICES: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "tp": (1,),
-        "schedule": get_args(TorchSchedule),
-        "fills_pipeline": (True,),
-        "zero_stage": (0,),  # every data-parallel rank holds the whole state of its stages
-        "host": ("eager",),
-        "fused_kernels": (False,),
-        "dtype": ("bf16", "fp32"),
-        "optimizer": ("adamw", "sgd_momentum", "sgd"),  # of torch.optim
-    }
-)
-
-
-def can_train(model: ModelSpec) -> Expressible:
-    """What the loop can run of a model; raises `ConfigError` for one that it cannot run at all."""
-    refuse_remote_code(model)
-    return Expressible(choices=CHOICES)
-
-
-def refuse_data(samples: SampleTable, files: Sequence[Path]) -> None:
-    """Raises `SampleError` for data that the loop cannot read one by one, or whose sizes it could not meet.
-
-    `files`: as `find_sources` found them.
-    """
-    if not samples.tokens_exact:
-        raise SampleError(
-            "a plan to be trained was asked for, and its data was sized without a tokenizer, by estimates that no "
-            "sample meets: give --tokenizer"
-        )
-    saved = [file for file in files if is_saved_table(file)]
-    behind = [place_of(file.path) for table in saved for file in sized_files(table)]
-    refuse_tars([file for file in (*files, *behind) if file not in saved and file.is_file()])
-
-
-def refuse_quantised(lora: Lora | None) -> None:
-    """Raises `UnsupportedPlanError` for adapters over weights that the loop, which loads float32, does not hold."""
-    if lora is not None and lora.bits < 16:
-        raise UnsupportedPlanError(
-            f"LoRA over {lora.bits}-bit weights was asked for ({lora}), and `trimtab train` loads them in float32: "
-            "leave bits out, or train by TRL or ms-swift (`trimtab export trl`)"
-        )

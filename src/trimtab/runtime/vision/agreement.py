@@ -9,7 +9,7 @@ import hashlib
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -172,25 +172,11 @@ def agree_on_inputs(
         )
 
 
-def compare_kinds(
-    control: Control, present: Sequence[Kind], kinds: Sequence[Kind]
-) -> Iterator[tuple[Kind, list[int], list[int]]]:
-    """At the start of a forward: kinds of images that some ranks hold and others lack, with these ranks."""
-    told = control.gather("the start of a forward", list(present))
-    for kind in kinds:
-        holding = [rank for rank, held in enumerate(told) if kind in held]
-        if 0 < len(holding) < len(told):
-            yield kind, holding, [rank for rank in range(len(told)) if rank not in holding]
-
-
-def agree_on_kinds(control: Control, present: Sequence[Kind], kinds: Sequence[Kind]) -> None:
-    """A rank without images would leave those that have some waiting in the tower."""
-    for kind, holding, lacking in compare_kinds(control, present, kinds):
-        raise TrimtabError(
-            f"rank {listed(lacking)} of the group begins a forward without {kind}s, "
-            f"and rank {listed(holding)} has some: this exchange needs the same images "
-            f"on every rank; for ranks with images of their own use exchange='dispatch'"
-        )
+def compare_kinds(control: Control, present: Sequence[Kind], kinds: Sequence[Kind]) -> list[tuple[Kind, int]]:
+    """Return the kinds of images that some ranks of a forward hold and others lack, with the first that holds it."""
+    held = control.gather("the start of a forward", list(present))
+    ranks = {kind: [rank for rank, own in enumerate(held) if kind in own] for kind in kinds}
+    return [(kind, holding[0]) for kind, holding in ranks.items() if 0 < len(holding) < len(held)]
 
 
 def agree_on_rows(

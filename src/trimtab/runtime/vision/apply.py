@@ -18,7 +18,6 @@ from trimtab.options import Rule
 from trimtab.plan.plan import Plan
 from trimtab.runtime.vision.agreement import Control, open_control
 from trimtab.runtime.vision.encode import Exchange, Settings, Sharing
-from trimtab.runtime.vision.exchange import Loss, Reduction, check_convention
 from trimtab.runtime.vision.handle import VisionDataParallel
 from trimtab.runtime.vision.hooks import (
     KINDS,
@@ -27,7 +26,7 @@ from trimtab.runtime.vision.hooks import (
     PatchedFunction,
     Place,
     find_functions,
-    holder_of,
+    is_shared,
 )
 from trimtab.runtime.vision.inputs import GRIDS, PIXELS, Family, GridFamily, find_family, tower_flops
 from trimtab.runtime.vision.outputs import each_tensor
@@ -40,8 +39,6 @@ def vision_dp(
     exchange: Exchange = "gather",
     rule: Rule = "balanced",
     cost: LinearCost | None = None,
-    loss: Loss | None = None,
-    reduction: Reduction | None = None,
     heartbeat: Any = None,
     family: Family | None = None,
     at: Place | None = None,
@@ -53,38 +50,28 @@ def vision_dp(
 
     `gather`: ranks hold the same images (sequence, context or tensor parallel) and all get all features. `dispatch`:
     ranks hold different images (data parallel) and get the features of their own. Features and gradients equal those
-    without, wherever the text gradients are right: `loss` and `reduction` name how losses and gradients add up over the
-    group, and are refused where both would be wrong (`gradients.py`). In a group of one nothing is replaced.
+    without, wherever the text gradients are right; a host that leaves replicas along tensor parallel ranks alone calls
+    the handle's `reduce_gradients()` after the backward. In a group of one nothing is replaced.
 
     `cost` is what the shares are balanced by, the same on every rank: `tower_seconds(profile)` for time,
     `tower_bytes(profile)` for memory; None counts multiply-adds by the configuration. `heartbeat` is the group over
-    which parameters are sharded or reduced, where some of its ranks may have a batch without images (`heartbeat.py`).
+    which parameters are sharded or reduced, where some of its ranks may have a batch without images.
     `at` None: the functions `get_image_features` and `get_video_features` of the instance, or of a tower alone its
     `forward`.
-    Compared are, before each forward, which kinds of images the ranks hold and, before each call, the images: all
-    shapes and 64 elements of each tensor. Ranks that differ all raise, at once. One that does not come at all, busy or
-    at another call, cannot be told from a slow one: those that wait name it after 10 s and raise after `timeout_s`, by
-    default what NCCL's own watchdog waits.
+    Compared are, before each call, the images: all shapes and 64 elements of each tensor. Ranks that differ all raise,
+    at once. One that does not come at all cannot be distinguished from a slow one: those that wait name it after 10 s
+    and raise after `timeout_s`, by default what NCCL's own watchdog waits.
     """
     problems = []
     if exchange not in get_args(Exchange):
         problems.append(f"'{exchange}' is no exchange of image features: choose one of {', '.join(get_args(Exchange))}")
     if rule not in RULES:
         problems.append(f"'{rule}' is not a rule to share images by: choose one of {', '.join(RULES)}")
-    if (loss is None) != (reduction is None):
-        problems.append("loss and reduction together say how gradients add up: give both, or neither")
-    if loss is not None and exchange == "dispatch":
-        problems.append(
-            "a dispatch changes no sum of gradients over the group, whatever the loss: leave out loss and reduction"
-        )
     if problems:
         raise TrimtabError("\n".join(problems))
-    num_ranks = dist.get_world_size(group)
-    if loss is not None and reduction is not None:
-        check_convention(loss, reduction, num_ranks)
     functions = find_functions(model, at)
     cost = cost or tower_flops(functions[0].module.config)
-    settings = Settings(exchange=exchange, rule=rule, cost=cost, loss=loss, reduction=reduction)
+    settings = Settings(exchange=exchange, rule=rule, cost=cost)
     return _put_on(model, functions, settings, group or dist.group.WORLD, heartbeat, family, timeout_s)
 
 
@@ -95,7 +82,7 @@ def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 
     """
     functions = find_functions(model)
     cost = tower_flops(functions[0].module.config)
-    settings = Settings(exchange="gather", rule="balanced", cost=cost, loss=None, reduction=None)
+    settings = Settings(exchange="gather", rule="balanced", cost=cost)
     return _put_on(model, functions, settings, None, group or dist.group.WORLD, None, timeout_s)
 
 
@@ -113,6 +100,10 @@ def _put_on(
     Ranks of a dispatch, each with images of its own, keep in step over the same group.
     """
     over = group if settings.exchange == "dispatch" else heartbeat
+    if is_shared(model):
+        raise TrimtabError(
+            "this model's images are shared already: call remove() of the first handle before you make another"
+        )
     found = VisionDataParallel(
         model=model,
         group=group,
@@ -122,8 +113,6 @@ def _put_on(
         functions=functions,
         over=over if over is not None and dist.get_world_size(over) > 1 else None,
     )
-    if (existing := _find_existing(model, found)) is not None:
-        return existing
     control = None
     if group is not None and dist.get_world_size(group) > 1:
         control = open_control(group, timeout_s)
@@ -135,17 +124,6 @@ def _put_on(
         found.heartbeat = _make_heartbeat(found, shared or open_control(found.over, timeout_s))
     found.install()
     return found
-
-
-def _find_existing(model: nn.Module, wanted: VisionDataParallel) -> VisionDataParallel | None:
-    """The handle that is on this model already, where it is the wanted one; raises where it is another."""
-    existing = next((held for module in model.modules() if (held := holder_of(module)) is not None), None)
-    if existing is None or existing.is_like(wanted):
-        return existing
-    raise TrimtabError(
-        "this model's images are shared already, with another group or other settings: "
-        "call remove() of the first handle, or give both calls the same arguments"
-    )
 
 
 def _make_heartbeat(handle: VisionDataParallel, control: Control) -> Heartbeat:
@@ -175,7 +153,6 @@ def vision_dp_from_plan(
     plan: Plan,
     *,
     cost: LinearCost | None = None,
-    host_reduces: bool = True,
     **others: Any,
 ) -> VisionDataParallel | None:
     """`vision_dp` as `plan` decides; None, and nothing replaced, where every rank encodes the images it holds.
@@ -184,8 +161,8 @@ def vision_dp_from_plan(
     docs/vision-data-parallel.md shows it.
 
     `group`: this process's ranks along the plan's axis. Each rank of tp has the whole loss, and gradients are averaged
-    over them (κ = N, see `gradients.py`). `host_reduces` is False for a host that does not reduce gradients of tp
-    replicas: then call the handle's `reduce_gradients()` after the backward. `cost` is None for multiply-adds by the
+    over them: where a host does not reduce gradients of tp replicas, call the handle's `reduce_gradients()` after the
+    backward. `cost` is None for multiply-adds by the
     configuration, or patches where the plan balances memory; with `tower_seconds` or `tower_bytes` of the plan's
     profile the shares are the plan's own. Where the plan pools micro-batches, encode as many at a time with
     `encode_pooled`. `others` are further arguments of `vision_dp`. Raises `PlanError` where the group has another size
@@ -199,13 +176,6 @@ def vision_dp_from_plan(
             f"the plan shares images among {decision.degree} ranks of {decision.group}, and the group that was given "
             f"has {dist.get_world_size(group)}: give the ranks along {decision.group}, or plan for as many"
         )
-    if not host_reduces and decision.group != "tp":
-        raise PlanError(
-            f"the host was said to reduce no gradients over {decision.group}, where each rank has those of its own "
-            "samples: reduce them there, and leave out host_reduces"
-        )
-    loss: Loss | None = "replicated" if decision.group == "tp" else None
-    reduction: Reduction | None = decision.reduction if host_reduces else "none"
     if decision.pooling > 1 and decision.exchange == "dispatch":
         raise PlanError(
             f"the plan encodes {decision.pooling} micro-batches of {decision.degree} dp ranks in one call, which "
@@ -217,8 +187,6 @@ def vision_dp_from_plan(
         exchange=decision.exchange,
         rule=decision.rule,
         cost=_PATCHES if cost is None and decision.objective == "memory" else cost,
-        loss=loss,
-        reduction=reduction,
         **others,
     )
 
@@ -244,7 +212,7 @@ class VisionDataParallelCallback(TrainerCallback):  # type: ignore[misc]
         self.handle: VisionDataParallel | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
-        if args.world_size < 2:
+        if args.world_size < 2 or is_shared(model):
             return
         if self._plan is not None:
             self.handle = vision_dp_from_plan(model, self._group, self._plan, **self._options)

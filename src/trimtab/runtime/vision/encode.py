@@ -19,7 +19,7 @@ from trimtab.balance.images import ImageShares, keep_at_home, share_images
 from trimtab.errors import TrimtabError
 from trimtab.options import Rule
 from trimtab.runtime.vision.agreement import Control, agree_on_inputs, agree_on_rows
-from trimtab.runtime.vision.exchange import Loss, Reduction, gather_rows, lay_out_rows, move_rows, route_rows
+from trimtab.runtime.vision.exchange import gather_rows, lay_out_rows, move_rows, route_rows
 from trimtab.runtime.vision.hooks import PatchedFunction
 from trimtab.runtime.vision.inputs import Family, Part, VisionInputs, join_inputs
 from trimtab.runtime.vision.outputs import Features, read_features, write_features
@@ -106,8 +106,6 @@ class Settings:
     exchange: Exchange
     rule: Rule
     cost: LinearCost
-    loss: Loss | None
-    reduction: Reduction | None
 
 
 @dataclass(slots=True, kw_only=True)

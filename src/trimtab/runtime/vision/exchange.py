@@ -9,7 +9,7 @@ each rank must receive the gradients that *all* ranks have for its rows, added u
 then add up over the ranks to κ ∂L/∂θ, as those of the replicated text parameters do. So a host that sums parameter
 gradients needs κ = 1, one that averages them needs κ = N, and vision is right exactly where text is. Keeping the own
 slice of the own gradient drops the other ranks' terms; multiplying it by N puts the own term in their place: both are
-wrong as soon as ranks read different rows. `gradients.py` names the conventions.
+wrong as soon as ranks read different rows.
 
 Symbols: N ranks, T rows in all, D features.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trimtab.errors import TrimtabError
 from trimtab.specs import IntArray
 
 MAX_PADDING = 1.25
@@ -154,41 +153,10 @@ class _RouteRows(torch.autograd.Function):
         return own, None, None, None, None
 
 
-# How gradients are added up over the group, and which sums of losses that is right for.
+# Gradients added up over the group.
 
 
 BUCKET_BYTES = 64 * 2**20
-Loss = Literal["sharded", "sharded x N", "replicated"]
-Reduction = Literal["sum", "mean", "none"]
-
-KAPPA_IS_N: dict[Loss, bool] = {"sharded": False, "sharded x N": True, "replicated": True}
-"""Σ_r ℓ_r = κ L over the ranks of the group. `sharded`: each rank's loss covers its part of the tokens, κ = 1;
-`sharded x N`: the same, scaled by the group's size, κ = N; `replicated`: each rank has the whole loss, κ = N."""
-
-
-def check_convention(loss: Loss, reduction: Reduction, num_ranks: int) -> None:
-    """Raise where text and vision gradients would both be wrong by a factor: `sum` needs κ = 1, `mean` needs κ = N.
-
-    With `none` (tensor-parallel replicas whose text gradients are whole already) the host leaves these parameters
-    alone, and `VisionDataParallel.reduce_gradients()` takes the mean of the vision parameters' gradients.
-    """
-    if loss not in KAPPA_IS_N:
-        raise TrimtabError(f"'{loss}' is no way to divide a loss: choose one of {', '.join(KAPPA_IS_N)}")
-    if reduction not in ("sum", "mean", "none"):
-        raise TrimtabError(f"'{reduction}' is no way to add gradients up: choose one of sum, mean, none")
-    fits = {"sum": loss == "sharded", "mean": KAPPA_IS_N[loss], "none": loss == "replicated"}
-    if num_ranks == 1 or fits[reduction]:
-        return
-    if reduction == "sum":
-        wrong, cure = f"{num_ranks} times too large", f"divide each rank's loss by {num_ranks}, or average gradients"
-    elif reduction == "mean":
-        wrong, cure = f"{num_ranks} times too small", f"multiply each rank's loss by {num_ranks}, or sum gradients"
-    else:
-        wrong, cure = "those of only one rank's tokens", "sum gradients over the group"
-    raise TrimtabError(
-        f"a {loss} loss with gradients reduced by {reduction} over {num_ranks} ranks leaves every gradient, of text "
-        f"and of vision, {wrong}: {cure}"
-    )
 
 
 def sum_in_place(gradients: Sequence[Tensor], group: Any) -> None:

@@ -6,19 +6,17 @@ What ranks agree on is `agreement.py`, what they encode and exchange is `encode.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision.agreement import agree_on_kinds
 from trimtab.runtime.vision.encode import Load, Settings, Sharing, encode_nothing, encode_shared, run_on_nothing
 from trimtab.runtime.vision.exchange import sum_in_place
-from trimtab.runtime.vision.hooks import KINDS, Heartbeat, Hook, PatchedFunction, StandIn, given_by_name
-from trimtab.runtime.vision.inputs import PIXELS, Family, VisionInputs
+from trimtab.runtime.vision.hooks import Heartbeat, PatchedFunction, StandIn
+from trimtab.runtime.vision.inputs import Family, VisionInputs
 from trimtab.runtime.vision.outputs import touch
 
 _TEXT = ("language_model", "lm_head", "text_model", "embed_tokens")
@@ -37,7 +35,6 @@ class VisionDataParallel:
     over: Any = None  # group of the heartbeat
     sharing: Sharing | None = None  # None: a group of one, or none
     heartbeat: Heartbeat | None = None
-    _hooks: list[Any] = field(default_factory=list)
     _inside: bool = False  # a call of our own: replaced functions are the module's own
     _paused: bool = False
     _installed: bool = False
@@ -63,10 +60,6 @@ class VisionDataParallel:
             return
         for function in self.functions:
             function.put(StandIn(function, self, self._encode))
-        if self.settings.exchange != "dispatch" and self.sharing is not None:
-            self._hooks += [
-                m.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True) for m in self._takes_pixels()
-            ]
         if self.heartbeat is not None:
             self.heartbeat.install()
         self._installed = True
@@ -77,22 +70,12 @@ class VisionDataParallel:
             return
         for function in self.functions:
             function.put_back()
-        while self._hooks:
-            self._hooks.pop().remove()
         if self.heartbeat is not None:
             self.heartbeat.remove()
             self.heartbeat.control.close()
         if self.sharing is not None:
             self.sharing.control.close()
         self._installed = False
-
-    def is_like(self, other: VisionDataParallel) -> bool:
-        """Whether both were made with the same arguments."""
-        return (
-            (self.settings, self.family) == (other.settings, other.family)
-            and (self.group is other.group and self.over is other.over)
-            and [(x.module, x.name) for x in self.functions] == [(x.module, x.name) for x in other.functions]
-        )
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -111,12 +94,7 @@ class VisionDataParallel:
         return [p for p in module.parameters() if id(p) not in text]
 
     def reduce_gradients(self) -> None:
-        """For `reduction="none"`: the mean over the group of the vision parameters' gradients, in place."""
-        if self.settings.reduction != "none":
-            raise TrimtabError(
-                "the host reduces gradients over the group already, and doing it twice changes them: "
-                "make the handle with reduction='none' where it leaves replicated parameters alone"
-            )
+        """Average the vision parameters' gradients over the group, for a host that leaves replicas alone."""
         if self.sharing is None:
             return
         trained = [p for p in self.vision_parameters() if p.requires_grad]
@@ -124,7 +102,7 @@ class VisionDataParallel:
             raise TrimtabError(
                 "gradients were to be averaged over the group, and no vision parameter has one: call this after the "
                 "backward and before they are cleared, and let a host that keeps them elsewhere (Megatron's main_grad) "
-                "average them itself, with reduction='mean'"
+                "average them itself"
             )
         gradients = [p.grad for p in trained if p.grad is not None]
         sum_in_place(gradients, self.group)  # N times those of one process: every rank has the whole loss (kappa = N)
@@ -153,20 +131,6 @@ class VisionDataParallel:
             if self.sharing is not None and self.settings.exchange == "dispatch" and not self._paused:
                 return encode_nothing(self.sharing, function, template)
             return run_on_nothing(self.family, self.config, function, template).rows.sum()
-
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._inside or self._paused:
-            return
-        assert self.sharing is not None
-        given = given_by_name(module, args, kwargs)
-        held = [kind for kind in KINDS if given.get(PIXELS[kind]) is not None]
-        agree_on_kinds(self.sharing.control, held, KINDS)
-
-    def _takes_pixels(self) -> list[nn.Module]:
-        """The module whose forward is given images: the model itself, where the tower's forward is replaced."""
-        if self.functions[0].kind != "tower":
-            return [self.functions[0].module]
-        return [self.model] if PIXELS["image"] in inspect.signature(self.model.forward).parameters else []
 
     @contextlib.contextmanager
     def _within(self) -> Iterator[None]:

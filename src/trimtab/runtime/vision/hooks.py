@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,7 +17,7 @@ from trimtab.runtime.vision.inputs import PIXELS, Family, Kind, VisionInputs
 
 
 class StandIn:
-    """Stands for a function of a module, on the instance. A copy of the module has the function itself again."""
+    """Stands for a function of a module, on the instance."""
 
     def __init__(self, function: PatchedFunction, handle: Any, encode: Callable[..., Any]) -> None:
         self.function, self.handle = function, handle
@@ -30,38 +28,6 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._encode(self.function, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        function = self.function
-        if function.replaced is not None:
-            return copy.deepcopy(function.replaced, memo)
-        return types.MethodType(function.original.__func__, copy.deepcopy(function.module, memo))  # type: ignore[attr-defined]
-
-    def __reduce__(self) -> Any:
-        raise TrimtabError(
-            "a model whose images are shared among ranks was to be pickled, and its connections to other processes "
-            "cannot be: save its state_dict(), or call remove() of the handle first"
-        )
-
-
-class Hook:
-    """A hook of a handle. A copy of the module has one that does nothing."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
-
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return Hook(_do_nothing)
-
-    def __reduce__(self) -> Any:
-        return Hook, (_do_nothing,)
-
-
-def _do_nothing(*_: Any) -> None:
-    """For copies."""
 
 
 RETURNS_OBJECTS = not str(transformers.__version__).startswith("4.")
@@ -114,6 +80,11 @@ def holder_of(module: nn.Module) -> Any:
     """The handle whose stand-in one of this module's functions is, or None."""
     stand_ins = (module.__dict__.get(name) for name in (*FUNCTIONS, "forward"))
     return next((stand_in.handle for stand_in in stand_ins if isinstance(stand_in, StandIn)), None)
+
+
+def is_shared(model: nn.Module) -> bool:
+    """Return whether a function of the model is replaced already."""
+    return any(holder_of(module) is not None for module in model.modules())
 
 
 def find_functions(model: nn.Module, at: Place | None = None) -> tuple[PatchedFunction, ...]:
@@ -195,9 +166,10 @@ class Heartbeat:
     def install(self) -> None:
         # after the embedding and not before it: sharded parameters are gathered in one order on all ranks
         embedding: nn.Module = self.module.get_input_embeddings()  # type: ignore[operator]
+        before, after = map(torch.compiler.disable, (self._before_forward, self._after_embedding))
         self._hooks = [
-            self.module.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
-            embedding.register_forward_hook(Hook(self._after_embedding)),
+            self.module.register_forward_pre_hook(before, with_kwargs=True),
+            embedding.register_forward_hook(after),
         ]
 
     def remove(self) -> None:
@@ -208,8 +180,8 @@ class Heartbeat:
         given = given_by_name(module, args, kwargs)
         self._present = tuple(kind for kind in self.functions if given.get(PIXELS[kind]) is not None)
         self._missing = []
-        for kind, holding, _ in list(compare_kinds(self.control, self._present, tuple(self.functions))):
-            self._learn_template(kind, given, holding[0])
+        for kind, source in compare_kinds(self.control, self._present, tuple(self.functions)):
+            self._learn_template(kind, given, source)
             if kind not in self._present:
                 self._missing.append(kind)
         embeddings = given.get("inputs_embeds")
