@@ -17,6 +17,7 @@ from trimtab.errors import TrimtabError
 
 try:
     from numba import njit
+    from numba.core import event as event
 except ValueError as error:  # of its environment variables, such as NUMBA_NUM_THREADS=0
     raise TrimtabError(f"numba does not start ({error}): correct its environment variables, NUMBA_...") from None
 
@@ -25,6 +26,9 @@ compiled = njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=Tr
 
 inner = njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
 """For functions that only compiled functions call: without what would take their arguments from Python objects."""
+
+relaxed = njit(cache=True, nogil=True, error_model="numpy", fastmath={"nnan", "ninf", "nsz"})
+"""As `compiled`, and free to reorder sums: for functions that meet no NaN."""
 
 inlined = njit(cache=True, nogil=True, error_model="numpy", inline="always")
 """For what is written into its callers before they are compiled: short functions, and named parts of a long one."""

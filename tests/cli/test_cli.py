@@ -254,3 +254,17 @@ def test_several_saved_tables_keep_what_they_skipped_and_assumed(run: Run, drawn
     assert "was sized with the rule qwen_smart_resize, and InternVL-Chat-V1-5 counts images with" in other.err
     ignored = run("plan", "Qwen2.5-VL-7B", tables[0], *PLAN, "--tokenizer", "/nope", "--out", tmp_path / "r")
     assert "tokenizer change nothing" in ignored.err
+
+
+def test_a_wrong_variable_of_numba_is_one_sentence(planned: Path) -> None:
+    words = ["pack", str(planned / "samples.npz"), "--max-patches", "60000", "--max-tokens", "60000"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab", *words],
+        env={**os.environ, "NUMBA_NUM_THREADS": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "NUMBA_" in done.stderr

@@ -19,7 +19,7 @@ from trimtab.errors import SampleError  # noqa: E402
 from trimtab.runtime.data.records import PlannedRecords  # noqa: E402
 from trimtab.samples.rows import read_conversation  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
-from trimtab.samples.sources import find_sources  # noqa: E402
+from trimtab.samples.sources import find_sources, source_labels  # noqa: E402
 from trimtab.samples.table import SizingResult, load_sizing, save_sizing  # noqa: E402
 
 IMAGES = [(40, 20), (30, 30), (100, 100)]
@@ -233,3 +233,9 @@ def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(
     tmp_path.mkdir()
     with refused(SampleError):
         size(tmp_path)
+
+
+def test_a_data_set_without_a_name_is_a_source(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"conversations": talk("hello")}])
+    (tmp_path / "meta.json").write_text(json.dumps({"": {"annotation": "a.jsonl", "root": "", "repeat_time": 1}}))
+    assert source_labels(find_sources(tmp_path / "meta.json")) == [""]

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from trimtab.compiled import UIntArray, below, inlined
+from trimtab.compiled import UIntArray, below, inlined, relaxed
 from trimtab.specs import FloatArray, IntArray
 
 MAX_FREE = 12
@@ -205,7 +204,7 @@ def _move(packs: Packs, a: int, b: int, members: IntArray, n: int, first: int, f
         packs.sums[b, d] = goal[d].both - goal[d].of_a
 
 
-@njit(cache=True, nogil=True, error_model="numpy", fastmath={"nnan", "ninf", "nsz"})
+@relaxed
 def share_pairs(
     sizes: FloatArray,
     packs: Packs,

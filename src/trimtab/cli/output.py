@@ -92,7 +92,7 @@ def _plain_lines(label: str) -> Callable[[int, int], None]:
 @contextmanager
 def told_of_compiling() -> Iterator[None]:
     """Says once that loops are being compiled, should any be: the reason why a machine's first run takes longer."""
-    from numba.core import event
+    from trimtab.compiled import event
 
     class Teller(event.Listener):  # type: ignore[misc]  # numba has no types
         is_told = False

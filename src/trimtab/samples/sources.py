@@ -171,7 +171,7 @@ def source_labels(sources: Sequence[SourceFile]) -> list[str]:
     """The name of the source that each file belongs to."""
     places = list(dict.fromkeys(source.named for source in sources if source.name is None))
     names = dict(zip(places, source_names_of(places), strict=True)) if places else {}
-    return [source.name or names[source.named] for source in sources]
+    return [names[source.named] if source.name is None else source.name for source in sources]
 
 
 # -- media roots ------------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ def read_generation(folder: Path) -> Any:
     """The folder's generation_config.json."""
     try:
         return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # as above
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"{folder} has a generation_config.json that cannot be read ({reason}): correct it, or take it away"
