@@ -13,7 +13,7 @@ InternVL has two forms. A name with `-HF` is the same checkpoint under Transform
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from trimtab.models.description import description_bytes
 from trimtab.models.families import REMOTE
 from trimtab.models.images.rules import UnsettledRule
 from trimtab.models.shipped import flat_fields, nested_fields
+from trimtab.specs import LayerSpec
 
 SOURCE = Path(__file__).parent / "data" / "model_zoo.json"
 PORTED = ("InternVL2", "InternVL3")  # families with folders in Transformers' form
@@ -59,6 +60,7 @@ def describe_entry(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the shipped description of one entry of `data/model_zoo.json`."""
     config, files = entry["config"], entry["files"]
     model = describe_fields(config)
+    layers = model.layers
     settings = next(iter(files.values()), None)
     whole = config
     if model.family != REMOTE:
@@ -77,7 +79,7 @@ def describe_entry(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     model = replace(model, max_positions=find_positions(config))
     model = replace(model, notes=(*model.notes[1:], *entry.get("notes", ())))  # the first says the versions
     made = {**json.loads(description_bytes(model)), "config": config, "sources": entry["sources"]}
-    return {**made, "assumed": dict(_assumed(config))}
+    return {**made, "assumed": dict(_assumed(config, layers))}
 
 
 def _port(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,22 +98,20 @@ def _port(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {**made, "config": nested_fields(kept), "assumed": assumed}
 
 
-def _assumed(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _assumed(config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Iterator[tuple[str, Any]]:
     """Fields with the value that Transformers' class gives them where config.json is silent, or spells otherwise."""
     whole = _completed(config)
     published = flat_fields(config)
     for name, value in {**published, **whole}.items():
-        if published.get(name) != value or _is_silent(config, name, whole):
+        if published.get(name) != value or _is_silent(config, name, whole, layers):
             yield name, value
 
 
-def _is_silent(config: Mapping[str, Any], name: str, whole: Mapping[str, Any]) -> bool:
+def _is_silent(config: Mapping[str, Any], name: str, whole: Mapping[str, Any], layers: Sequence[LayerSpec]) -> bool:
     """Whether a config.json without this field says the same; what no class declares may still size a layer."""
     try:
         rest = _without(config, name)
-        return _completed(rest) == whole and (
-            name in whole or describe_fields(rest).layers == describe_fields(config).layers
-        )
+        return _completed(rest) == whole and (name in whole or describe_fields(rest).layers == layers)
     except Exception:  # of any class that the library likes
         return False
 
