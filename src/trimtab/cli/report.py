@@ -30,11 +30,9 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate PLAN again and write report.html (self-contained)."""
-    from trimtab.files import write_atomically
     from trimtab.plan.file.reload import load_details
     from trimtab.plan.file.yaml import plan_folder
     from trimtab.plan.runs import read_run_of
-    from trimtab.report.html import html_report
     from trimtab.report.plan_tables import print_plan
     from trimtab.report.run import run_lines
 

@@ -78,15 +78,14 @@ def variants_table(details: PlanDetails) -> Table:
 
 
 def shown_variants(estimates: Estimates) -> tuple[VariantEstimate, ...]:
-    """Return the other baselines, the baseline, each decision that changes speed or memory, and the plan."""
-    baseline, *decisions, plan = estimates.compared if len(estimates.compared) > 1 else (None, estimates.variants[-1])
-    others = estimates.variants[: len(estimates.variants) - len(estimates.compared)]
-    kept = [row for row in (baseline,) if row is not None]
-    for row in decisions:
-        ratio = kept[-1].epoch_s / row.epoch_s
-        if format_ratio(ratio) != "1.00x" or row.fits != kept[-1].fits:
-            kept.append(row)
-    return (*others, *kept, plan)
+    """Return the other baselines, the baseline, each decision that changes speed or fits, and the plan."""
+    compared, plan = estimates.compared, estimates.variants[-1]
+    shown = list(estimates.variants[: len(estimates.variants) - len(compared) + 1])  # the baseline last
+    for row in compared[1:]:
+        ratio = format_ratio(shown[-1].epoch_s / row.epoch_s)
+        if row is plan or ratio != "1.00x" or row.fits != shown[-1].fits:
+            shown.append(row)
+    return tuple(shown)
 
 
 def settings_table(estimates: Estimates) -> Table:

@@ -21,7 +21,7 @@ CHOICE_ERROR = 0.05
 """Relative half-width of the error in the ratio of two settings' speeds, both priced by the same costs.
 
 Smaller than that of a time, for what they share cancels. Where shares fitted to two sizes of one source predict its
-other 64 runs on 8 to 64 devices, the median error is 2.4 % and nine tenths are within 6.1 % (bench/published_text.py).
+other 64 runs on 8 to 64 devices, the median error is 2.4 % and nine tenths are within 6.1 % (bench/published.py).
 """
 
 EQUAL = 0.01

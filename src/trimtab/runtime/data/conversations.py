@@ -6,6 +6,7 @@ import contextlib
 import io
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,8 @@ def _token_types(sample: Mapping[str, Any], ids: Tensor, config: Any) -> Tensor:
 def _vector(sample: Mapping[str, Any], key: str) -> Tensor:
     value = sample[key]
     if type(value) is list and value and type(value[0]) is int:  # five times as fast as torch, and ids mostly are lists
-        return torch.frombuffer(array("q", value), dtype=torch.int64)
+        with suppress(TypeError, OverflowError):  # of what is no row of whole numbers, torch says more
+            return torch.frombuffer(array("q", value), dtype=torch.int64)
     tensor = torch.as_tensor(value)
     if tensor.dim() == 2 and tensor.shape[0] == 1:  # a processor's batch of one
         tensor = tensor[0]
