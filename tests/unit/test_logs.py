@@ -111,7 +111,7 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
         entry((3, 0), (0, 4), name="g", stages=[["patches"]]),
         entry((3, 0), (0, 4), name="h", recompute=[4, 0]),
         entry((5, 0), (0, 4), name="i"),
-        entry((0, 0), (3, 4), name="j"),
+        entry((3, 0), (0, 0), (0, 4), name="j"),
         entry((3, 0), (0, 4), name="k", stages=[3, 4], schedule="ZBV"),
         entry((3, 0), (0, 4), name="l", work=[WORK] * 3),
         "no object",
