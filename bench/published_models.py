@@ -6,10 +6,9 @@ patch 14, four patches become one row, and two linear layers lead to the languag
 
 `data/composed_parts.json` holds the layers of each tower and language model, as description files do. Their sizes:
 EVA-CLIP-1B from baaivision/EVA clip/model_configs/EVA_CLIP_g_14.json at d333114 (MLP width 4.3637 x 1408 = 6144);
-EVA-CLIP-4B from timm/models/eva.py, eva02_enormous_patch14_clip_224; EVA-CLIP-8B and 18B from arXiv 2402.04252, which
-gives 1.0, 4.4, 7.5 and 17.5 B parameters (18B has RMSNorm, and no biases of q, k and v, section 2); InternVL-6B, as the
-paper calls InternViT-6B, from the shipped InternVL-Chat-V1-5. Language models: the config.json of the Hub's
-internlm/internlm2-*, Qwen/Qwen1.5-*, meta-llama/Meta-Llama-3-*, 01-ai/Yi-*; no head is tied.
+EVA-CLIP-8B from arXiv 2402.04252, which gives 7.5 B parameters; InternVL-6B, as the paper calls InternViT-6B, from the
+shipped InternVL-Chat-V1-5. Language models: the config.json of the Hub's internlm/internlm2-20b, 01-ai/Yi-34B,
+meta-llama/Meta-Llama-3-*; no head is tied.
 """
 
 from __future__ import annotations
