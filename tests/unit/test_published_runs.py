@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from trimtab.plan.given import GivenRun
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import decisions
 import published
 import published_curves as curves
 
@@ -62,3 +64,25 @@ def test_constants_of_the_curve_are_those_that_published_kernels_give():
         assert e.depth == pytest.approx(found.depth, rel=0.02)
         assert np.mean(np.abs(found.errors)) <= 0.05
         assert e.matmul < found.share  # a training step draws more power than one product
+
+
+def test_rows_of_a_sweep_are_one_model_on_the_same_devices():
+    rows = {row.name: row for row in ROWS}
+    for sweep in json.loads((published.DATA / "decisions.json").read_text()):
+        own = [rows[name] for name in sweep["rows"] or ()]
+        assert {(row.source, row.model, row.cluster) for row in own} <= {
+            (sweep["source"], row.model, row.cluster) for row in own[:1]
+        }
+
+
+def test_a_sweep_counts_pairs_and_what_the_pick_costs():
+    def ran(measured, ours):
+        return decisions.Outcome(row=ROWS[0], measured=measured, ours=ours)
+
+    outcomes = (ran(1.0, 3.0), ran(1.01, 2.5), ran(1.2, 2.0), ran(2.0, 4.0))
+    found = decisions.Sweep(name="x", what="degrees", source="x", outcomes=outcomes, edges=())
+    assert (len(found.pairs), found.in_order) == (5, 3)  # 1.0 and 1.01 are no pair; 1.2 is put before both
+    assert found.tau == pytest.approx(0.2)
+    assert found.regret == pytest.approx(1.2)
+    score = decisions.Score.of([found])
+    assert (score.first, score.near) == (0, 0)
