@@ -11,6 +11,7 @@ from cost_models import small_model
 from partition_cases import assess_stages
 
 from refusals import refused
+from trimtab.costs.bands import TIME_ERROR
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.host import HOSTS
 from trimtab.costs.measured.fitted import (
@@ -22,7 +23,7 @@ from trimtab.costs.measured.fitted import (
     predict_step,
     read_runs,
 )
-from trimtab.costs.profile import TIME_ERROR, profile_model
+from trimtab.costs.profile import profile_model
 from trimtab.errors import TrimtabError
 from trimtab.plan.runs import calibrate_profile, profile_from_logs, simulate_logged
 from trimtab.specs import ParallelDims

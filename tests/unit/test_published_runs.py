@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trimtab.costs.bands import TIME_BANDS
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.curves import efficiency_of
 from trimtab.costs.formula.host import HOSTS
@@ -50,11 +51,20 @@ def test_the_sweep_of_degrees_is_met_and_its_best_is_found():
 
 
 def test_short_passes_wait_for_the_host():
-    rows = [row for row in ROWS if row.regime == "short passes" and row.settings.get("pp", 1) == 1]
-    found = [published.evaluate(row).defaults for row in rows]
+    rows = [row for row in ROWS if row.source in ("loongforge", "mindspeed-mm") and row.settings.get("pp", 1) == 1]
+    found = [x for x in map(published.evaluate, rows) if x.regime == "short passes"]
     assert len(found) == 3
-    assert max(map(abs, found)) <= 0.25
-    assert all(published.predict(row, stated=False).notes for row in rows), "the host is said to decide"
+    assert max(abs(x.defaults) for x in found) <= 0.25
+    assert all("host decides" in " ".join(published.predict(x.row, stated=False).notes) for x in found)
+
+
+def test_a_band_is_that_of_the_regime_and_held_by_sources_that_did_not_ask_for_it():
+    rows = [row for row in ROWS if row.source in ("megatron-2022", "experts-automodel", "hf-moe-prs")]
+    found = [published.evaluate(row) for row in rows if not row.left_out]
+    assert {x.regime for x in found} == {"dense models", "experts", "pipelines over nodes", "short passes"}
+    assert all(x.band == TIME_BANDS[x.regime] for x in found)
+    for band in published.bands(found):
+        assert band.inside == 1.0
 
 
 def test_constants_of_the_curve_are_those_that_published_kernels_give():

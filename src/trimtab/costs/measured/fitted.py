@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from trimtab.costs.profile import TIME_ERROR, profile_model, stage_seconds
+from trimtab.costs.bands import TIME_ERROR
+from trimtab.costs.profile import profile_model, stage_seconds
 from trimtab.errors import TrimtabError, join_problems
 from trimtab.files import read_small
 from trimtab.options import Tower

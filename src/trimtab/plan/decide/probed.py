@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.costs.profile import measured_band
+from trimtab.costs.bands import measured_band
 from trimtab.errors import PlanError
 from trimtab.partition.published import full_recompute
 from trimtab.partition.schedules import splits_backward
