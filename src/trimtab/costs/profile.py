@@ -55,9 +55,9 @@ from trimtab.units import GIB
 
 FORMULAS_ERROR = 0.05
 """Of bytes by formula. 34 stages of H20 logs miss by -1.3 to -0.2 % (images of the first stages fitted; bench/
-published.py), 12 layers at full width by 0.3 % of autograd's bytes (bench/costs.py); OmniBal's Table 5 has four
-stages 8 and 22 % above and 7 and 6 % below what is expected, of packs that are not published. Of the 38 the band holds
-35."""
+published.py), 12 kinds of layers by 0.5 % of autograd's bytes at most (tests, at a quarter of their widths); OmniBal's
+Table 5 has four stages 8 and 22 % above and 7 and 6 % below what is expected, of packs that are not published. Of the
+38 the band holds 35."""
 
 COUNTED_ERROR = 0.01
 """Of bytes counted on real layers (`profile --traced`) or measured (`probe`): saved bytes are exact to the byte in 92
