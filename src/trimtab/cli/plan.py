@@ -115,6 +115,8 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
     framework.refuse_lora(options.lora)
     if options.host == PlanOptions().host:  # what the framework does by itself, unless another was named
         options = replace(options, host=framework.host)
+    if framework.packs_by_tokens and not options.baselines:  # what the user would run without a plan
+        options = replace(options, baselines=("greedy",))
     can = framework.can
     return _Narrowed(options=within_choices(options, can(model, options.pp or 1), target), within=can)
 
