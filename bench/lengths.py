@@ -1,11 +1,12 @@
 """Sample sizes the packing benches run on: real lengths, a mixture at full size, and generated native resolutions.
 
 The files of real lengths are not shipped. Where they are missing, lengths are drawn from distributions that were fitted
-to them (`draw_lengths`, bench/data/fitted_lengths.json, made by bench/fit_lengths.py).
+to them (`draw_lengths`, bench/data/fitted_lengths.json; `python bench/lengths.py [--data ../shared/data]` fits them).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -124,3 +125,40 @@ def draw_shape(kind: str, num_samples: int, largest: tuple[int, int], seed: int 
         x = np.zeros(num_samples)
     sizes = [np.maximum(q > 0, np.rint(q * most)).astype(np.int64) for q, most in zip((x, y), largest, strict=True)]
     return SampleTable.of(*sizes)
+
+
+def fit(table: SampleTable) -> dict[str, dict[str, list[int]]]:
+    """Data set -> tiles -> number of samples, then the quantiles of their text tokens (all tokens less 256 a tile).
+
+    What that loses: the order of the samples, and any tie between lengths but the one with the number of tiles.
+    """
+    found: dict[str, dict[str, list[int]]] = {}
+    text = table.num_tokens - TOKENS_PER_TILE * table.num_patches
+    for number, name in enumerate(table.source_names):
+        own = table.source == number
+        found[name] = {
+            str(tiles): [
+                int((own & (table.num_patches == tiles)).sum()),
+                *np.quantile(text[own & (table.num_patches == tiles)], LEVELS, method="nearest").astype(int).tolist(),
+            ]
+            for tiles in np.unique(table.num_patches[own]).tolist()
+        }
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
+    arguments = parser.parse_args()
+    tables = {"real": read_real(arguments.data), "mixture": read_mixture(arguments.data)}
+    if None in tables.values():
+        raise SystemExit(f"{arguments.data} lacks the length files: name their folder with --data")
+    sets = [
+        f' "{name}": {{\n'
+        + ",\n".join(f'  "{source}": {json.dumps(tiles)}' for source, tiles in fit(table).items())
+        + "\n }"
+        for name, table in tables.items()
+        if table is not None
+    ]
+    FITTED.write_text("{\n" + ",\n".join(sets) + "\n}\n")
+    print(f"{FITTED}: {FITTED.stat().st_size:,} bytes")

@@ -10,7 +10,6 @@ Run: python bench/memory_choice.py   (a minute, most of it the first run's compi
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +19,10 @@ import numpy as np
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PartitionError
-from trimtab.models.describe import describe, read_config
+from trimtab.models.describe import describe
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
-from trimtab.specs import NUM_WORK_TERMS, FloatArray, ModelSpec, ParallelDims, Profile, RecomputeChoice, Stage
+from trimtab.specs import NUM_WORK_TERMS, FloatArray, ParallelDims, Profile, RecomputeChoice, Stage
 
 NUM_MICROBATCHES = 4  # of each stage
 RESERVE = 0.05
@@ -48,25 +47,6 @@ CASES = (
     Case(model="InternVL-Chat-V1-5", device="A100-80GB", memory_gib=74.5, pp=8, patches=9225, tokens=4096, images=9),
     Case(model="Qwen2.5-VL-72B", device="H200", memory_gib=131, pp=8, tp=4, patches=36864, tokens=16384, images=8),
 )
-WIDER = {  # of the language model; the vision tower is the 7B model's, as published
-    "Qwen2.5-VL-32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "heads": (40, 8)},
-    "Qwen2.5-VL-72B": {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "heads": (64, 8)},
-}
-
-
-def model_of(name: str) -> ModelSpec:
-    """A shipped description, or its language model widened to the published sizes."""
-    spec = describe("Qwen2.5-VL-7B" if name in WIDER else name)
-    if name not in WIDER:
-        return spec
-    config = copy.deepcopy(dict(read_config("Qwen2.5-VL-7B")))
-    wider = dict(WIDER[name])
-    heads, kv_heads = wider.pop("heads")
-    text = config.get("text_config", config)
-    text.update(wider, num_attention_heads=heads, num_key_value_heads=kv_heads)
-    config["vision_config"]["out_hidden_size"] = wider["hidden_size"]
-    config["projector"]["merger"][-1] = wider["hidden_size"]
-    return describe(config)
 
 
 def work_of(case: Case) -> FloatArray:
@@ -77,7 +57,7 @@ def work_of(case: Case) -> FloatArray:
 
 
 def problem_of(case: Case, profile: Profile) -> SplitProblem:
-    model, work = model_of(case.model), work_of(case)
+    model, work = describe(case.model), work_of(case)
     memory = min(case.memory_gib * 2**30, profile.device.memory_bytes)
     return SplitProblem(
         profile=profile,
@@ -127,7 +107,7 @@ def timed(problem: SplitProblem) -> tuple[SplitResult, float]:
 
 
 def print_case(case: Case) -> None:
-    model = model_of(case.model)
+    model = describe(case.model)
     dims = ParallelDims(dp=8, pp=case.pp, tp=case.tp)
     problem = problem_of(case, profile_model(model, find_device(case.device), dims=dims))
     full_tier = replace(problem, profile=only(problem.profile, "full"))
@@ -168,13 +148,13 @@ TIERS = ("selective", "full")
 
 
 def main() -> None:
-    timed(problem_of(CASES[0], profile_model(model_of(CASES[0].model), find_device("H200"), dims=ParallelDims(pp=4))))
+    timed(problem_of(CASES[0], profile_model(describe(CASES[0].model), find_device("H200"), dims=ParallelDims(pp=4))))
     print("share of the possible gain captured, and speed-up over full recompute")
     for case in CASES:
         print_case(case)
     # 111 layers on 8 stages, under caps from ample to tight
     case = replace(CASES[1], pp=8)
-    profile = profile_model(model_of("Qwen2.5-VL-72B"), find_device("H200"), dims=ParallelDims(dp=8, pp=8, tp=4))
+    profile = profile_model(describe("Qwen2.5-VL-72B"), find_device("H200"), dims=ParallelDims(dp=8, pp=8, tp=4))
     profile = replace(profile, layers=(*profile.layers[:111],))
     problem = replace(problem_of(case, profile), forbidden_cuts=frozenset())
     free = split_stages(replace(problem, memory_bytes=NO_LIMIT, overhead_bytes=0.0))

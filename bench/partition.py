@@ -20,9 +20,9 @@ from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.options import ScheduleName
 from trimtab.partition.assess import SplitResult
-from trimtab.partition.published import bmp_split, even_stages
+from trimtab.partition.published import even_stages
 from trimtab.partition.search import Evaluator, search_makespan
-from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
+from trimtab.partition.simulate import simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, ParallelDims, Profile, Stage, stages_between
 
@@ -185,92 +185,16 @@ def print_search() -> None:
             )
 
 
-def print_bmp() -> None:
-    print("\nOmniBal's BMP, simulated, against the search: 93 layers, 4 stages, no cap; radius 5, 20 candidates timed")
-    print_row("packs", "m", "anchor", "BMP", "searched", "BMP / ours", "candidates", "split")
-    profile = profile_of(93, memory_bytes=1e15)
-    for name, num_microbatches in (("equal", 4), ("equal", 11), ("varied", 4), ("varied", 11)):
-        work = draw_work(32, num_microbatches, seed=1)
-        if name == "equal":
-            work = np.broadcast_to(work.max(axis=(0, 1)), (1, *work.shape[1:])).copy()
-        problem = problem_of(profile, work, 4, num_microbatches)
-        evaluator = Evaluator(problem, work, **LINKS)
-        theirs = bmp_split(problem, evaluator.makespan_of, radius=5, num_timed=20)
-        ours = search_makespan(evaluator)
-        anchored = bmp_split(problem, evaluator.makespan_of, radius=0)
-        print_row(
-            name,
-            num_microbatches,
-            ms(anchored.seconds),
-            ms(theirs.seconds),
-            ms(ours.makespan_s),
-            f"{theirs.seconds / ours.makespan_s:.4f}x",
-            theirs.num_candidates,
-            "/".join(str(stage.stop - stage.start) for stage in ours.split.stages),
-        )
-
-
-def print_schedules() -> None:
-    print("\neach schedule with its own searched split, 93 layers, 4 devices, m = 8, 8 varied steps")
-    print_row("cap", "schedule", "makespan", "idle", "fullest", "recomputed")
-    names: tuple[tuple[ScheduleName, int], ...] = (
-        ("1F1B", 1),
-        ("GPipe", 1),
-        ("Interleaved1F1B", 2),
-        ("ZBH1", 1),
-        ("ZBVZeroBubble", 2),
-    )
-    work = draw_work(8, 8, seed=1)
-    for memory_bytes in (80e9, 1e15):
-        profile = profile_of(93, memory_bytes=memory_bytes)
-        for name, chunks in names:
-            problem = replace(problem_of(profile, work, 4, 8), schedule=name, num_chunks=chunks)
-            cap = "80 GB" if memory_bytes == 80e9 else "none"
-            try:
-                found = search_makespan(Evaluator(problem, work, **LINKS))
-            except PartitionError:
-                print_row(cap, name, "no fit")
-                continue
-            busy = sum(found.split.forward_s) + sum(found.split.backward_s)
-            print_row(
-                cap,
-                name,
-                ms(found.makespan_s),
-                f"{1 - busy * 8 / 4 / found.makespan_s:.1%}",
-                f"{max(device.total_bytes for device in found.split.memory) / 1e9:.1f} GB",
-                sum(stage.num_recomputed() for stage in found.split.stages),
-            )
-
-
 def makespan(profile: Profile, stages: Sequence[Stage], work: FloatArray) -> float:
     rows = work.reshape(-1, NUM_WORK_TERMS)
     times = stage_times(profile, stages, rows, **LINKS)
     return float(simulate_steps(times, np.arange(len(rows)).reshape(len(work), 1, -1)).mean())
 
 
-def print_simulator() -> None:
-    print("\nsimulator, 8 data-parallel ranks")
-    print_row("P", "m", "steps", "seconds", "each")
-    rng = np.random.default_rng(0)
-    for num_stages, num_microbatches, steps in ((4, 8, 1000), (8, 32, 1000), (64, 128, 10)):
-        num_packs = steps * 8 * num_microbatches
-        f, b, send = rng.uniform(0.5, 1.5, (3, num_stages, num_packs))
-        times = StageTimes(forward_s=f, backward_s=2 * b, send_forward_s=0.01 * send, send_backward_s=0.01 * send)
-        table = np.arange(num_packs).reshape(steps, 8, num_microbatches)
-        simulate_steps(times, table[:1])
-        begin = time.process_time()
-        simulate_steps(times, table)
-        seconds = time.process_time() - begin
-        print_row(num_stages, num_microbatches, steps, f"{seconds:.3f}", f"{seconds / steps / 8 * 1e6:.1f} us")
-
-
 def main() -> None:
     split_stages(problem_of(profile_of(93), draw_work(1, 8), 4, 8))  # compiles
     print_splits()
     print_search()
-    print_bmp()
-    print_schedules()
-    print_simulator()
 
 
 if __name__ == "__main__":

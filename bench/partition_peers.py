@@ -1,9 +1,9 @@
-"""Our split beside DeepSpeed's `partition_balanced` and even layer counts: 1,000 vision-language models, and speed.
+"""Our split beside DeepSpeed's `partition_balanced` and even layer counts: 1,000 vision-language models.
 
 DeepSpeed minimises (largest - smallest stage) by a dynamic programme that keeps one choice for each prefix; here it is
 given the true seconds of every layer, which flatters it: its users get parameter counts. Even counts are what
 torchtitan's and Megatron-LM's launchers deal when nothing is said. No memory cap, no sends: neither of them knows any.
-Where DeepSpeed is installed its own function is timed and compared with the restatement below, else the restatement.
+Where DeepSpeed is installed its own function is compared with the restatement below.
 Run: python bench/partition_peers.py   (three minutes)
 """
 
@@ -157,42 +157,11 @@ def print_quality(theirs: Callable[[Sequence[float], int], Sequence[int]] | None
             print(f"{name:>20} {values.max():>7.3f} {values.mean():>7.3f} {values.min():>12.9f} {worse:>6}  {what}")
 
 
-def print_speed(theirs: Callable[[Sequence[float], int], Sequence[int]], name: str) -> None:
-    layers = [
-        make_layer(f"layers.{i}", "language", "block", s)
-        for i, s in enumerate(np.random.default_rng(1).uniform(1, 3, 200))
-    ]
-    instance = Instance(profile=make_profile(layers), num_stages=64, num_microbatches=64)
-    problem, seconds = instance.problem, instance.seconds
-
-    def timed(run: Callable[[], object], repeats: int) -> float:
-        taken = []
-        for _ in range(repeats):
-            begin = time.process_time()
-            run()
-            taken.append(time.process_time() - begin)
-        return min(taken)
-
-    ours, other = timed(lambda: split_stages(problem), 20), timed(lambda: theirs(seconds, 64), 2)
-    slowest = (
-        problem.assess(as_stages([int(c) for c in theirs(seconds, 64)])).bottleneck_s
-        / split_stages(problem).bottleneck_s
-    )
-    print(
-        f"200 layers x 64 stages: split_stages {ours * 1e3:.1f} ms, {name} {other * 1e3:.0f} ms, {other / ours:.0f} x; "
-        f"its slowest stage {slowest:.3f} x ours"
-    )
-
-
 def main() -> None:
     theirs = None
     if importlib.util.find_spec("deepspeed") is not None:
         from deepspeed.runtime.utils import partition_balanced as theirs
     print_quality(theirs)
-    if theirs is None:
-        print_speed(least_spread_cuts, "the restatement (vectorised)")
-    else:
-        print_speed(theirs, "partition_balanced")
 
 
 if __name__ == "__main__":

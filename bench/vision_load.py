@@ -18,38 +18,9 @@ from trimtab.balance.images import share_images, tower_seconds
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe
-from trimtab.specs import FloatArray, IntArray, ModelSpec, ParallelDims
+from trimtab.specs import FloatArray, IntArray, ParallelDims
 
 PATCHES = {"Qwen3-VL-8B": (16, 2), "Qwen2.5-VL-7B": (14, 2)}  # patch side, merge
-QWEN3_VL_8B = {  # its config.json, as far as costs depend on it
-    "model_type": "qwen3_vl",
-    "tie_word_embeddings": False,
-    "vision_config": {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "in_channels": 3,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": 4096,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24],
-    },
-    "text_config": {
-        "model_type": "qwen3_vl_text",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "attention_bias": False,
-    },
-}
-QWEN3_VL_PIXELS = {"min_pixels": 65536, "max_pixels": 16777216, "patch_size": 16, "merge_size": 2}
 NUM_BATCHES = 400
 Clip = tuple[int, int, int]  # frames, height and width in pixels
 Rng = np.random.Generator
@@ -195,7 +166,7 @@ def pooled(batches: Sequence[Batch], ranks: int, degree: int = 4) -> float:
 def main() -> None:
     worst = 0.0
     for model, (patch, merge) in PATCHES.items():
-        cost = tower_seconds(profile_model(_describe(model), find_device("H100"), dims=ParallelDims()))
+        cost = tower_seconds(profile_model(describe(model), find_device("H100"), dims=ParallelDims()))
         print(
             f"\n{model}: patch {cost.patches:.3g} s, squared {cost.patches_sq:.3g} s, "
             f"windowed {cost.patches_windowed:.3g} s"
@@ -225,12 +196,6 @@ def main() -> None:
             for s in sizes:
                 share_images(s, ranks)
             print(f"{num} atoms, {ranks} ranks: {(time.process_time() - start) / len(sizes) * 1e6:.0f} us")
-
-
-def _describe(model: str) -> ModelSpec:
-    if model == "Qwen3-VL-8B":
-        return describe(QWEN3_VL_8B, preprocessor=QWEN3_VL_PIXELS)
-    return describe(model)
 
 
 def _mean(batches: Sequence[Batch], ranks: int) -> float:

@@ -1,6 +1,6 @@
 """Tests of balance/ (aim, stream): what `balanced` reaches on real lengths; thresholds are the project's own goals.
 
-Everywhere on lengths drawn from distributions that were fitted to the real ones (bench/fit_lengths.py), and on the real
+Everywhere on lengths drawn from distributions that were fitted to the real ones (bench/lengths.py), and on the real
 ones themselves where ../shared/data has them.
 """
 
