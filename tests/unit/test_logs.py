@@ -111,7 +111,7 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
         entry((3, 0), (0, 4), name="g", stages=[["patches"]]),
         entry((3, 0), (0, 4), name="h", recompute=[4, 0]),
         entry((5, 0), (0, 4), name="i"),
-        entry((0, 0), (3, 4), name="j"),
+        entry((3, 0), (0, 0), (0, 4), name="j"),
         entry((3, 0), (0, 4), name="k", stages=[3, 4], schedule="ZBV"),
         entry((3, 0), (0, 4), name="l", work=[WORK] * 3),
         "no object",
@@ -134,7 +134,8 @@ def test_every_problem_of_a_file_is_named_at_once(tmp_path):
         "g: stages.0.: expected an object",
         "h: stage 0 recomputes 4 of its 3 blocks: give at most those",
         "i: 5 vision blocks are placed, and the model has 3: place at most those",
-        "j: a stage holds no block: give every stage but the last, which has the head, one or more",
+        "j: a stage holds no block: give every stage one or more, but the first, which has the embedding, and the "
+        "last, which has the head",
         "k: stages.0.: expected an object",
         "k: schedule: 'ZBV' is none of 1F1B, GPipe",
         "l: work lists 3 micro-batches of 8: give each, or one mean object",
