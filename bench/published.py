@@ -303,9 +303,20 @@ def groups(found: Sequence[Found]) -> Iterator[tuple[str, dict[str, list[Found]]
         yield title, {name: [x for x in own if key(x) == name] for name in sorted({key(x) for x in own})}
 
 
+def alike(found: Sequence[Found]) -> str:
+    """Return the sentence in which each source counts alike, whatever the number of its rows."""
+    own = [x for x in _counted(found) if x.defaults is not None]
+    sources = sorted({x.row.source for x in own})
+    errors = [np.abs([x.defaults for x in own if x.row.source == s]) for s in sources]
+    return (
+        f"Each of {len(sources)} sources counting alike: median {np.median([np.median(e) for e in errors]):.0%}, "
+        f"{np.mean([np.mean(e <= 0.3) for e in errors]):.0%} inside 30 %, by defaults"
+    )
+
+
 def table(found: Sequence[Found]) -> list[str]:
     """Return the lines that are printed."""
-    lines = []
+    lines = [alike(found), ""]
     for title, rows in groups(found):
         lines.append(f"{title:38} {'n':>4}  " + " ".join(f"{name:26}" for name in HEAD))
         for name, own in rows.items():
@@ -345,6 +356,7 @@ def page(found: Sequence[Found]) -> str:
         parts.append(f"## By {title}\n\n" if title != "whole" else "## All\n\n")
         cells = ([name, str(len(own)), *(", ".join(x.split()) for x in summaries(own))] for name, own in rows.items())
         parts.append(lines(["", "rows", *HEAD], cells))
+    parts.append(f"{alike(found)}.\n\n")
     reasons = [x.reason for x in found if x.reason]
     ordered = sorted(set(reasons), key=lambda x: (-reasons.count(x), x))
     parts.append("## Left out\n\n" + lines(["rows", "why"], ([str(reasons.count(why)), why] for why in ordered)))

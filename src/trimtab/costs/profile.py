@@ -423,16 +423,20 @@ class Seconds(NamedTuple):
     again: FloatArray  # the part of it that recompute adds
 
 
+def host_again_s(layer: LayerCost, tier: RecomputeTier) -> float:
+    """Return what recompute asks of the host: its forward once more, or a third of it where the products stay."""
+    return layer.host_forward_s * {"none": 0.0, "selective": OTHER_LAYERS}.get(tier.name, 1.0)
+
+
 def pass_seconds(layer: LayerCost, tier: RecomputeTier, work: FloatArray) -> Seconds:
     """Return the seconds of one layer on `tier` for micro-batches `work` (n, len(WORK_TERMS)).
 
-    max(device, host), forward and backward each. A layer that recomputes asks the host for its forward once more, and
-    for a third of it (`OTHER_LAYERS`) where its products stay. The weights' part is the device's own: the host's wait
-    comes before it.
+    max(device, host), forward and backward each, with what is computed again (`host_again_s`). The weights' part is
+    the device's own: the host's wait comes before it.
     """
     coefficients = (layer.forward_s, layer.backward_s, tier.extra_backward_s)
     forward, backward, extra = (work @ np.array(terms, np.float64) for terms in coefficients)
-    again_s = layer.host_forward_s * {"none": 0.0, "selective": OTHER_LAYERS}.get(tier.name, 1.0)
+    again_s = host_again_s(layer, tier)
     if layer.host_forward_s == 0.0:  # what a fit put below 0 stays there, for the solvers to refuse
         return Seconds(forward, backward + extra, work @ weight_coefficients(layer), extra)
     whole = np.maximum(backward + extra, layer.host_backward_s + again_s)
@@ -447,11 +451,11 @@ def pass_seconds(layer: LayerCost, tier: RecomputeTier, work: FloatArray) -> Sec
 def stage_seconds(profile: Profile, stage: Stage, work: FloatArray) -> Seconds:
     """Return the sum of `pass_seconds` over the stage's layers, each on its tier."""
     layers = profile.layers[stage.start : stage.stop]
-    kinds: dict[tuple[object, ...], tuple[LayerCost, RecomputeTier]] = {}
-    number = Counter[tuple[object, ...]]()
+    # layers of one kind share their tuples: told apart by identity, which costs less than by value
+    kinds, number = dict[tuple[object, ...], tuple[LayerCost, RecomputeTier]](), Counter[tuple[object, ...]]()
     for layer, tier in zip(layers, chosen_tiers(profile, stage), strict=True):
-        kind: tuple[object, ...]
-        kind = (layer.forward_s, layer.backward_s, layer.weight_s, layer.host_forward_s, layer.host_backward_s, tier)
+        shared = map(id, (layer.forward_s, layer.backward_s, layer.weight_s, tier))
+        kind: tuple[object, ...] = (*shared, layer.host_forward_s, layer.host_backward_s)
         kinds[kind] = layer, tier
         number[kind] += 1
     total = np.zeros((4, len(work)))
@@ -461,12 +465,15 @@ def stage_seconds(profile: Profile, stage: Stage, work: FloatArray) -> Seconds:
 
 
 def mean_seconds(profile: Profile, work: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return (num_layers,) forward and backward seconds of one micro-batch `work`, nothing recomputed."""
-    forward, backward = (profile.matrix(term) @ work for term in ("forward_s", "backward_s"))
+    """Return (num_layers,) forward and backward seconds of one micro-batch `work`, nothing recomputed.
+
+    Of several micro-batches (n, len(WORK_TERMS)) they are (num_layers, n).
+    """
+    forward, backward = (profile.matrix(term) @ work.T for term in ("forward_s", "backward_s"))
     if not any(layer.host_forward_s for layer in profile.layers):
         return forward, backward
     host = np.array([(layer.host_forward_s, layer.host_backward_s) for layer in profile.layers])
-    return np.maximum(forward, host[:, 0]), np.maximum(backward, host[:, 1])
+    return np.maximum(forward.T, host[:, 0]).T, np.maximum(backward.T, host[:, 1]).T
 
 
 def host_share(profile: Profile, work: FloatArray) -> float:
