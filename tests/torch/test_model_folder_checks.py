@@ -10,7 +10,7 @@ import pytest
 
 from refusals import refused
 from trimtab.errors import ConfigError
-from trimtab.runtime.placing.folder import check_config
+from trimtab.runtime.placing.folder import check_folder
 
 
 @pytest.mark.parametrize(
@@ -22,15 +22,13 @@ from trimtab.runtime.placing.folder import check_config
         ({"text_config": {"_experts_implementation": "evil/kernel"}}, ("kernel",)),
         ({"vision_config": {"hidden_size": 10**9}}, ("hidden_size", "1000000000")),
         ({"num_hidden_layers": 10**12}, ("num_hidden_layers",)),
-        ([], ("config.json", "model_type")),
-        ("text", ("config.json", "model_type")),
         ({"model_type": 5}, ("config.json", "model_type")),
     ],
 )
 def test_a_config_that_asks_for_the_impossible_is_refused(tmp_path: Path, fields: Any, names: tuple[str, ...]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with refused(ConfigError, names):
-        check_config(tmp_path)
+        check_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -45,11 +43,19 @@ def test_a_config_that_asks_for_the_impossible_is_refused(tmp_path: Path, fields
 def test_a_config_that_a_loader_may_read_otherwise_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with refused(ConfigError, words):
-        check_config(tmp_path)
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '"text"', "null", "[{}]", "{", "\0"])
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "tokenizer.json", "vocab.json"])
+def test_a_file_that_holds_no_object_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with refused(ConfigError, name):
+        check_folder(tmp_path)
 
 
 def test_a_config_of_a_large_model_is_taken(tmp_path: Path) -> None:
     large = {"hidden_size": 16384, "vocab_size": 262_208, "max_position_embeddings": 10_485_760}
     text = {**large, "dtype": "float8_e4m3fn", "_attn_implementation": "sdpa"}
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "text_config": text, "torch_dtype": None}))
-    check_config(tmp_path)
+    check_folder(tmp_path)
