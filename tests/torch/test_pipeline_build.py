@@ -169,9 +169,6 @@ def test_a_state_dict_goes_in_and_out_under_the_models_own_names(alone):
         pipeline.load_state_dict(state)
 
 
-# -- recompute --------------------------------------------------------------------------------------------------------
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -226,40 +223,6 @@ def test_an_experts_balancing_loss_is_refused(alone):
     packs.model.config.get_text_config().output_router_logits = True
     with refused(UnsupportedPlanError):
         build_pipeline(packs.model, layout_of(packs))
-
-
-STAGES = (("a", "b"), ("c",), ("d",), ("e",))
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"schedule": "ZBH1"}, ("ZBH1", "torch.distributed.pipelining")),
-        ({"schedule": "2F2B"}, ("2F2B",)),
-        ({"num_chunks": 3}, ("4", "3")),
-        ({"schedule": "GPipe", "num_chunks": 2}, ("2",)),
-        (
-            {"schedule": "Interleaved1F1B", "num_chunks": 2, "num_microbatches": 3},
-            ("2",),
-        ),
-        (
-            {"num_microbatches": 3},
-            ("3", "4"),
-        ),
-        ({"stages": (("a",), ())}, ("1", "2")),
-        (
-            {
-                "schedule": "ZBVZeroBubble",
-                "num_chunks": 2,
-                "recompute": (Recompute(modules=("a",), granularity="selective"),),
-            },
-            ("ZBVZeroBubble",),
-        ),
-    ],
-)
-def test_layouts_that_torch_cannot_run_are_refused(options, names):
-    with refused(UnsupportedPlanError, names):
-        PipelineLayout(**{"stages": STAGES, "schedule": "1F1B", "num_microbatches": 8, **options})
 
 
 def test_a_step_of_another_number_of_micro_batches_is_refused(alone):

@@ -6,30 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from refusals import refused
-from trimtab.errors import TrimtabError
 from trimtab.runtime.training.settings import TrainSettings, rate_factor
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"optimizer": "Adamm"}, ("Adamm", "torch.optim")),
-        ({"steps": 0, "keep": 0}, ("steps", "keep")),
-        ({"learning_rate": float("nan")}, ("learning_rate", "--lr", "0")),
-        ({"optimizer": "LBFGS"}, ("LBFGS",)),
-        (
-            {"max_grad_norm": -1.0, "warmup_steps": -1},
-            ("warmup_steps", "max_grad_norm", "1.0"),
-        ),
-        ({"seed": 99999999999999999999}, ("99999999999999999999",)),
-        ({"save_every": 2, "save": False}, ("--save-every",)),
-    ],
-)
-def test_bad_settings_are_named_together(tmp_path, change, names):
-    with refused(TrimtabError, names):
-        TrainSettings(plan=tmp_path / "plan", model=tmp_path / "model", out=tmp_path / "no", **change)
-    assert not (tmp_path / "no").exists()
 
 
 def test_the_learning_rate_rises_and_decays():

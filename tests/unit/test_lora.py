@@ -66,12 +66,6 @@ def test_what_is_typed_is_what_is_said():
     assert str(LORA) == "r=16"
 
 
-def test_adapters_in_a_frozen_tower_are_refused():
-    with refused(PlanError, "language"):
-        PlanOptions(lora=LORA, frozen_towers=("language",))
-    assert PlanOptions(lora=LORA, frozen_towers=("vision",)).lora == LORA
-
-
 def test_unknown_targets_are_named_with_what_there_is():
     with pytest.raises(PlanError) as error:
         profile_model(MODEL, A100, lora=Lora(r=4, targets=("q_proj", "wq", "lm_head")))

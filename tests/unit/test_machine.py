@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from trimtab.errors import PartitionError
 from trimtab.placement.machine import parse_machine
 from trimtab.units import GIB
 
@@ -17,9 +14,3 @@ def test_sizes_names_and_what_is_free_on_them():
     assert machine.gpus[4].memory_bytes_per_s == 4.8e12
     assert machine.cpu_bytes == 64 * GIB
     assert machine.disk
-
-
-def test_all_bad_groups_are_named_at_once():
-    with pytest.raises(PartitionError) as error:
-        parse_machine("0x24GiB,H300,9 stones")
-    assert len(str(error.value).splitlines()) == 3

@@ -209,34 +209,6 @@ def test_repeated_ids_are_refused_or_numbered(folder):
     assert size(folder, "data.jsonl", "more.jsonl").table.ids == ("data/a", "more/a")
 
 
-def test_files_that_cannot_be_read_always_raise(folder):
-    cases = {
-        "absent.jsonl": (None, "cannot read"),
-        "data.csv": (b"a,b", "no known format"),
-        "list.json": (b'[{"a": 1}, ', "is not JSON"),
-        "nan.json": (b'[{"conversations": NaN}]', "is not JSON"),
-        "bad.parquet": (b"PAR1 nonsense", "not readable as Parquet"),
-        "empty.jsonl": (b"\n\n", "no sample in"),
-        "none.json": (b"[]", "no sample in"),
-    }
-    for name, (content, reason) in cases.items():
-        if content is not None:
-            (folder / name).write_bytes(content)
-        with pytest.raises(SampleError, match=reason):
-            size(folder, name, on_bad="skip")
-    with refused(SampleError):
-        size(folder)
-    with refused(SampleError):
-        size(folder, "sub")
-    write_jsonl(folder / "lengths.jsonl", [{"num_tokens": 3}])
-    write_jsonl(folder / "data.jsonl", [GOOD])
-    with refused(SampleError):
-        size(folder, "data.jsonl", "lengths.jsonl")
-    write_jsonl(folder / "data.jsonl", [{"messages": []}])
-    with refused(SampleError, "1"):
-        size(folder, "data.jsonl", on_bad="skip")
-
-
 def test_broken_shards_keep_what_came_before(folder):
     good = json.dumps(GOOD).encode()
     whole = tar_bytes([("1.json", good), ("2.json", good), ("3.json", b"{"), ("4.json", b"{}"), ("5.txt", b"\xff")])
