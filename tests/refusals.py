@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,15 @@ def _is_there(case: str) -> bool:
     if path.startswith("tests/"):
         file = SNAPSHOT.parents[1] / path
         return file.exists() and f"def {name}(" in file.read_text(encoding="utf-8")
+    return case in _named_cases()
+
+
+@cache
+def _named_cases() -> frozenset[str]:
+    """Commands and calls of both tables."""
     tables = (SNAPSHOT.with_suffix(".yaml"), SNAPSHOT.parent / "torch" / "refusals.yaml")
     groups = [group for table in tables for group in yaml.safe_load(table.read_text(encoding="utf-8"))]
-    return any(case in (group.get("run"), group.get("call")) for group in groups)
+    return frozenset(group.get("run") or group["call"] for group in groups)
 
 
 # -- cases of a table --------------------------------------------------------------------------------------------------
@@ -167,7 +174,7 @@ def assert_refused(case: dict[str, Any], folder: Path, monkeypatch: pytest.Monke
     for expression in case.get("before", ()):
         eval(expression, names)
     kind = getattr(trimtab.errors, case["raises"], None) or getattr(builtins, case["raises"], None)
-    with pytest.raises(kind or names[case["raises"]]) as caught:
+    with pytest.raises(kind or eval(case["raises"], names)) as caught:
         eval(case["call"], names)
     hold(str(caught.value), case)
 

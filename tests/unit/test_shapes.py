@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from sample_sets import PixelRule, png, write_jsonl
 
-from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import Conversation, read_conversation
 from trimtab.samples.shapes import read_columns
 from trimtab.samples.size import size_samples
@@ -52,22 +51,6 @@ def test_a_record_of_any_shape_is_a_conversation(record: Any, columns: str, expe
     found = read_conversation(record, columns=read_columns(columns))
     assert turns(found) == expected
     assert len(found.images) == sum(message.num_images for message in found.messages)
-
-
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        ({"uid": 3, "body": "x"}, ["uid", "body", "--columns"]),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["chosen", "--columns"]),
-        ({"question": "a", "answer": 3}, ["'answer'"]),
-        ({"query": "a", "response": "b", "history": ["c"]}, ["'history'"]),
-    ],
-)
-def test_what_fits_no_shape_is_refused_by_its_fields(record: Any, words: list[str]) -> None:
-    with pytest.raises(BadRecordError) as caught:
-        read_conversation(record)
-    assert caught.value.kind == "type"
-    assert all(word in str(caught.value) for word in words)
 
 
 def test_flat_columns_are_sized_and_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
