@@ -18,24 +18,24 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from lengths import draw_lengths
+from published_models import model_of
 from trimtab.costs.devices import parse_cluster
 from trimtab.costs.formula import settings
 from trimtab.costs.formula.host import Host
 from trimtab.errors import TrimtabError
 from trimtab.lora import Lora
-from trimtab.models.describe import describe
-from trimtab.models.images.rules import FixedImage
 from trimtab.options import HostName
+from trimtab.plan.decide.work import in_patches
 from trimtab.plan.given import GivenRun
 from trimtab.plan.predict import Prediction, predict_run
-from trimtab.specs import AttentionSpec, ClusterSpec, LayerSpec, Linear, MlpSpec, ModelSpec, SampleTable
+from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 
 DATA = Path(__file__).resolve().parent / "data"
 HELD_OUT = ("opentau", "mindspeed-mm-2", "mbridge-cards", "xtuner-megatron-moe")
@@ -70,10 +70,15 @@ class Row:
     quality: str
     left_out: str | None
     is_fitted: bool
+    is_built_as_stages_say: bool
 
     @property
     def step_s(self) -> float | None:
         return self.measured.get("step_s")
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        return model_of(self.model, self.settings["stages"] if self.is_built_as_stages_say else None)
 
 
 def read_rows(names: Sequence[str] = ()) -> list[Row]:
@@ -99,6 +104,7 @@ def read_rows(names: Sequence[str] = ()) -> list[Row]:
                 quality=row.get("quality", "full"),
                 left_out=row.get("left_out"),
                 is_fitted=row.get("fitted", False),
+                is_built_as_stages_say=row.get("built", False),
             )
             for row in head["rows"]
         ]
@@ -106,69 +112,6 @@ def read_rows(names: Sequence[str] = ()) -> list[Row]:
 
 
 # -- a row as a prediction ------------------------------------------------------------------------------------------
-
-
-@cache
-def model_of(name: str) -> ModelSpec:
-    """Return the text decoder of data/run_models.json, or the shipped description of that name."""
-    shape = json.loads((DATA / "run_models.json").read_text(encoding="utf-8")).get(name)
-    return describe(name) if shape is None else _decoder(name, shape)
-
-
-def _decoder(name: str, m: Mapping[str, Any]) -> ModelSpec:
-    """Blocks without biases between a token embedding and a head; every second block has the window, if any."""
-    h, f, vocabulary = m["width"], m["mlp"], m["vocabulary"]
-    d = m.get("head", h // m["heads"])
-    experts, chosen = m.get("experts"), m.get("chosen", 1)
-    attention, each = 2 * h * d * (m["heads"] + m["kv"]), (3 if m["gated"] else 2) * h * f
-    router = h * experts if experts else 0
-    biases = experts * (2 * f + h) if m.get("biased") else 0
-    block = LayerSpec(
-        name="block",
-        tower="language",
-        kind="block",
-        hidden_size=h,
-        output_size=h,
-        num_params=attention + router + (experts or 1) * each + biases + 2 * h,
-        num_matmul_params=attention + router + chosen * each,
-        attention=AttentionSpec(
-            num_heads=m["heads"],
-            num_kv_heads=m["kv"],
-            head_dim=d,
-            value_head_dim=d,
-            causal=True,
-            qk_norm=m.get("qk_norm", False),
-            fused_qkv=m["heads"] == m["kv"] and not experts,
-        ),
-        mlp=MlpSpec(intermediate_size=f, gated=m["gated"], num_experts=experts, experts_per_token=m.get("chosen")),
-        norm="rms_norm" if m["gated"] else "layer_norm",
-        linears=_qwen_linears(h, f) if m.get("linears") == "qwen" else None,
-    )
-    assert block.attention is not None
-    seen = replace(block.attention, window=m.get("window"))
-    blocks = [replace(block, attention=seen if i % 2 == 0 else block.attention) for i in range(m["blocks"])]
-    bare = replace(block, num_params=vocabulary * h, attention=None, mlp=None, norm=None, linears=None)
-    layers = (
-        replace(bare, name="embed", kind="embed", num_matmul_params=0),
-        *(replace(x, name=f"blocks.{i}") for i, x in enumerate(blocks)),
-        replace(bare, name="norm", kind="norm", num_params=h, num_matmul_params=0, norm=block.norm),
-        replace(
-            bare,
-            name="head",
-            kind="head",
-            output_size=vocabulary,
-            num_params=0 if m["tied"] else vocabulary * h,
-            num_matmul_params=vocabulary * h,
-        ),
-    )
-    image = FixedImage(rows=1, tokens=1)
-    return ModelSpec(name=name, family="text", layers=layers, image_rule=image, vocab_size=vocabulary)
-
-
-def _qwen_linears(h: int, f: int) -> tuple[Linear, ...]:
-    """The linear layers of Qwen's first models: q, k, v are one matrix."""
-    widths = {"c_attn": (h, 3 * h), "attn.c_proj": (h, h), "w1": (h, f), "w2": (h, f), "mlp.c_proj": (f, h)}
-    return tuple(Linear(name=name, in_width=a, out_width=b) for name, (a, b) in widths.items())
 
 
 def cluster_of(row: Row) -> ClusterSpec:
@@ -183,11 +126,13 @@ def cluster_of(row: Row) -> ClusterSpec:
 
 
 def samples_of(row: Row) -> SampleTable:
-    """Return as many samples as a step has, all alike."""
+    """Return as many samples as a step has, all alike; "draw": of a set's lengths, for as many steps as there are."""
     n, given = row.samples["n"], row.samples
+    if "draw" in given:
+        return in_patches(draw_lengths(given["draw"], n), row.model_spec)
     tiles = given.get("tiles", 0)
     patches, images = given.get("patches", tiles * _TILE_ROWS), given.get("images", tiles)
-    squared = patches * patches // images if images else 0
+    squared = given.get("squares", patches * patches // images if images else 0)
     column = {
         "num_images": images,
         "patches_sq": squared,
@@ -206,7 +151,7 @@ def predict(row: Row, *, stated: bool) -> Prediction:
     if lora is not None:
         given["lora"] = Lora(**{"weights": weights, **lora})
     given["frozen_towers"] = tuple(given.get("frozen_towers", ()))
-    return predict_run(model_of(row.model), samples_of(row), cluster_of(row), GivenRun(host=row.host, **given))
+    return predict_run(row.model_spec, samples_of(row), cluster_of(row), GivenRun(host=row.host, **given))
 
 
 @contextmanager

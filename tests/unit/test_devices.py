@@ -49,7 +49,7 @@ def test_every_device_has_a_source_and_plausible_figures():
         # an accelerator does 30-600 flop in the time it reads one byte, and holds at most the 288 GiB of the largest
         assert 30 < device.peak_flops / device.memory_bytes_per_s < 600
         assert 15 < device.memory_bytes_per_s / device.link_bytes_per_s * 10 < 800
-        assert 23e9 < device.memory_bytes < 288 * 2**30
+        assert 16e9 < device.memory_bytes < 288 * 2**30
         assert find_device(name) is device
     assert len(DEVICES) >= 25
 

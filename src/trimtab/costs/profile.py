@@ -20,6 +20,7 @@ from trimtab.costs.formula.adapters import adapt_layer, count_adapters, refuse_u
 from trimtab.costs.formula.curves import efficiency_of
 from trimtab.costs.formula.exchange import document_multiple, find_cp_problems
 from trimtab.costs.formula.flops import find_ep_problems, find_tp_problems
+from trimtab.costs.formula.host import OTHER_LAYERS
 from trimtab.costs.formula.layers import cost_layer, find_gradients
 from trimtab.costs.formula.settings import CostSettings, settings_of
 from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
@@ -524,12 +525,13 @@ class Seconds(NamedTuple):
 def pass_seconds(layer: LayerCost, tier: RecomputeTier, work: FloatArray) -> Seconds:
     """Return the seconds of one layer on `tier` for micro-batches `work` (n, len(WORK_TERMS)).
 
-    max(device, host), forward and backward each. A layer that recomputes asks the host for its forward once more.
-    The weights' part is the device's own: the host's wait comes before it.
+    max(device, host), forward and backward each. A layer that recomputes asks the host for its forward once more, and
+    for a third of it (`OTHER_LAYERS`) where its products stay. The weights' part is the device's own: the host's wait
+    comes before it.
     """
     coefficients = (layer.forward_s, layer.backward_s, tier.extra_backward_s)
     forward, backward, extra = (work @ np.array(terms, np.float64) for terms in coefficients)
-    again_s = 0.0 if tier.name == "none" else layer.host_forward_s
+    again_s = layer.host_forward_s * {"none": 0.0, "selective": OTHER_LAYERS}.get(tier.name, 1.0)
     if layer.host_forward_s == 0.0:  # what a fit put below 0 stays there, for the solvers to refuse
         return Seconds(forward, backward + extra, work @ weight_coefficients(layer), extra)
     whole = np.maximum(backward + extra, layer.host_backward_s + again_s)

@@ -247,7 +247,7 @@ def _first_blocks(profile: Profile, stages: Sequence[Stage], text: str) -> list[
         raise PlanError(f"recompute {text!r} has {len(counts)} numbers for {len(stages)} stages: give one for each")
     found = []
     for stage, count in zip(stages, counts, strict=True):
-        blocks = [i for i in range(stage.start, stage.stop) if profile.layers[i].kind == "block"]
+        blocks = [i for i in range(stage.start, stage.stop) if profile.layers[i].tier("full")]  # frozen ones have none
         if count > len(blocks):
             raise PlanError(
                 f"recompute {text!r} has {count} blocks on stage {stage.index}, which holds {len(blocks)}: give at "

@@ -246,8 +246,8 @@ def _kept_by_attention(layer: LayerSpec, a: AttentionSpec, settings: CostSetting
     else:
         kept.append(Kept(name="q, k, v", row_bytes=w * (q + k + v)))
     if settings.attention == "eager":
-        # softmax in fp32, then cast to the dtype of the values; InternViT, alone to scale its layers, does not upcast
-        upcast = 4 if w < 4 and not layer.layer_scale else 0
+        # softmax in fp32, then cast to the dtype of the values; one kernel keeps no copy, nor does InternViT upcast
+        upcast = 4 if w < 4 and not layer.layer_scale and not settings.fused_kernels else 0
         kept.append(Kept(name="scores", pair_bytes=heads.query * (upcast + w)))
         kept.append(Kept(name="attention result", row_bytes=w * result, for_weights=True, entered=("o",)))
     else:
@@ -340,8 +340,9 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
         if _joins_segments(layer, settings):
             moved.append(Traffic(name="join segments", row_bytes=2 * w * heads.query * a.value_head_dim))
         if settings.attention == "eager":
-            # scores written; scaled; masked; softmax to fp32; cast; read
-            moved.append(Traffic(name="scores", pair_bytes=heads.query * (6 * w + (w + 4) + (4 + w)), num_kernels=5))
+            # scores written; scaled; masked; softmax to fp32; cast; read. Megatron-Core scales, masks and norms at once
+            steps = 4 * w if fused else 6 * w + (w + 4) + (4 + w)
+            moved.append(Traffic(name="scores", pair_bytes=heads.query * steps, num_kernels=2 if fused else 5))
     if settings.in_8_bits:
         moved.append(_casts(layer, settings))
     if (m := layer.mlp) is not None:

@@ -28,13 +28,15 @@ class Host:
 
     block_s: of a block's forward. Its backward takes twice as long, recompute the forward once more, any other layer
         (embedding, projector, norm, head) a third.
+    routing: of a block's seconds, what a block with experts takes more: router, dispatch, both permutations.
     expert_s: of each kernel of one expert, in the forward; twice as many in the backward.
-    takes_turns: the device waits while experts' kernels are launched; else these seconds add to `block_s`.
+    takes_turns: the device waits while experts' kernels are launched; else these seconds add to the block's.
     send_bytes_per_s: of sends between stages for which both ends wait; None: sends run next to the products.
     """
 
     block_s: float
-    expert_s: float
+    expert_s: float = 16e-6
+    routing: float = 1.0
     takes_turns: bool = False
     send_bytes_per_s: float | None = None
     fused_kernels: bool = False
@@ -65,30 +67,26 @@ class Host:
 # - block_s 2.2 ms: 88-token steps of LoongForge on A800, micro-batch 1 of nanotron on H100, MindSpeed-MM at pp 1 on
 #   Ascend 910B imply 1.8, 2.3 and 1.9 to 2.3 ms. One H20 host took 9.8 ms: a run of your own settles it
 #   (`trimtab profile --from-logs`). Recipes replay graphs: none.
-# - expert_s 120 us: LoongForge's three runs with experts; 16 us: three tuned runs of NeMo on H100 and B200, where the
-#   device waits in turn.
+# - expert_s: three tuned runs of NeMo on H100 and B200, where the device waits in turn.
+# - routing: without graphs Bridge (8 experts a device), Transformers (16) and DeepSpeed (32) take about 2 ms more,
+#   whatever the number of experts: as long as the block itself. LoongForge's on A800 want 240 us an expert instead.
 # - send_bytes_per_s: nanotron's pipelines of a 1B model want 3.3 to 4.1 GB/s at both ends; no other source does.
-_EAGER_S, _EXPERT_S = 2.2e-3, 120e-6
+_EAGER_S = 2.2e-3
 HOSTS: Mapping[HostName, Host] = MappingProxyType(
     {
         # kernels alone, as a profile of the device sees them
-        "none": Host(block_s=0.0, expert_s=16e-6, takes_turns=True, sequence_parallel=False),
+        "none": Host(block_s=0.0, takes_turns=True, sequence_parallel=False),
         # what is common today, where no host is named
-        "common": Host(block_s=_EAGER_S, expert_s=_EXPERT_S, fused_kernels=True, vision_sequence_parallel=True),
+        "common": Host(block_s=_EAGER_S, fused_kernels=True, vision_sequence_parallel=True),
         # Transformers' modules in PyTorch, as Trainer, Accelerate, FSDP2 and `trimtab train` run them
-        "eager": Host(block_s=_EAGER_S, expert_s=_EXPERT_S, vision_sequence_parallel=True, early_stop=True),
+        "eager": Host(block_s=_EAGER_S, vision_sequence_parallel=True, early_stop=True),
         # the same under DeepSpeed, which keeps gradients in the model's format
-        "deepspeed": Host(
-            block_s=_EAGER_S, expert_s=_EXPERT_S, grad_dtype="bf16", fp16_grad_dtype="fp16", early_stop=True
-        ),
+        "deepspeed": Host(block_s=_EAGER_S, grad_dtype="bf16", fp16_grad_dtype="fp16", early_stop=True),
         # Megatron-Core with Transformer Engine; its vision models are not sequence parallel
-        "megatron": Host(
-            block_s=_EAGER_S, expert_s=_EXPERT_S, fused_kernels=True, fp16_grad_dtype="fp16", adapter_weights="same"
-        ),
+        "megatron": Host(block_s=_EAGER_S, fused_kernels=True, fp16_grad_dtype="fp16", adapter_weights="same"),
         # tuned recipes of Megatron-Bridge and NeMo: graphs, bf16 gradients, balanced routing
         "recipe": Host(
             block_s=0.0,
-            expert_s=16e-6,
             takes_turns=True,
             fused_kernels=True,
             attention_kernel="cudnn",
@@ -99,7 +97,7 @@ HOSTS: Mapping[HostName, Host] = MappingProxyType(
             dispatcher="deepep",
             expert_imbalance=1.0,
         ),
-        "nanotron": Host(block_s=_EAGER_S, expert_s=_EXPERT_S, send_bytes_per_s=4e9),
+        "nanotron": Host(block_s=_EAGER_S, send_bytes_per_s=4e9),
     }
 )
 OTHER_LAYERS = 1 / 3

@@ -165,9 +165,10 @@ def cost_layer(
 
 def host_seconds(layer: LayerSpec, settings: CostSettings) -> float:
     """Return the host's seconds for a forward of the layer; experts' kernels count where the device does not wait."""
-    host = settings.of_host
-    launched = 0.0 if host.takes_turns else expert_launches(layer, settings) * host.expert_s
-    return settings.host_s(layer.kind) + launched
+    host, own = settings.of_host, settings.host_s(layer.kind)
+    if host.takes_turns or not (launches := expert_launches(layer, settings)):
+        return own
+    return (1.0 + host.routing) * own + launches * host.expert_s
 
 
 def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:

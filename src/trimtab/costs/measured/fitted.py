@@ -164,11 +164,15 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
     """The model with as many blocks of each tower as are counted (its first ones), on stages that hold so many each.
 
     A layer that is no block goes with the block behind it, what follows the last block with the last stage; a tower of
-    which no block is counted loses all its layers. Raises `TrimtabError` where the counts do not fit the forward order.
+    which no block is counted loses all its layers. A first stage without blocks holds what lies in front of them.
+    Raises `TrimtabError` where the counts do not fit the forward order.
     """
     totals = {tower: sum(stage.get(tower, 0) for stage in counts) for tower in _COUNTED}
-    if any(sum(stage.values()) == 0 for stage in counts[:-1]) or not counts:
-        raise TrimtabError("a stage holds no block: give every stage but the last, which has the head, one or more")
+    if any(sum(stage.values()) == 0 for stage in counts[1:-1]) or not sum(totals.values()):
+        raise TrimtabError(
+            "a stage holds no block: give every stage one or more, but the first, which has the embedding, and the "
+            "last, which has the head"
+        )
     for tower, total in totals.items():
         declared = len(model.indices(tower, "block"))
         if total > declared:
@@ -189,8 +193,8 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
         model = replace(model, layers=tuple(kept), forbidden_cuts=frozenset(), tied=())
     blocks = [i for i, layer in enumerate(kept) if layer.kind == "block" and layer.tower in _COUNTED]
     ends = np.cumsum([sum(stage.values()) for stage in counts])[:-1]
-    # after the previous stage's last block
-    return model, stages_between([0, *(blocks[end - 1] + 1 for end in ends.tolist()), len(kept)])
+    # after the previous stage's last block, or in front of the first of all
+    return model, stages_between([0, *(blocks[end - 1] + 1 if end else blocks[0] for end in ends.tolist()), len(kept)])
 
 
 def _read_run(
