@@ -12,7 +12,8 @@ from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
 from trimtab.plan.decide.case import MemoryBudget
-from trimtab.plan.decide.search import choose_setting, list_members, price_members
+from trimtab.plan.decide.members import list_members
+from trimtab.plan.decide.search import choose_setting, price_members
 from trimtab.plan.decide.setting import parallel_dims
 from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.specs import SampleTable

@@ -201,6 +201,8 @@ class _How:
         if self.method == "isf":
             how_often = {"iterations": self.iterations, **keys}
             return published.pack_isf(columns, limits=self.limits, filters=self.filters, **how_often)
+        if self.method == "greedy":
+            return published.pack_greedily(columns, limits=self.limits, **keys)
         lengths = columns[:, 1].astype(np.float64)
         if self.method == "random":
             return published.batch_randomly(len(lengths), batch_size=self.batch_size, dp=self.dp, **keys)

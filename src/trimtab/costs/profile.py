@@ -546,11 +546,11 @@ def pass_seconds(layer: LayerCost, tier: RecomputeTier, work: FloatArray) -> Sec
 def stage_seconds(profile: Profile, stage: Stage, work: FloatArray) -> Seconds:
     """Return the sum of `pass_seconds` over the stage's layers, each on its tier."""
     layers = profile.layers[stage.start : stage.stop]
-    kinds: dict[tuple[object, ...], tuple[LayerCost, RecomputeTier]] = {}
-    number = Counter[tuple[object, ...]]()
+    # layers of one kind share their tuples: told apart by identity, which costs less than by value
+    kinds, number = dict[tuple[object, ...], tuple[LayerCost, RecomputeTier]](), Counter[tuple[object, ...]]()
     for layer, tier in zip(layers, chosen_tiers(profile, stage), strict=True):
-        kind: tuple[object, ...]
-        kind = (layer.forward_s, layer.backward_s, layer.weight_s, layer.host_forward_s, layer.host_backward_s, tier)
+        shared = map(id, (layer.forward_s, layer.backward_s, layer.weight_s, tier))
+        kind: tuple[object, ...] = (*shared, layer.host_forward_s, layer.host_backward_s)
         kinds[kind] = layer, tier
         number[kind] += 1
     total = np.zeros((4, len(work)))
@@ -560,12 +560,15 @@ def stage_seconds(profile: Profile, stage: Stage, work: FloatArray) -> Seconds:
 
 
 def mean_seconds(profile: Profile, work: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return (num_layers,) forward and backward seconds of one micro-batch `work`, nothing recomputed."""
-    forward, backward = (profile.matrix(term) @ work for term in ("forward_s", "backward_s"))
+    """Return (num_layers,) forward and backward seconds of one micro-batch `work`, nothing recomputed.
+
+    Of several micro-batches (n, len(WORK_TERMS)) they are (num_layers, n).
+    """
+    forward, backward = (profile.matrix(term) @ work.T for term in ("forward_s", "backward_s"))
     if not any(layer.host_forward_s for layer in profile.layers):
         return forward, backward
     host = np.array([(layer.host_forward_s, layer.host_backward_s) for layer in profile.layers])
-    return np.maximum(forward, host[:, 0]), np.maximum(backward, host[:, 1])
+    return np.maximum(forward.T, host[:, 0]).T, np.maximum(backward.T, host[:, 1]).T
 
 
 def host_share(profile: Profile, work: FloatArray) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.errors import PartitionError, refuse_type
 from trimtab.options import RecomputedTier
 from trimtab.partition.assess import SplitProblem as SplitProblem
-from trimtab.partition.assess import SplitResult
+from trimtab.partition.assess import SplitResult, stages_bytes, state_bytes
 from trimtab.partition.cuts import (
     Pipeline,
     best_tied_cuts,
@@ -85,11 +85,9 @@ def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> Flo
     room = problem.room_bytes
     if like is None:
         return np.full(P * V, room / V)
-    single = replace(problem, num_chunks=1, schedule="1F1B", num_microbatches=1)
-    alone = [single.assess([stage]).memory[0] for stage in like.stages]
-    held = np.array(
-        [x.state_bytes + n * x.saved_bytes + x.transient_bytes for x, n in zip(alone, like.in_flight, strict=True)]
-    )
+    most = np.asarray(problem.work_max, np.float64)[None]
+    saved, _, transient = (x[:, 0] for x in stages_bytes(problem.profile, like.stages, most, once=False))
+    held = state_bytes(problem.profile, like.stages) + np.array(like.in_flight) * saved + transient
     device = np.array(like.devices)
     return np.asarray(room * held / np.bincount(device, weights=held)[device])
 

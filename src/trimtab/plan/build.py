@@ -13,7 +13,8 @@ from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, 
 from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, open_epoch
-from trimtab.plan.decide.search import Tiers, choose_setting, default_global_batch
+from trimtab.plan.decide.members import default_global_batch
+from trimtab.plan.decide.search import Tiers, choose_setting
 from trimtab.plan.decide.setting import ChosenSetting
 from trimtab.plan.decide.sharing import VisionChosen, choose_vision, group_degree
 from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split

@@ -70,6 +70,11 @@ class Priced:
     step_s: float
     samples_per_s: float
     peak_bytes: float  # of the fullest device, at the limits
+    recompute_share: float = 0.0  # of forward and backward
+
+    @property
+    def samples_per_step(self) -> float:
+        return self.samples_per_s * self.step_s
 
     @property
     def estimate(self) -> SettingEstimate:
