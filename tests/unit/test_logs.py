@@ -10,6 +10,7 @@ import pytest
 from cost_models import small_model
 from partition_cases import assess_stages
 
+from trimtab.costs.bands import TIME_ERROR
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.host import HOSTS
 from trimtab.costs.measured.fitted import (
@@ -20,7 +21,7 @@ from trimtab.costs.measured.fitted import (
     predict_step,
     read_runs,
 )
-from trimtab.costs.profile import TIME_ERROR, profile_model
+from trimtab.costs.profile import profile_model
 from trimtab.plan.runs import calibrate_profile, profile_from_logs, simulate_logged
 from trimtab.specs import ParallelDims
 
