@@ -245,26 +245,6 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc]
         return super().compute_loss(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"gradient_accumulation_steps": 4}, ("2", "gradient_accumulation_steps", "num_microbatches", "4")),
-        ({"label_smoothing_factor": 0.1}, ("compute_loss_func",)),
-        ({"given": {"compute_loss_func": lambda *_, **__: 0}}, ("compute_loss_func",)),
-        ({"kind": OwnLoss}, ("OwnLoss.compute_loss", "OwnLoss")),
-        ({"given": {"train_dataset": None}}, ("train_dataset",)),
-        ({"given": {"train_dataset": [1] * 6}}, ("6", "train_dataset")),
-        ({"auto_find_batch_size": True}, ("auto_find_batch_size",)),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_the_plan_is_one_sentence(
-    change: dict[str, Any], names: tuple[str, ...], tmp_path: Path
-) -> None:
-    with refused(PlanError, names) as raised:
-        balanced(make_trainer(tmp_path, **change), tables_of())
-    assert "\n" not in str(raised.value)
-
-
 def test_only_a_trainer_is_balanced_and_only_once(tmp_path: Path) -> None:
     with refused(UnsupportedPlanError, "SimpleNamespace", "transformers.Trainer"):
         balanced(SimpleNamespace(), tables_of())

@@ -44,6 +44,7 @@ FLOORS = {
     "cli": 7,
 }
 INNER_FLOORS = {
+    "costs/bands": 0,
     "costs/devices": 0,
     "costs/formula": 1,
     "costs/profile": 2,  # the table that every solver reads

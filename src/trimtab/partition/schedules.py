@@ -123,6 +123,7 @@ def block_order(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1
     """
     check_schedule(schedule, num_devices=num_devices, num_chunks=num_chunks, num_microbatches=num_microbatches)
     P, V, M = num_devices, num_chunks, num_microbatches
+    # the k-th block of a kind on a chunk is micro-batch k
     own = _stages_of_devices(schedule, P, V)
     rows = []
     for device in range(P):

@@ -57,6 +57,7 @@ def split_stages(problem: SplitProblem) -> SplitResult:
         if result is None:
             raise _infeasible(problem, table)
         return replace(result, exact=True)
+    # several chunks share a device's room: without a cap first, then divided beforehand in two ways
     free = _solve_capped(problem, table, np.full(problem.num_stages * problem.num_chunks, np.inf))
     if free is None:  # more bytes than the solver counts to: limits of 1e12 tokens make such packs
         raise _infeasible(problem, table)
@@ -153,6 +154,7 @@ def _infeasible(problem: SplitProblem, table: LayerTable) -> PartitionError:
     }[problem.recompute]
     if problem.num_chunks > 1:
         how += " and a device's room shared evenly by its chunks"
+    # what may help, of what this problem leaves to change
     tries = ["more stages", "a larger tp", "fewer patches and tokens in a micro-batch"]
     kept = {layer.name.rstrip("0123456789") for layer in problem.profile.layers if len(layer.tiers) == 1}
     if problem.recompute == "auto" and (never := sorted(name for name in kept if name.endswith("."))):

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from trimtab.costs.profile import TIME_ERROR, chosen_tiers, profile_model
+from trimtab.costs.bands import TIME_ERROR
+from trimtab.costs.profile import chosen_tiers, host_again_s, profile_model
 from trimtab.errors import TrimtabError, join_problems
 from trimtab.files import read_small
 from trimtab.options import Tower
@@ -406,7 +407,7 @@ def _parts_of(run: LoggedRun) -> tuple[tuple[_Part, ...], ...]:
         parts = dict[tuple[object, ...], _Part]()
         layers = run.profile.layers[stage.start : stage.stop]
         for layer, tier in zip(layers, chosen_tiers(run.profile, stage), strict=True):
-            again_s = 0.0 if tier.name == "none" else layer.host_forward_s
+            again_s = host_again_s(layer, tier)
             seconds = (layer.forward_s, layer.backward_s, tier.extra_backward_s)
             key = (layer.tower, *map(id, seconds), layer.host_forward_s, layer.host_backward_s, again_s)
             if key in parts:

@@ -177,6 +177,7 @@ def find_tips(
     model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, tied: Sequence[Priced]
 ) -> tuple[TipEstimate, ...]:
     """Which of the tied settings is the fastest where something is not as it was taken to be."""
+    # 1. what may be otherwise: kernels, network, batch
     kernels = "unfused kernels" if options.fused_kernels else "fused kernels"
     slower = replace(cluster, node_link_bytes_per_s=cluster.node_link_bytes_per_s / 2)
     others = []
@@ -191,6 +192,7 @@ def find_tips(
         ):
             if 1 <= batch <= len(samples):
                 others.append((said, cluster, replace(options, global_batch=batch)))
+    # 2. the tied settings again under each, in packs of the same size: which is ahead, and by how much
     found = []
     for said, there, changed in others:
         speeds = dict[str, float]()

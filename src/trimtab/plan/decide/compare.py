@@ -125,6 +125,7 @@ def compare_variants(
     variants hold about equally many samples. `without`: what `choose_split` found for the case without sharing, if it
     ran.
     """
+    # 1. the plan's own packs, on the stages that each row is about
     shared, case = case, case.without_vision()
     if shared.vision is not None and without is None:
         without = choose_split(case)
@@ -140,6 +141,7 @@ def compare_variants(
     recompute = {"auto": "as needed", "none": "none", "full": "full"}[problem.recompute]
     planned = replace(plain, stages=tuple(stages), rules=("balanced", recompute))
     alone = planned if shared.vision is None or without is None else replace(planned, stages=without.split.stages)
+    # 2. a row adds one decision to the row above it
     runs = [
         *_baselines(case, balanced, elsewhere),
         _uniform(replace(plain, name="balanced packs")),
@@ -148,6 +150,7 @@ def compare_variants(
     ]
     if shared.vision is not None:
         runs.append(replace(planned, name="images shared", problem=shared.problem, work=shared.work, held=case.work))
+    # 3. every step of every row through the simulator
     variants = []
     for number, run in enumerate(runs):
         variants.append(simulate_run(run, case.cluster))
@@ -296,6 +299,7 @@ def _batched(
     samples_work: FloatArray,
 ) -> Run:
     """Batches of about `size` samples, so many a step that steps hold as many samples as the plan's; stages to come."""
+    # 1. packs or batches, as the host makes them
     problem, options, dp = case.problem, case.options, case.setting.dims.dp
     limits = (case.setting.max_patches, case.setting.max_tokens)
     if baseline.is_padded:
@@ -314,6 +318,7 @@ def _batched(
     ).packing
     if baseline.method == "greedy":
         size = len(packing.indices) / packing.num_packs
+    # 2. as many a step as hold the plan's samples; nobody sorts them by cost, so rows are as the shuffle has them
     unit = microbatch_unit(problem.schedule, problem.num_stages)
     num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
     work = padded_work(packing, samples_work) if baseline.is_padded else packed_work(packing, samples_work)
@@ -362,6 +367,7 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     """Every step of the data set through the pipeline simulator."""
     problem, table = run.problem, run.schedule.table
     dims = problem.profile.dims
+    # seconds of all steps; idle is what is left of the pipelines' part, exchange and optimizer aside
     times = times_of(run.work, run.stages, problem.profile, cluster)
     step_s = steps_of(times, table, run.stages, problem)
     pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)

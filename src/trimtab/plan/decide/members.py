@@ -157,6 +157,7 @@ def list_members(
         if dims.dp > global_batch and not options.fills_packs:
             refusals.append(Refusal(dims=dims, error=too_few_samples(global_batch, dims.dp)))
             continue
+        # ZeRO stages change state and exchange, so the cost table; schedules and packs do not
         for stage in _zero_stages(options, dims):
             sharded = replace(options, zero_stage=stage)
             try:
@@ -178,6 +179,7 @@ def list_members(
                 except PartitionError as error:
                     refusals.append(Refusal(dims=dims, error=error))
                     continue
+                # with its packs each is a member; bounds of all of them in one product
                 forward, backward = mean_seconds(profile, np.array([x.mean_work for x in offers]))
                 pack_s = (forward + backward).sum(axis=0)
                 members += [
@@ -238,6 +240,7 @@ def _pack_maker(
     global_batch = default_global_batch(cluster, options, len(samples))
     tried = open_steps(samples, options, global_batch=global_batch, cost=cost, token_window=model.token_window)
 
+    # members of equal dp, cp and M share their packs
     @cache
     def shared(dp: int, cp: int, num_microbatches: int, unit: int) -> TriedPacks:
         return share_tried(tried, ParallelDims(dp=dp, cp=cp), num_microbatches, unit=unit)

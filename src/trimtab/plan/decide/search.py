@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from trimtab.costs.profile import with_tiers
 from trimtab.errors import PartitionError
@@ -88,6 +88,42 @@ def _refused(refusals: Sequence[Refusal]) -> PartitionError:
 # -- prices -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class _Known:
+    """What the prices so far say of members that have none yet."""
+
+    best_s: float = math.inf  # seconds a sample
+    above: dict[object, float] = field(default_factory=dict)  # by series and degrees: least price over its bound
+    recomputed: dict[object, list[tuple[float, float]]] = field(default_factory=dict)  # samples a pack, share
+
+    def add(self, member: Member, priced: Priced) -> None:
+        """Learn from one price."""
+        seconds, degrees, schedule = 1 / priced.samples_per_s, member.series[:2], member.options.schedule
+        self.best_s = min(self.best_s, seconds)
+        # 1. how far it is above its bound, recompute aside
+        bound_s = member.bound_s(again=priced.recompute_share)
+        for key in (member.series, degrees) if schedule != "ZBVZeroBubble" else ():
+            self.above[key] = min(self.above.get(key, math.inf), seconds / bound_s)
+        # 2. what packs of this size recompute
+        for key in (member.series, degrees) if schedule == "1F1B" else (member.series,):
+            self.recomputed.setdefault(key, []).append((member.offer.samples_per_pack, priced.recompute_share))
+
+    def expected_s(self, member: Member, slowest_over_mean: float = 1.0) -> float:
+        """Return the member's bound, raised by what others show.
+
+        What smaller packs of its series recompute, it recomputes as well; so it does what 1F1B recomputes, for no
+        schedule holds less. It is also nearly as far above its bound as others of its series, or degrees.
+        """
+        degrees, size = member.series[:2], member.offer.samples_per_pack
+        known = (*self.recomputed.get(member.series, ()), *self.recomputed.get(degrees, ()))
+        again = max((share for own, share in known if own <= size), default=0.0)
+        bound_s = member.bound_s(slowest_over_mean=slowest_over_mean, again=again)
+        if member.options.schedule == "ZBVZeroBubble":  # its devices hold alike: what others exceed says nothing of it
+            return bound_s
+        ratios = (_SAME_SERIES * self.above.get(member.series, 0.0), _SAME_DEGREES * self.above.get(degrees, 0.0))
+        return bound_s * max(1.0, *ratios)
+
+
 def price_members(
     members: Sequence[Member],
     model: ModelSpec,
@@ -98,73 +134,37 @@ def price_members(
     progress: Callable[[int, int], None] | None = None,
     prune: bool = True,
 ) -> tuple[list[Priced], list[Refusal]]:
-    """The members that fit, the fastest first, and reasons of others.
+    """Price the members that may be taken: those that fit, the fastest first, and reasons of others.
 
     Priced are all that may be within 1 % of the fastest, and one of each kind.
     """
     found, refusals = dict[int, Priced | None](), list[Refusal]()
-    series = dict[object, list[int]]()  # members of one series, the largest packs first
-    for number in sorted(range(len(members)), key=lambda i: -members[i].offer.samples_per_pack):
-        series.setdefault(members[number].series, []).append(number)
-
-    best, listed, above = math.inf, set[object](), dict[object, float]()
-    plain_fits, recomputed = dict[object, float](), dict[object, list[tuple[float, float]]]()
-    bounds_s = [member.bound_s() for member in members]
+    known, listed, plain_fits = _Known(), set[object](), dict[object, float]()
 
     def price(number: int) -> bool:
-        """Whether the member fits; its price is kept."""
-        nonlocal best
-        if number in found:
-            return found[number] is not None
-        member = members[number]
-        try:
-            found[number] = one = price_member(member, model, cluster, budget, tiers)
-        except PartitionError as error:
-            found[number] = None
-            refusals.append(Refusal(dims=member.profile.dims, error=error))
-            return False
-        seconds, degrees = 1 / one.samples_per_s, member.series[:2]
-        best = min(best, seconds)
-        bound_s = member.bound_s(again=one.recompute_share)
-        for key in (member.series, degrees) if member.options.schedule != "ZBVZeroBubble" else ():
-            above[key] = min(above.get(key, math.inf), seconds / bound_s)
-        for key in (member.series, degrees) if member.options.schedule == "1F1B" else (member.series,):
-            recomputed.setdefault(key, []).append((member.offer.samples_per_pack, one.recompute_share))
-        return True
+        """Return whether the member fits; its price is kept."""
+        if number not in found:
+            member = members[number]
+            try:
+                found[number] = one = price_member(member, model, cluster, budget, tiers)
+                known.add(member, one)
+            except PartitionError as error:
+                found[number] = None
+                refusals.append(Refusal(dims=member.profile.dims, error=error))
+        return found[number] is not None
 
-    def expected_s(number: int, slowest_over_mean: float = 1.0) -> float:
-        """Its bound, raised by what others show.
-
-        What smaller packs of its series recompute, it recomputes as well; so it does what 1F1B recomputes, for no
-        schedule holds less. Beside that it is nearly as far above its bound as others of its series, or degrees.
-        """
-        member = members[number]
-        degrees, size = member.series[:2], member.offer.samples_per_pack
-        known = (*recomputed.get(member.series, ()), *recomputed.get(degrees, ()))
-        again = max((share for own, share in known if own <= size), default=0.0)
-        bound_s = member.bound_s(slowest_over_mean=slowest_over_mean, again=again)
-        if member.options.schedule == "ZBVZeroBubble":  # its devices hold alike: what others exceed says nothing of it
-            return bound_s
-        ratio = max(_SAME_SERIES * above.get(member.series, 0.0), _SAME_DEGREES * above.get(degrees, 0.0))
-        return bound_s * max(1.0, ratio)
-
-    # plain schedules first: they say how far members of the same degrees are above their bounds; then the others,
-    # of each series the smallest packs first, which say what larger ones recompute at least
-    plain = [member.options.schedule == "1F1B" for member in members]
-    least_s = {name: min(bounds_s[i] for i in own) for name, own in series.items()}
-
-    def place(i: int) -> tuple[float, ...]:
-        return (0, bounds_s[i]) if plain[i] else (1, least_s[members[i].series], members[i].offer.samples_per_pack)
-
-    for number in sorted(range(len(members)), key=place):
+    series = _by_series(members)
+    for number in _in_order(members, series):
         member, own = members[number], series[members[number].series]
         if prune:
             # 1. packs that are larger than others that did not fit; 1F1B holds least
             if number not in own or member.offer.samples_per_pack > plain_fits.get(member.series[:2], math.inf):
                 continue
             # 2. too slow, and not the first of its kind; more is known once its packs are made
-            limit_s = best * (1 + EQUAL) if member.kind in listed else math.inf
-            if expected_s(number) > limit_s or expected_s(number, member.packs.slowest_over_mean) > limit_s:
+            limit_s = known.best_s * (1 + EQUAL) if member.kind in listed else math.inf
+            if known.expected_s(member) > limit_s:
+                continue
+            if known.expected_s(member, member.packs.slowest_over_mean) > limit_s:
                 continue
         if progress is not None:
             progress(len(found), len(members))
@@ -172,11 +172,36 @@ def price_members(
             listed.add(member.kind)
         elif prune:  # the largest packs of the series that fit, by bisection
             del own[: bisect_left(own, True, lo=own.index(number) + 1, key=price)]
-            if plain[number] and own:
+            if member.options.schedule == "1F1B" and own:
                 plain_fits[member.series[:2]] = members[own[0]].offer.samples_per_pack
     priced = [x for x in found.values() if x is not None]
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one of the lower bound
     return priced, refusals
+
+
+def _by_series(members: Sequence[Member]) -> dict[object, list[int]]:
+    """Return the numbers of each series, the largest packs first."""
+    series = dict[object, list[int]]()
+    for number in sorted(range(len(members)), key=lambda i: -members[i].offer.samples_per_pack):
+        series.setdefault(members[number].series, []).append(number)
+    return series
+
+
+def _in_order(members: Sequence[Member], series: Mapping[object, Sequence[int]]) -> list[int]:
+    """Return the order in which members are priced.
+
+    Plain schedules come first, by their bounds: they say how far members of the same degrees are above theirs. Then
+    the others, of each series the smallest packs first, which say what larger ones recompute at least.
+    """
+    bounds_s = [member.bound_s() for member in members]
+    least_s = {name: min(bounds_s[i] for i in own) for name, own in series.items()}
+
+    def place(i: int) -> tuple[float, ...]:
+        if members[i].options.schedule == "1F1B":
+            return 0, bounds_s[i]
+        return 1, least_s[members[i].series], members[i].offer.samples_per_pack
+
+    return sorted(range(len(members)), key=place)
 
 
 def price_member(
