@@ -186,9 +186,10 @@ class Child:
 
     def __init__(self) -> None:
         code = (
-            "import json, sys\nfrom trimtab.models.asking.child import _answers, _reply\n_answers('images')\n"
+            "import json, sys\nfrom trimtab.models.asking.child import find_work\nfind_work('images')\n"
             "for line in sys.stdin:\n    question, config = json.loads(line)\n"
-            "    print('\\n@' + json.dumps(_reply(_answers(question), config)), flush=True)"
+            "    try:\n        print('\\n@' + json.dumps(find_work(question)(config)), flush=True)\n"
+            "    except ValueError as error:\n        print('\\n!' + str(error), flush=True)"
         )
         environment = {key: value for key, value in os.environ.items() if key != "TORCHVISION"}
         self.process = subprocess.Popen(
@@ -208,6 +209,8 @@ class Child:
         for line in self.process.stdout:
             if line.startswith("@"):
                 return asking._answer_of(line[1:].encode(), config)
+            if line.startswith("!"):
+                raise ValueError(line[1:])
         raise RuntimeError("the child ended")
 
 

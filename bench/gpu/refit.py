@@ -23,15 +23,15 @@ import numpy as np  # noqa: E402
 from bench.gpu.costs import Formula, model_named  # noqa: E402
 from bench.gpu.record import read_records  # noqa: E402
 
-from trimtab.costs.formula.curves import Efficiency, efficiency_of  # noqa: E402
-from trimtab.costs.formula.layers import KERNEL_S, find_gradients  # noqa: E402
-from trimtab.costs.formula.settings import CostSettings  # noqa: E402
-from trimtab.costs.profile import (  # noqa: E402
+from trimtab.costs.bands import (  # noqa: E402
     COUNTED_ERROR,
     FORMULAS_ERROR,
     SLACK,
     TIME_ERROR,
 )
+from trimtab.costs.formula.curves import Efficiency, efficiency_of  # noqa: E402
+from trimtab.costs.formula.layers import KERNEL_S, find_gradients  # noqa: E402
+from trimtab.costs.formula.settings import CostSettings  # noqa: E402
 from trimtab.specs import DeviceSpec, FloatArray, ParallelDims, evaluate  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
@@ -146,7 +146,7 @@ def report(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for name, place in FITTED.items():
             yield f"| {name} | {place} | {getattr(before, name):.3g} | {getattr(after, name):.3g} |"
         band = float(np.quantile(np.abs(np.concatenate([x.errors(after)[x.held_out] for x in layers])), 0.9))
-        yield f"| band of seconds | costs/profile.py, TIME_ERROR | {TIME_ERROR:.0%} | {band:.0%} |"
+        yield f"| band of seconds | costs/bands.py, TIME_ERROR | {TIME_ERROR:.0%} | {band:.0%} |"
     yield from _rows_of_memory(lines)
     starts = [line["device_s"] for line in lines if line["suite"] == "kernels" and "device_s" in line]
     if starts:
@@ -169,11 +169,11 @@ def _rows_of_memory(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ):
         if rows:
             widest = float(np.quantile([abs(row[f"{method}_error"]) for row in rows], 0.9))
-            yield f"| band of bytes, {method} | costs/profile.py, {name} | {now:.1%} | {widest:.1%} |"
+            yield f"| band of bytes, {method} | costs/bands.py, {name} | {now:.1%} | {widest:.1%} |"
     reserved = [row["reserved_bytes"] / row["peak_bytes"] - 1 for row in rows if row.get("reserved_bytes")]
     if reserved:
         measured = statistics.mean(reserved)
-        yield f"| reserved beside the peak | costs/profile.py, SLACK | {SLACK:.1%} | {measured:.1%} |"
+        yield f"| reserved beside the peak | costs/bands.py, SLACK | {SLACK:.1%} | {measured:.1%} |"
 
 
 def _median(layers: Sequence[Layer], attention: str, efficiency: Efficiency | None) -> float:

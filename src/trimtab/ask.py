@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -20,13 +19,13 @@ from typing import Any, Literal
 
 from trimtab.errors import ConfigError, UnknownModelError, quote
 from trimtab.files import write_atomically
+from trimtab.limited import ChildEndedError, LimitedChild
 
 Question = Literal["describe", "images", "clips"]
 MAX_CPU_S = 60  # largest published models take under 10
-MAX_WALL_S = 300  # disks of clusters are slow to import from
 MAX_MEMORY_BYTES = 8 * 2**30  # torch and Transformers take 0.6 GiB
 MAX_ANSWER_BYTES = 2**23
-CHILD = "trimtab.models.asking.child"
+ANSWER = "trimtab.models.asking.child:answer"
 ANSWERS = 5  # raise it when answers to the same question change: remembered ones are then asked again
 
 UNASKED = re.compile(
@@ -58,7 +57,7 @@ def ask(config: Mapping[str, object], question: Question) -> Mapping[str, Any]:
     known = _remembered(path)
     if known is not None:
         return known
-    answer = _answer_of(_run_child(json.dumps([question, config], default=dict)), config)
+    answer = _answer_of(_run_child(question, config), config)
     with contextlib.suppress(OSError):  # a home that cannot be written to: the answer holds all the same
         write_atomically(path, json.dumps(answer, sort_keys=True), sync=False)
     return answer
@@ -92,52 +91,36 @@ def _remembered(path: Path) -> Mapping[str, Any] | None:
     return answer if isinstance(answer, dict) else None
 
 
-def _run_child(request: str) -> bytes:
-    """What the child printed; its folder is empty, and what it imports comes only from the installation."""
+def _run_child(question: Question, config: Mapping[str, object]) -> bytes:
+    """What a child answers; its folder is empty, and what it imports comes only from the installation."""
     with tempfile.TemporaryDirectory(prefix="trimtab-asked-") as folder:
         environment = {
-            **os.environ,
             **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"), "1"),
             "HF_HOME": folder,
             "HF_MODULES_CACHE": folder,
             "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
             "TRANSFORMERS_VERBOSITY": "error",
         }
+        child = LimitedChild(memory_bytes=MAX_MEMORY_BYTES, apart=Path(folder), environment=environment)
         try:
-            child = subprocess.run(  # noqa: S603 - our own module, by our own interpreter
-                [sys.executable, "-P", "-m", CHILD, str(MAX_CPU_S), str(MAX_MEMORY_BYTES)],
-                input=request.encode(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                cwd=folder,
-                env=environment,
-                timeout=MAX_WALL_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise _overrun() from None
-    if child.returncode:
-        raise _overrun()
-    return child.stdout
+            return child.ask(ANSWER, question, json.loads(json.dumps(config, default=dict)), MAX_CPU_S)
+        except ChildEndedError:
+            raise ConfigError(
+                f"Transformers was asked to build this configuration, and did not end within {MAX_CPU_S} s of CPU time "
+                f"and {MAX_MEMORY_BYTES // 2**30} GiB: correct its sizes, or describe a model that you built yourself "
+                "(docs/models.md)"
+            ) from None
+        except (RuntimeError, ImportError, OSError):
+            return b""
+        finally:
+            child.close()
 
 
-def _overrun() -> ConfigError:
-    return ConfigError(
-        f"Transformers was asked to build this configuration, and did not end within {MAX_CPU_S} s of CPU time and "
-        f"{MAX_MEMORY_BYTES // 2**30} GiB: correct its sizes, or describe a model that you built yourself "
-        "(docs/models.md)"
-    )
-
-
-def _answer_of(printed: bytes, config: Mapping[str, object]) -> Mapping[str, Any]:
+def _answer_of(content: bytes, config: Mapping[str, object]) -> Mapping[str, Any]:
     try:
-        reply = json.loads(printed[: MAX_ANSWER_BYTES + 1])
+        answer = json.loads(content[: MAX_ANSWER_BYTES + 1])
     except (ValueError, RecursionError):
-        reply = None
-    if isinstance(reply, dict) and isinstance(reply.get("refused"), str):
-        raise (UnknownModelError if reply.get("unknown") else ConfigError)(reply["refused"])
-    answer = reply.get("answer") if isinstance(reply, dict) else None
+        answer = None
     if not isinstance(answer, dict):
         raise ConfigError(
             f"Transformers gave no answer on model_type {quote(config.get('model_type'))}: check that `import torch, "

@@ -1,4 +1,4 @@
-"""A child process with limits, which reads what strangers wrote: templates, tokenizers, columns, videos.
+"""A child process with limits, which reads what strangers wrote: templates, tokenizers, columns, videos, models.
 
 The parent asks one question at a time: a function of ours by name, and its arguments. The answer is bytes, which the
 parent never unpickles. A child that takes too long, takes too much memory or crashes costs its question alone.
@@ -19,10 +19,11 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import trimtab.errors
@@ -51,8 +52,8 @@ class ChildEndedError(TrimtabError):
 # -- in the child -----------------------------------------------------------------------------------------------------
 
 
-def limit_process(*, memory_bytes: int, cpu_s: int | None = None) -> None:
-    """Bound the memory and time of this process; it writes no core file. Windows has no such limits.
+def limit_process(*, memory_bytes: int) -> None:
+    """Bound the memory of this process; it writes no core file. Windows has no such limits.
 
     A child of a bounded process has at most what that one has.
     """
@@ -64,8 +65,6 @@ def limit_process(*, memory_bytes: int, cpu_s: int | None = None) -> None:
     memory_bytes = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if cpu_s is not None:
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
 
 
 def leave_network() -> bool:
@@ -190,17 +189,29 @@ def _send(kind: bytes, content: bytes) -> None:
 
 
 class LimitedChild:
-    """One child; it answers one question at a time and ends with this process."""
+    """One child; it answers one question at a time and ends with this process.
 
-    def __init__(self, *, network: bool = False, memory_bytes: int = MEMORY_BYTES) -> None:
-        self.network, self.memory_bytes = network, memory_bytes
+    It stands where its parent does and imports what that one would, or stands in the folder `apart` and imports nothing
+    of the working folder.
+    """
+
+    def __init__(
+        self,
+        *,
+        network: bool = False,
+        memory_bytes: int = MEMORY_BYTES,
+        apart: Path | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.network, self.memory_bytes, self._apart = network, memory_bytes, apart
         self._process = subprocess.Popen(  # noqa: S603 - our own module, by our own interpreter
             [sys.executable, "-P", "-c", _CODE, str(memory_bytes), "network" if network else "alone"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # what libraries print of strangers' files is for no terminal
             bufsize=0,
-            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_path())},
+            cwd=apart,
+            env={**os.environ, **_ENVIRONMENT, **environment, "PYTHONPATH": os.pathsep.join(self._path())},
         )
         self._poll = None if sys.platform == "win32" else select.poll()
         if self._poll is not None and self._process.stdout is not None:
@@ -212,7 +223,8 @@ class LimitedChild:
         `ChildEndedError` where there is no answer; the child is gone then.
         """
         try:
-            question = pickle.dumps((function, Path.cwd(), _path(), pickle.dumps(arguments)))
+            folder = self._apart or Path.cwd()
+            question = pickle.dumps((function, folder, self._path(), pickle.dumps(arguments)))
         except (AttributeError, pickle.PicklingError) as error:
             raise _homeless(error) from None
         place, cpu_s = "the question", "0"
@@ -234,6 +246,11 @@ class LimitedChild:
         if kind == _ANSWER:
             return content
         raise self._raised(json.loads(content), place)
+
+    def _path(self) -> list[str]:
+        """Where this process finds modules; "" stands for the working folder."""
+        found, here = [str(Path(folder).absolute()) for folder in sys.path], str(Path.cwd())
+        return found if self._apart is None else [folder for folder in found if folder != here]
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -291,11 +308,6 @@ class LimitedChild:
         if "errno" in told:
             return OSError(told["errno"], told["told"], told["file"])
         return RuntimeError(f"a process that reads data failed:\n{told.get('trace')}")
-
-
-def _path() -> list[str]:
-    """Where this process finds modules; "" stands for the working folder."""
-    return [str(Path(folder).absolute()) for folder in sys.path]
 
 
 class _GoneError(Exception):

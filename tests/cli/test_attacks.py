@@ -54,6 +54,20 @@ def test_a_limit_on_file_sizes_leaves_no_half_plan(planned: Path, tmp_path: Path
 
 
 @pytest.mark.integration
+def test_a_disk_that_takes_no_checkpoint_ends_training_in_one_sentence(drawn: Path, tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="trains")
+    one = "--cluster 1xA100-80GB --for trimtab --global-batch 8"
+    assert (
+        shell(f"{sys.executable} -m trimtab plan {tiny} {drawn / 'data.jsonl'} {one} --out {tmp_path / 'own'}")[0] == 0
+    )
+    run = f"{tmp_path / 'own'} {tiny} --random-weights --device cpu --steps 2 --save-every 1 --out {tmp_path / 'run'}"
+    code, told = shell(f"ulimit -f 2000; {sys.executable} -m trimtab train {run}")
+    assert code == 2
+    assert told.splitlines()[-1].startswith(f"trimtab: cannot use {tmp_path / 'run' / 'step-00000001'}: file too large")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.jsonl"]
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("target", sorted(SEEDS))
 def test_seeds_and_some_seconds_of_fuzz_find_nothing(target: str) -> None:
     if target == "videos":

@@ -239,7 +239,7 @@ def test_a_child_answers_once_and_code_of_the_folder_is_never_run(tmp_path, cach
     assert not (tmp_path / "ran").exists()
     assert first.layers == describe_fields({**fields, "vision_config": {}}).layers
     assert dict(first.asked_of) == {"torch": torch.__version__, "transformers": transformers.__version__}
-    monkeypatch.setattr(ask, "_run_child", lambda request: pytest.fail("the answer was remembered"))
+    monkeypatch.setattr(ask, "_run_child", lambda *_: pytest.fail("the answer was remembered"))
     assert describe(tmp_path) == first
     (remembered,) = cache.iterdir()
     assert "layers" in json.loads(remembered.read_bytes())
@@ -261,7 +261,7 @@ def test_a_child_that_does_not_end_is_ended(cache, monkeypatch):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("event", ["socket.connect", "subprocess.Popen", "os.system", "pickle.find_class"])
+@pytest.mark.parametrize("event", ["subprocess.Popen", "os.fork", "pickle.find_class"])
 def test_the_child_refuses_what_describing_does_not_need(event):
     with refused(PermissionError, event):
         child._watch(event, ())
@@ -283,4 +283,5 @@ def test_what_transformers_does_not_have_is_refused_in_one_sentence(fields, name
         describe_fields(fields)
     assert len(str(error.value)) < 600
     assert "\n" not in str(error.value)
-    assert child._reply(child._answers("describe"), fields)["refused"] == str(error.value)
+    with refused(type(error.value), str(error.value)):
+        child.find_work("describe")(fields)

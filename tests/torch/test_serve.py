@@ -9,7 +9,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +26,6 @@ from fastapi import HTTPException
 from tiny_chat import chat_inputs, data_url, picture, question, save_chat_model
 
 from trimtab.errors import ConfigError, TrimtabError
-from trimtab.placement.placed import read_device_map
 from trimtab.runtime.placing.load import load_placed
 from trimtab.serve.application import build_application, check_body, load_processor, open_port
 
@@ -215,6 +214,35 @@ def test_a_folder_that_lacks_its_processor_is_refused(folder: Path, tmp_path: Pa
         load_processor(copy)
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("tokenizer.json", "model", []),
+        ("tokenizer.json", "added_tokens", 5),
+        ("tokenizer_config.json", "tokenizer_class", []),
+        ("tokenizer_config.json", "eos_token", [[]]),
+        ("preprocessor_config.json", "size", "x"),
+        ("preprocessor_config.json", "image_processor_type", {"a": []}),
+        ("processor_config.json", "image_processor", 5),
+        ("processor_config.json", "processor_class", [5]),
+        ("chat_template.json", "chat_template", 5),
+        ("generation_config.json", "eos_token_id", {"a": []}),
+        ("config.json", "text_config", None),
+        ("config.json", "vision_config", [5]),
+    ],
+)
+def test_a_field_of_another_kind_is_one_sentence_or_nothing(
+    folder: Path, tmp_path: Path, name: str, field: str, value: Any
+) -> None:
+    """`text_config: null` is a model of other sizes, which would be drawn at random."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    content = json.loads((copy / name).read_text()) if (copy / name).exists() else {}
+    (copy / name).write_text(json.dumps({**content, field: value}))
+    with suppress(ConfigError):
+        load_processor(copy)
+        load_placed(copy, {"": "cpu"})
+
+
 def test_a_folder_quantised_is_placed_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
@@ -222,26 +250,6 @@ def test_a_folder_quantised_is_placed_whole_or_not_at_all(folder: Path, tmp_path
     (copy / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
     with refused(ConfigError):
         load_placed(copy, {"model": "cpu", "lm_head": "disk"})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[]",
-        "{}",
-        '{"model": 1.5}',
-        '{"device_map": {"model": true}}',
-        '{"device_map": [1]}',
-        '{"device_map": {"model": 0}, "runs_on": {"model": null}}',
-        '{"device_map": {"model": 0}, "run_on_cpu": 1}',
-        '{"device_map": {"model": 0}, "run_on_cpu": [null]}',
-    ],
-)
-def test_a_bad_device_map_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "map.json").write_text(content)
-    with refused(ConfigError, "map.json"):
-        read_device_map(tmp_path / "map.json")
 
 
 def test_nothing_of_the_folder_is_executed(folder: Path, tmp_path: Path) -> None:

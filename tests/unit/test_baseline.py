@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from plan_cases import tile_samples
 
+from trimtab.balance.packing import MOST_LIMIT, pack_samples
+from trimtab.cli.plan import _narrowed
 from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.partition.simulate import simulate
@@ -118,3 +120,35 @@ def test_a_row_that_loses_says_why(made: PlanDetails) -> None:
         assert sentence.startswith(f'The row "{second.name}" takes 1.20x as long')
         assert wanted in sentence
     assert not explain_losses([first, faster])
+
+
+def test_without_words_it_is_the_faster_of_what_trainers_offer() -> None:
+    options = {"pp": 4, "tp": 2, "num_microbatches": 8, "dp": 4, "schedule": "1F1B", "zero_stage": 1}
+    alone = [make(name, **options).baseline.epoch_s for name in ("random", "length-group")]
+    assert make(**options).baseline.epoch_s == min(alone)
+
+
+def test_greedy_packs_are_filled_by_tokens_alone() -> None:
+    samples = tile_samples()
+    packing = pack_samples(samples, limits=(MOST_LIMIT, 4096), method="greedy").packing
+    sizes = packing.sums(samples.num_tokens)
+    assert sizes.max() <= 4096
+    assert np.array_equal(np.sort(packing.indices), np.arange(len(samples)))
+    # as best fit decreasing written out, for one buffer
+    rests = list[int]()
+    for tokens in sorted(samples.num_tokens.tolist(), reverse=True):
+        found = min((p for p, rest in enumerate(rests) if rest >= tokens), key=rests.__getitem__, default=len(rests))
+        rests[found:] = [4096] if found == len(rests) else rests[found:]
+        rests[found] -= tokens
+    assert sorted(4096 - rest for rest in rests) == sorted(sizes.tolist())
+    largest = int(packing.sums(samples.num_patches).max())
+    kept = pack_samples(samples, limits=(largest - 1, 4096), method="greedy").packing
+    assert kept.sums(samples.num_patches).max() < largest  # a limit that is given holds
+
+
+@pytest.mark.parametrize(("framework", "packs"), [("ms-swift", True), ("llama-factory", True), ("transformers", False)])
+def test_a_host_that_packs_is_compared_as_it_packs(framework: str, packs: bool) -> None:
+    model = describe("Qwen2.5-VL-7B")
+    assert _narrowed(framework, model, PlanOptions()).options.baselines == (("greedy",) if packs else ())
+    asked = PlanOptions(baselines=("isf",))
+    assert _narrowed(framework, model, asked).options.baselines == ("isf",)

@@ -9,9 +9,10 @@ import pytest
 from plan_cases import tile_samples
 
 from refusals import refused
+from trimtab.costs.bands import OUTSIDE, SLACK
 from trimtab.costs.devices import parse_cluster
 from trimtab.costs.measured.traced_fit import TracedProfile
-from trimtab.costs.profile import OUTSIDE, SLACK, profile_model
+from trimtab.costs.profile import profile_model
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe, read_config
 from trimtab.plan.build import make_plan, write_plan

@@ -13,7 +13,7 @@ from vision_cases import QWEN, image_samples, table_of
 
 from trimtab.balance.images import share_images, tower_bytes, tower_seconds
 from trimtab.costs.devices import parse_cluster
-from trimtab.costs.profile import profile_model
+from trimtab.costs.profile import mean_seconds, profile_model
 from trimtab.lora import Lora
 from trimtab.partition.simulate import StageTimes
 from trimtab.partition.stages import split_stages
@@ -23,14 +23,13 @@ from trimtab.plan.decide.case import Case, MemoryBudget, Setting, pack_case, tow
 from trimtab.plan.decide.compare import _balanced_stages, _baseline, _columns, _moved, compare_variants, explain_losses
 from trimtab.plan.decide.epoch import open_epoch
 from trimtab.plan.decide.exchange import image_sizes, pool_packs, price_exchange
-from trimtab.plan.decide.search import (
+from trimtab.plan.decide.members import (
     _filled_packs,
     _microbatch_counts,
     _schedules,
     _zero_stages,
     default_global_batch,
     list_members,
-    lower_bound_s,
 )
 from trimtab.plan.decide.setting import ChosenSetting, Priced, profile_setting
 from trimtab.plan.decide.sharing import share_vision
@@ -43,7 +42,7 @@ from trimtab.plan.decide.steps import (
     open_steps,
     refuse_over,
 )
-from trimtab.plan.decide.work import limit_work, price_samples
+from trimtab.plan.decide.work import limit_work
 from trimtab.plan.options import PlanOptions, parse_baseline
 from trimtab.plan.plan import SettingEstimate, TipEstimate, VisionDecision
 from trimtab.specs import ParallelDims, SampleTable, Schedule
@@ -230,14 +229,19 @@ def test_a_members_bound_is_the_formula(schedule, chunks, P, M):
         assert M < P
         return
     packs, M = member.packs, member.packs.num_microbatches
-    T, S = float(price_samples(member.profile, packs.mean_work)), sum(x.step_s for x in member.profile.layers) / P
-    u = packs.slowest_over_mean
+    T = float(sum(mean_seconds(member.profile, packs.mean_work)).sum())
+    S = sum(x.step_s for x in member.profile.layers) / P
+    u, even = packs.slowest_over_mean, T * M / P
+    in_turn = T / (1 - (1 - 1 / M) ** P)
     if schedule in ("1F1B", "GPipe"):
-        expected = u * T / (1 - (1 - 1 / M) ** P) + S
+        expected = u * in_turn + S
+    elif schedule == "Interleaved1F1B":
+        expected = max(u * (even + (in_turn - even) / chunks), T) + S
     else:
-        expected = max(u * T * M / P, T * (2 / 3 if schedule == "ZBVZeroBubble" else 1)) + S
-    assert lower_bound_s(member.options, member.profile, packs) == pytest.approx(expected)
-    assert member.bound_s == pytest.approx(expected / packs.samples_per_step)
+        expected = max(u * even, T * 2 / 3) + S
+    assert member.bound_s(slowest_over_mean=u) == pytest.approx(expected / packs.samples_per_step)
+    assert member.bound_s() <= member.bound_s(slowest_over_mean=u)
+    assert member.bound_s(again=0.1) > member.bound_s()
 
 
 def test_filled_packs_end_where_steps_would_be_larger_than_others():

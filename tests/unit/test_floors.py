@@ -44,6 +44,7 @@ FLOORS = {
     "cli": 7,
 }
 INNER_FLOORS = {
+    "costs/bands": 0,
     "costs/devices": 0,
     "costs/formula": 1,
     "costs/profile": 2,  # the table that every solver reads
@@ -72,6 +73,7 @@ INNER_FLOORS = {
     "plan/build": 3,
     "plan/predict": 3,
     "plan/runs": 3,
+    "plan/replan": 4,  # what a run taught, into the next plan
     "plan/layout": 3,  # what our own runtime carries out
 }
 """The same inside the larger folders: a part imports from itself and from lower parts."""

@@ -11,8 +11,9 @@ from partition_cases import constant
 from plan_cases import tile_samples
 
 from refusals import refused
+from trimtab.costs.bands import SLACK, SLACK_ERROR
 from trimtab.costs.devices import parse_cluster
-from trimtab.costs.profile import SLACK, SLACK_ERROR, profile_bytes, profile_from_bytes
+from trimtab.costs.profile import profile_bytes, profile_from_bytes
 from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.partition.published import full_recompute

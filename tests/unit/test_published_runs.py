@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from trimtab.costs.bands import TIME_BANDS
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.curves import efficiency_of
 from trimtab.costs.formula.host import HOSTS
@@ -15,6 +17,7 @@ from trimtab.plan.given import GivenRun
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+import decisions
 import published
 import published_curves as curves
 
@@ -48,11 +51,20 @@ def test_the_sweep_of_degrees_is_met_and_its_best_is_found():
 
 
 def test_short_passes_wait_for_the_host():
-    rows = [row for row in ROWS if row.regime == "short passes" and row.settings.get("pp", 1) == 1]
-    found = [published.evaluate(row).defaults for row in rows]
+    rows = [row for row in ROWS if row.source in ("loongforge", "mindspeed-mm") and row.settings.get("pp", 1) == 1]
+    found = [x for x in map(published.evaluate, rows) if x.regime == "short passes"]
     assert len(found) == 3
-    assert max(map(abs, found)) <= 0.25
-    assert all(published.predict(row, stated=False).notes for row in rows), "the host is said to decide"
+    assert max(abs(x.defaults) for x in found) <= 0.25
+    assert all("host decides" in " ".join(published.predict(x.row, stated=False).notes) for x in found)
+
+
+def test_a_band_is_that_of_the_regime_and_held_by_sources_that_did_not_ask_for_it():
+    rows = [row for row in ROWS if row.source in ("megatron-2022", "experts-automodel", "hf-moe-prs")]
+    found = [published.evaluate(row) for row in rows if not row.left_out]
+    assert {x.regime for x in found} == {"dense models", "experts", "pipelines over nodes", "short passes"}
+    assert all(x.band == TIME_BANDS[x.regime] for x in found)
+    for band in published.bands(found):
+        assert band.inside == 1.0
 
 
 def test_constants_of_the_curve_are_those_that_published_kernels_give():
@@ -62,3 +74,25 @@ def test_constants_of_the_curve_are_those_that_published_kernels_give():
         assert e.depth == pytest.approx(found.depth, rel=0.02)
         assert np.mean(np.abs(found.errors)) <= 0.05
         assert e.matmul < found.share  # a training step draws more power than one product
+
+
+def test_rows_of_a_sweep_are_one_model_on_the_same_devices():
+    rows = {row.name: row for row in ROWS}
+    for sweep in json.loads((published.DATA / "decisions.json").read_text()):
+        own = [rows[name] for name in sweep["rows"] or ()]
+        assert {(row.source, row.model, row.cluster) for row in own} <= {
+            (sweep["source"], row.model, row.cluster) for row in own[:1]
+        }
+
+
+def test_a_sweep_counts_pairs_and_what_the_pick_costs():
+    def ran(measured, ours):
+        return decisions.Outcome(row=ROWS[0], measured=measured, ours=ours)
+
+    outcomes = (ran(1.0, 3.0), ran(1.01, 2.5), ran(1.2, 2.0), ran(2.0, 4.0))
+    found = decisions.Sweep(name="x", what="degrees", source="x", outcomes=outcomes, edges=())
+    assert (len(found.pairs), found.in_order) == (5, 3)  # 1.0 and 1.01 are no pair; 1.2 is put before both
+    assert found.tau == pytest.approx(0.2)
+    assert found.regret == pytest.approx(1.2)
+    score = decisions.Score.of([found])
+    assert (score.first, score.near) == (0, 0)

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from sample_sets import PixelRule, talk, write_jsonl, write_tokenizer
+from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
 from size_cases import GOOD, CoarseWhenMany, fill_folder, parquet, pyarrow, rows_of, size
 
 from trimtab.samples import records
@@ -141,6 +141,22 @@ def test_other_settings_or_other_data_take_nothing_over(large, monkeypatch):
     assert len(list(kept.iterdir())) > 3 * count
     changed = saved(large, "e.npz")
     assert (large / "d.npz").read_bytes() == changed
+
+
+def test_an_image_that_changed_is_sized_again(folder):
+    write_jsonl(
+        folder / "data.jsonl",
+        [{"id": name, "conversations": talk("<image>"), "image": f"{name}.png"} for name in ("own", "new")],
+    )
+    (folder / "own.png").write_bytes(png(40, 40))
+    result = size(folder, "data.jsonl", resume_dir=folder / "kept", on_bad="skip")
+    assert result.table.ids == ("own",)
+    (folder / "own.png").write_bytes(png(80, 40))
+    (folder / "new.png").write_bytes(png(40, 40))
+    with pytest.warns(UserWarning, match="changed"):
+        again = size(folder, "data.jsonl", resume_dir=folder / "kept", on_bad="skip")
+    assert rows_of(again) == rows_of(size(folder, "data.jsonl"))
+    assert rows_of(size(folder, "data.jsonl", resume_dir=folder / "kept")) == rows_of(again)
 
 
 def test_a_record_that_ends_its_process_is_bad(folder):

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from trimtab.costs.devices import parse_cluster
-from trimtab.errors import PartitionError
+from trimtab.errors import PartitionError, PlanError
+from trimtab.lora import Lora
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
 from trimtab.plan.decide.case import MemoryBudget
-from trimtab.plan.decide.search import choose_setting, list_members, price_members
+from trimtab.plan.decide.members import list_members
+from trimtab.plan.decide.search import choose_setting, price_members
 from trimtab.plan.decide.setting import parallel_dims
 from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.specs import SampleTable
@@ -93,3 +95,40 @@ def test_sharing_images_is_never_worse_than_not_sharing() -> None:
     off = make_plan(model, samples, cluster, PlanOptions(global_batch=64))
     auto = make_plan(model, samples, cluster, PlanOptions(global_batch=64, vision=VisionChoice(group="auto")))
     assert auto.variants[-1].epoch_s <= off.variants[-1].epoch_s * (1 + 1e-9)
+
+
+BATCHES, DEVICES = (8, 16, 32, 64, 100, 256, 1000), (1, 2, 8, 24, 64, 512)
+
+
+def steps_hold_what_was_asked(name: str, batch: int, devices: int) -> None:
+    """Every step but the last; refused only where a rank would have no sample. One device or two train adapters."""
+    rng = np.random.default_rng(batch * devices)
+    patches = 4 * np.round(np.exp(rng.normal(5.5, 0.8, 2 * batch + 5))).astype(np.int64)
+    samples = SampleTable.of(patches, patches // 4 + rng.integers(20, 2000, len(patches)))
+    cluster = parse_cluster(f"{devices}xH200")
+    try:
+        options = PlanOptions(global_batch=batch, lora=Lora(r=16) if devices < 8 else None)
+        made = make_plan(describe(name), samples, cluster, options)
+    except (PartitionError, PlanError):
+        assert devices > 128 * len(samples) or devices > 8 * 16 * batch, "tp 8 x pp 16 leave each rank a sample"
+        return
+    packing, table = made.packing, made.schedule.table
+    held = np.append(np.diff(packing.offsets), 0)[table].sum(axis=(1, 2))
+    assert held.tolist() == [batch, batch, 5]
+    assert made.plan.decisions.parallel.dp <= batch
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "devices"),
+    [("Qwen2.5-VL-3B", 8, 8), ("Qwen2.5-VL-7B", 100, 24), ("InternVL3-1B", 8, 512), ("InternVL2-8B", 1000, 1)],
+)
+def test_a_global_batch_is_exact(name: str, batch: int, devices: int) -> None:
+    steps_hold_what_was_asked(name, batch, devices)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_global_batch_is_exact_everywhere(name: str, batch: int, devices: int) -> None:
+    steps_hold_what_was_asked(name, batch, devices)

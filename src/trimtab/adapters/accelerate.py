@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 import accelerate
 import torch
-import transformers
 from transformers.integrations.accelerate import _get_device_map
 
-from trimtab.errors import UnsupportedPlanError
 from trimtab.models.asking.internvl_chat import chat_config, published_name
+from trimtab.models.asking.model import build, complete, configured
 from trimtab.models.families import REMOTE
 from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.machine import Machine
@@ -36,20 +35,12 @@ def build_on_meta(config: Mapping[str, Any], *, tied: bool, dtype: str = "bf16")
 
     `tied`: whether the head shares the embedding's weight, as `ModelSpec.tied` has settled it.
     """
-    model_type = config.get("model_type")
-    if model_type == REMOTE:
-        with torch.device("meta"):
-            chat: torch.nn.Module = transformers.InternVLForConditionalGeneration(chat_config(config))
-        return chat.to(DTYPES[dtype])
-    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
-        raise UnsupportedPlanError(
-            f"model_type {model_type!r} has remote code only, which is never executed here: compare the same model in "
-            "Transformers' own format"
-        )
-    outer = {key: value for key, value in config.items() if key != "model_type"}
-    settings = transformers.AutoConfig.for_model(model_type, **{**outer, "tie_word_embeddings": tied})
-    with torch.device("meta"):
-        model: torch.nn.Module = transformers.AutoModelForImageTextToText.from_config(settings, dtype=DTYPES[dtype])
+    fields = {**config, "tie_word_embeddings": tied}
+    if config.get("model_type") == REMOTE:
+        settings = configured(fields, lambda: chat_config(config))
+    else:
+        settings = complete(fields)
+    model: torch.nn.Module = build(settings, dtype=DTYPES[dtype])
     return model
 
 

@@ -476,6 +476,7 @@ TARGETS = {name: _target(host) for name, host in _HOSTS.items()} | {
         host="eager",
         checked_with=host.checked_with,
         packs=host.packs,
+        packs_by_tokens=True,
         can=lambda model, _pp: whole(model, _ZERO_STAGES),
         export=partial(export_recipe, host=host),
         lora=host.lora,

@@ -289,6 +289,7 @@ SWIFT = {
         can=can_run,
         export=export_swift,
         lora=(16,),
+        packs_by_tokens=True,
     )
 }
 

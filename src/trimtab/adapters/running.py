@@ -139,6 +139,7 @@ class Target:
     is the step time of the best plan that it can run, relative to this plan's; infinite where none fits."""
     host: HostName = "megatron"  # what it does by itself, which is priced where the plan says nothing
     lora: tuple[int, ...] = ()  # bits of frozen weights beside which its export tells adapters; none: it cannot
+    packs_by_tokens: bool = False  # whether its trainer packs by itself: greedily, by tokens
 
     def refuse_lora(self, lora: Lora | None) -> None:
         """`UnsupportedPlanError` in one sentence, where adapters were asked for that it cannot be told."""

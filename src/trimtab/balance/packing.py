@@ -236,6 +236,8 @@ def _pack_small(
             columns, limits=asked.limits, filters=filters, iterations=iterations, seed=seed, epoch=epoch
         )
         return packs, None
+    if asked.method == "greedy":
+        return published.pack_greedily(columns, limits=asked.limits, seed=seed, epoch=epoch), None
     lengths = columns[:, 1].astype(np.float64)
     batch = {"length_group": published.batch_by_length, "device_group": published.batch_by_device}.get(asked.method)
     if batch is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.check import OWN_LOOP, Framework
+from trimtab.cli.check import OWN_LOOP, Framework, PlanArgument
 from trimtab.cli.data import ClusterOptions, ConfigArgument, DataArgument, ImageOptions, SizingOptions, size_data
 from trimtab.cli.output import JsonOption, console, given_command, print_json
 from trimtab.cli.settings import verb
@@ -91,6 +91,50 @@ def _print(details: "PlanDetails", paths: Mapping[str, Path]) -> None:
     print("\n".join(f"{name}: {path}" for name, path in paths.items()))
 
 
+def replan(
+    plan: PlanArgument,
+    run: Annotated[
+        Path, typer.Option(help="run.jsonl of `trimtab train`, or its folder; or what Megatron's trainer printed.")
+    ],
+    cluster: Annotated[
+        str | None, typer.Option(help="Other devices to go on with, as in 16xH100; default: the plan's.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the new plan and its report.")] = Path("replan"),
+    target: Annotated[
+        Framework | None, typer.Option("--for", help="Only what this target of `export` can run.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say where a run differs from PLAN, refit the costs, and plan the rest of it, with the same batches."""
+    from trimtab.cli.output import progress, told_of_compiling
+    from trimtab.cli.report import plan_json, write_all
+    from trimtab.costs.devices import parse_cluster
+    from trimtab.plan.file.reload import reload_plan
+    from trimtab.plan.replan import learn_from, open_again, replan_rest
+    from trimtab.plan.runs import read_log_of
+
+    found = reload_plan(plan)
+    lesson = learn_from(found, read_log_of(found.plan, run / "run.jsonl" if run.is_dir() else run))
+    options = open_again(found)
+    narrowed = _Narrowed(options=options) if target is None else _narrowed(target, found.case.model, options)
+    with told_of_compiling(), progress("planning") as advance:
+        details = replan_rest(
+            found,
+            lesson,
+            cluster=None if cluster is None else parse_cluster(cluster, beside=found.case.cluster.device),
+            options=narrowed.options,
+            within=narrowed.within,
+            progress=lambda _step, done, total: advance(done, total),
+        )
+    _refuse_untrainable(details, target)
+    paths = write_all(details, out)
+    if as_json:
+        print_json(plan_json(details, paths) | {"steps_done": lesson.steps_done, "lesson": lesson.sentences()})
+        return
+    print("\n".join((*lesson.sentences(), "")))
+    _print(details, paths)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Narrowed:
     """What the planner may choose, and what may be decided of the model."""
@@ -115,6 +159,8 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
     framework.refuse_lora(options.lora)
     if options.host == PlanOptions().host:  # what the framework does by itself, unless another was named
         options = replace(options, host=framework.host)
+    if framework.packs_by_tokens and not options.baselines:  # what the user would run without a plan
+        options = replace(options, baselines=("greedy",))
     can = framework.can
     return _Narrowed(options=within_choices(options, can(model, options.pp or 1), target), within=can)
 

@@ -34,6 +34,10 @@ VERBS = MappingProxyType(
             "run:train",
             "Train MODEL as PLAN says: `torchrun --nproc-per-node N --no-python trimtab train PLAN MODEL`, or alone.",
         ),
+        "replan": (
+            "plan:replan",
+            "Say where a run differs from PLAN, refit the costs, and plan the rest of it, with the same batches.",
+        ),
         "report": (
             "report:report",
             "Simulate PLAN again and write report.html (self-contained).",

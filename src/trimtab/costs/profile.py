@@ -1,4 +1,4 @@
-"""The table every solver reads: made from shapes, saved and loaded, asked for seconds; how sure its bytes are."""
+"""The table every solver reads: made from shapes, saved and loaded, asked for seconds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from trimtab.costs.bands import FORMULAS_ERROR, TIME_BANDS, TIME_ERROR, Regime, find_regime
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.activations import casts_inputs, uses_dense_pairs
 from trimtab.costs.formula.adapters import adapt_layer, count_adapters, refuse_unknown_targets
@@ -43,109 +43,10 @@ from trimtab.specs import (
     tiers_of,
 )
 from trimtab.typed_json import parse_json, read_typed
-from trimtab.units import GIB
-
-# -- how far real memory is from what is counted ----------------------------------------------------------------------
-#
-#     expected bytes of a device = counted x (1 + SLACK) + its memory x OUTSIDE
-#
-# *Counted* are state, kept activations and one layer's backward. The *band* is the half-width, relative to the expected
-# bytes, that holds 90 % of devices: the error of the counted bytes (`Profile.memory_error`) and that of the slack are
-# independent, so their squares add. The error is taken as normal.
-
-
-FORMULAS_ERROR = 0.05
-"""Of bytes by formula. 34 stages of H20 logs miss by -1.3 to -0.2 % (images of the first stages fitted; bench/
-published.py), 12 kinds of layers by 0.5 % of autograd's bytes at most (tests, at a quarter of their widths); OmniBal's
-Table 5 has four stages 8 and 22 % above and 7 and 6 % below what is expected, of packs that are not published. Of the
-38 the band holds 35."""
-
-COUNTED_ERROR = 0.01
-"""Of bytes counted on real layers (`profile --traced`) or measured (`probe`): saved bytes are exact to the byte in 92
-of 97 families (bench/columns/traced.py); state stays by formula, 0.2 to 0.8 % too low on H20."""
-
-SLACK = 0.035
-"""Of the counted bytes: the allocator's rounding and fragmentation, buffers and workspaces of libraries. What torch's
-allocator reserved at most is 1.009 to 1.069 times the counted bytes of those 34 stages, mean 1.035 (0.5 % of it in
-tensors)."""
-
-SLACK_ERROR = 0.027
-"""Of the counted bytes: it holds 32 of the 34."""
-
-OUTSIDE = 0.0125
-"""Of a device's memory (1.0 GiB of 80): CUDA context, cuBLAS and NCCL, which torch's allocator does not hold. Reports
-of what torch does not hold go from 0.2 to 2 GB a process; assumed, not measured here."""
-
-_NORMAL = NormalDist()
-_EDGE = _NORMAL.inv_cdf(0.95)  # standard deviations from the middle to either end of what holds 90 %
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBand:
-    """What is expected beside the counted bytes, and how far the truth may be from the expectation."""
-
-    half_width: float  # of the expected bytes: 5 % of devices need more, 5 % less
-    slack: float = 0.0  # of the counted bytes
-    outside: float = 0.0  # of the device's memory
-
-    def largest_share(self, risk: float) -> float:
-        """Of a memory that may be expected to fill, if the chance that it does not suffice is to be `risk`."""
-        return 1.0 / (1.0 + self.half_width / _EDGE * _NORMAL.inv_cdf(1.0 - risk))
-
-    def largest_counted(self, risk: float) -> float:
-        """The same of the bytes that are counted."""
-        return (self.largest_share(risk) - self.outside) / (1.0 + self.slack)
-
-    def misfit_chance(self, share: float) -> float:
-        """That a device which is expected to fill `share` of its memory needs more than all of it."""
-        if share <= 0:
-            return 0.0
-        return 1.0 - _NORMAL.cdf((1.0 / share - 1.0) * _EDGE / self.half_width)
-
-    def verdict(self, peak_bytes: float, total_bytes: float) -> str:
-        """Return the expected peak, the range that holds 90 % of devices in % of their memory, and the risk.
-
-        >>> memory_band(None).verdict(72 * 2**30, 80 * 2**30)
-        '72.0 GiB (-15 % / -5 %) of 80.0; 0.065 % chance of running out of memory'
-        """
-        share = peak_bytes / total_bytes
-        low, high = (100.0 * (share * (1.0 + sign * self.half_width) - 1.0) for sign in (-1, 1))
-        chance = self.misfit_chance(share)
-        held = f"{peak_bytes / GIB:.1f} GiB ({round(low):+d} % / {round(high):+d} %) of {total_bytes / GIB:.1f}"
-        if chance > 0.5:
-            return f"{held}, which DOES NOT FIT"
-        odds = f"; {100 * chance:.2g} % chance of running out of memory" if chance >= 1e-4 else ""
-        return f"{held}{odds}"
-
-
-def memory_band(profile: Profile | None) -> MemoryBand:
-    """The band of what this profile prices; None: of the formulas. What a probe measured includes what lies outside.
-
-    >>> band = memory_band(None)
-    >>> round(band.largest_share(0.05), 3)
-    0.946
-    """
-    error = FORMULAS_ERROR if profile is None else profile.memory_error
-    probed = profile is not None and profile.method == "probed"
-    return MemoryBand(slack=SLACK, outside=0.0 if probed else OUTSIDE, half_width=math.hypot(error, SLACK_ERROR))
-
-
-def measured_band(*, allocator: bool) -> MemoryBand:
-    """Of a peak that was measured on the device itself; `allocator`: by what CUDA's held, without its slack."""
-    if not allocator:
-        return MemoryBand(half_width=COUNTED_ERROR)
-    return MemoryBand(slack=SLACK, half_width=math.hypot(COUNTED_ERROR, SLACK_ERROR))
-
-
-# -- the table --------------------------------------------------------------------------------------------------------
-
 
 FORMAT = "trimtab-profile 1.2"
 
 _MOST_S, _LEAST_S = 1e3, 1e-15  # of a layer for one token, patch or pair of them; real ones: 1e-4 to 1e-11
-
-TIME_ERROR = 0.30
-"""Stated, not measured on a device: formulas with one efficiency for each kind of kernel. Calibrate to narrow it."""
 
 
 def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profile:
@@ -522,16 +423,20 @@ class Seconds(NamedTuple):
     again: FloatArray  # the part of it that recompute adds
 
 
+def host_again_s(layer: LayerCost, tier: RecomputeTier) -> float:
+    """Return what recompute asks of the host: its forward once more, or a third of it where the products stay."""
+    return layer.host_forward_s * {"none": 0.0, "selective": OTHER_LAYERS}.get(tier.name, 1.0)
+
+
 def pass_seconds(layer: LayerCost, tier: RecomputeTier, work: FloatArray) -> Seconds:
     """Return the seconds of one layer on `tier` for micro-batches `work` (n, len(WORK_TERMS)).
 
-    max(device, host), forward and backward each. A layer that recomputes asks the host for its forward once more, and
-    for a third of it (`OTHER_LAYERS`) where its products stay. The weights' part is the device's own: the host's wait
-    comes before it.
+    max(device, host), forward and backward each, with what is computed again (`host_again_s`). The weights' part is
+    the device's own: the host's wait comes before it.
     """
     coefficients = (layer.forward_s, layer.backward_s, tier.extra_backward_s)
     forward, backward, extra = (work @ np.array(terms, np.float64) for terms in coefficients)
-    again_s = layer.host_forward_s * {"none": 0.0, "selective": OTHER_LAYERS}.get(tier.name, 1.0)
+    again_s = host_again_s(layer, tier)
     if layer.host_forward_s == 0.0:  # what a fit put below 0 stays there, for the solvers to refuse
         return Seconds(forward, backward + extra, work @ weight_coefficients(layer), extra)
     whole = np.maximum(backward + extra, layer.host_backward_s + again_s)
@@ -546,11 +451,11 @@ def pass_seconds(layer: LayerCost, tier: RecomputeTier, work: FloatArray) -> Sec
 def stage_seconds(profile: Profile, stage: Stage, work: FloatArray) -> Seconds:
     """Return the sum of `pass_seconds` over the stage's layers, each on its tier."""
     layers = profile.layers[stage.start : stage.stop]
-    kinds: dict[tuple[object, ...], tuple[LayerCost, RecomputeTier]] = {}
-    number = Counter[tuple[object, ...]]()
+    # layers of one kind share their tuples: told apart by identity, which costs less than by value
+    kinds, number = dict[tuple[object, ...], tuple[LayerCost, RecomputeTier]](), Counter[tuple[object, ...]]()
     for layer, tier in zip(layers, chosen_tiers(profile, stage), strict=True):
-        kind: tuple[object, ...]
-        kind = (layer.forward_s, layer.backward_s, layer.weight_s, layer.host_forward_s, layer.host_backward_s, tier)
+        shared = map(id, (layer.forward_s, layer.backward_s, layer.weight_s, tier))
+        kind: tuple[object, ...] = (*shared, layer.host_forward_s, layer.host_backward_s)
         kinds[kind] = layer, tier
         number[kind] += 1
     total = np.zeros((4, len(work)))
@@ -560,12 +465,15 @@ def stage_seconds(profile: Profile, stage: Stage, work: FloatArray) -> Seconds:
 
 
 def mean_seconds(profile: Profile, work: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return (num_layers,) forward and backward seconds of one micro-batch `work`, nothing recomputed."""
-    forward, backward = (profile.matrix(term) @ work for term in ("forward_s", "backward_s"))
+    """Return (num_layers,) forward and backward seconds of one micro-batch `work`, nothing recomputed.
+
+    Of several micro-batches (n, len(WORK_TERMS)) they are (num_layers, n).
+    """
+    forward, backward = (profile.matrix(term) @ work.T for term in ("forward_s", "backward_s"))
     if not any(layer.host_forward_s for layer in profile.layers):
         return forward, backward
     host = np.array([(layer.host_forward_s, layer.host_backward_s) for layer in profile.layers])
-    return np.maximum(forward, host[:, 0]), np.maximum(backward, host[:, 1])
+    return np.maximum(forward.T, host[:, 0]).T, np.maximum(backward.T, host[:, 1]).T
 
 
 def host_share(profile: Profile, work: FloatArray) -> float:
@@ -574,6 +482,22 @@ def host_share(profile: Profile, work: FloatArray) -> float:
     device = float(sum(np.sum(profile.matrix(term) @ mean) for term in ("forward_s", "backward_s")))
     passed = float(sum(map(np.sum, mean_seconds(profile, mean))))
     return 1.0 - device / passed if passed > 0 else 0.0
+
+
+def regime_of(profile: Profile, model: ModelSpec, work: FloatArray, *, nodes: int) -> Regime:
+    """Return the regime of a run of mean micro-batches `work` (n, len(WORK_TERMS)) on so many nodes."""
+    return find_regime(
+        waits=host_share(profile, work),
+        adapters=profile.lora is not None,
+        experts=has_experts(model),
+        stages=profile.dims.pp,
+        nodes=nodes,
+    )
+
+
+def time_band(profile: Profile, regime: Regime) -> float:
+    """Return the relative half-width of a run's seconds: of formulas by its regime, else as they were measured."""
+    return TIME_BANDS[regime] if profile.method in ("analytic", "traced") else profile.time_error
 
 
 def weight_coefficients(layer: LayerCost) -> FloatArray:

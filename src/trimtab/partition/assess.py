@@ -260,6 +260,7 @@ def replay_peaks(
     packs = table.reshape(-1, M)  # an empty slot is -1, the last row of what follows
     work = np.vstack([work, np.zeros((1, work.shape[1]))])
     order = problem.order
+    # each device by itself: its blocks in turn add bytes and take them away
     result = []
     for device in range(P):
         numbers = [s for s in range(P * V) if order.device[s] == device]
@@ -279,6 +280,7 @@ def replay_peaks(
             most = np.maximum(most, now)
             if kind != FORWARD and not (kind == BACKWARD and split):
                 held = held - (which.whole if split else which.saved)[pack]
+        # the fullest moment over all steps and ranks
         worst = int(most.argmax())
         result.append(
             ReplayedPeak(

@@ -229,6 +229,7 @@ def reach(cost: Cost, S: int, K: int, limit: int) -> Reach:
     for i in range(S):
         a = low = ends[i]
         high = K
+        # the furthest end of this stage, by bisection
         own, next_own = 0, None  # what the stage costs as far as it gets, and one segment further
         while low < high:
             middle = (low + high + 1) // 2

@@ -112,6 +112,7 @@ def layer_table(problem: SplitProblem) -> LayerTable:
     ]
     _refuse_negative(forward=forward.min(), backward=backward.min(), recompute=min(map(min, extra)))
 
+    # ticks: fine enough that rounding decides nothing, few enough for 64 bits
     longest = float(forward.sum() + backward.sum() + sum(max(extra[kind]) for kind in kind_of))
     tick_s = 2.0 ** (math.frexp(longest)[1] - TICK_BITS) if longest > 0 else 1.0
     scale = len(layers) + 1
@@ -140,6 +141,7 @@ def layer_table(problem: SplitProblem) -> LayerTable:
     first = [ladder[0] for ladder in ladders]
     saved_first = np.array([rung.saved for rung in first], np.int64)
 
+    # layers with equal upgrades are one class: what is chosen is how many of them
     layer_class, classes = _classes(ladders)
     return LayerTable(
         positions=np.array([c for c in range(len(layers) + 1) if c not in forbidden_cuts], np.int64),

@@ -123,6 +123,7 @@ def block_order(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1
     """
     check_schedule(schedule, num_devices=num_devices, num_chunks=num_chunks, num_microbatches=num_microbatches)
     P, V, M = num_devices, num_chunks, num_microbatches
+    # the k-th block of a kind on a chunk is micro-batch k
     own = _stages_of_devices(schedule, P, V)
     rows = []
     for device in range(P):
@@ -236,11 +237,13 @@ def _per_stage(schedule: ScheduleName, P: int, V: int, M: int, count: Callable[[
     return result
 
 
+@lru_cache(maxsize=256)
 def _stages_of_devices(schedule: ScheduleName, P: int, V: int) -> IntArray:
     """(P, V) the stages of each device, first chunk first."""
     return np.argsort(devices_of_stages(schedule, num_devices=P, num_chunks=V), kind="stable").reshape(P, V)
 
 
+@lru_cache(maxsize=1024)
 def _held(schedule: ScheduleName, P: int, V: int, M: int, device: int) -> IntArray:
     """(2, n, V) micro-batches held in each chunk once each block of the device has begun, or, if it frees, ended.
 

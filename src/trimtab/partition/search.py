@@ -41,6 +41,7 @@ class Evaluator:
                 f"work of shape {work.shape} cannot be simulated with {problem.num_microbatches} micro-batches a step: "
                 f"give (steps, {expected[0]}, {expected[1]}), at least one step"
             )
+        # what does not depend on the cuts, once
         S = problem.num_stages * problem.num_chunks
         self.problem = problem
         self.rows = work.reshape(-1, NUM_WORK_TERMS)

@@ -256,6 +256,7 @@ def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices:
     costs = block_costs(times, schedule)
     S, M = times.forward_s.shape
     P = S if num_devices is None else num_devices
+    # ends of all blocks, wave by wave; then told device by device
     waves = _waves(schedule, S, P, M)
     end = np.zeros((3, S, M))
     end[waves.kind, waves.stage, waves.microbatch] = replay(waves, costs.seconds, costs.sends, np.arange(M)[None])[:, 0]
@@ -335,6 +336,7 @@ def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
         raise PartitionError(
             "a stage time is negative or not finite: give seconds >= 0; profile again if they come from a fit"
         )
+    # a split backward is its weights' part, and the rest
     seconds = np.zeros((3, *times.forward_s.shape))
     seconds[FORWARD], seconds[BACKWARD] = times.forward_s, times.backward_s
     if splits_backward(schedule) and times.weight_s is not None:

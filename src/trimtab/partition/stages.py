@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.errors import PartitionError, refuse_type
 from trimtab.options import RecomputedTier
 from trimtab.partition.assess import SplitProblem as SplitProblem
-from trimtab.partition.assess import SplitResult
+from trimtab.partition.assess import SplitResult, stages_bytes, state_bytes
 from trimtab.partition.cuts import (
     Pipeline,
     best_tied_cuts,
@@ -57,6 +57,7 @@ def split_stages(problem: SplitProblem) -> SplitResult:
         if result is None:
             raise _infeasible(problem, table)
         return replace(result, exact=True)
+    # several chunks share a device's room: without a cap first, then divided beforehand in two ways
     free = _solve_capped(problem, table, np.full(problem.num_stages * problem.num_chunks, np.inf))
     if free is None:  # more bytes than the solver counts to: limits of 1e12 tokens make such packs
         raise _infeasible(problem, table)
@@ -85,11 +86,9 @@ def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> Flo
     room = problem.room_bytes
     if like is None:
         return np.full(P * V, room / V)
-    single = replace(problem, num_chunks=1, schedule="1F1B", num_microbatches=1)
-    alone = [single.assess([stage]).memory[0] for stage in like.stages]
-    held = np.array(
-        [x.state_bytes + n * x.saved_bytes + x.transient_bytes for x, n in zip(alone, like.in_flight, strict=True)]
-    )
+    most = np.asarray(problem.work_max, np.float64)[None]
+    saved, _, transient = (x[:, 0] for x in stages_bytes(problem.profile, like.stages, most, once=False))
+    held = state_bytes(problem.profile, like.stages) + np.array(like.in_flight) * saved + transient
     device = np.array(like.devices)
     return np.asarray(room * held / np.bincount(device, weights=held)[device])
 
@@ -155,6 +154,7 @@ def _infeasible(problem: SplitProblem, table: LayerTable) -> PartitionError:
     }[problem.recompute]
     if problem.num_chunks > 1:
         how += " and a device's room shared evenly by its chunks"
+    # what may help, of what this problem leaves to change
     tries = ["more stages", "a larger tp", "fewer patches and tokens in a micro-batch"]
     kept = {layer.name.rstrip("0123456789") for layer in problem.profile.layers if len(layer.tiers) == 1}
     if problem.recompute == "auto" and (never := sorted(name for name in kept if name.endswith("."))):

@@ -13,11 +13,12 @@ from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, 
 from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, open_epoch
-from trimtab.plan.decide.search import Tiers, choose_setting, default_global_batch
+from trimtab.plan.decide.members import default_global_batch
+from trimtab.plan.decide.search import Tiers, choose_setting
 from trimtab.plan.decide.setting import ChosenSetting
 from trimtab.plan.decide.sharing import VisionChosen, choose_vision, group_degree
 from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split
-from trimtab.plan.decide.work import host_sentences
+from trimtab.plan.decide.work import band_sentence, host_sentences
 from trimtab.plan.file.figures import PlanDetails, assemble_plan
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -109,6 +110,7 @@ def make_plan(
             *settled.vision.sentences(),
             *explain_losses(variants),
             *model.notes,
+            band_sentence(setting.profile, model, case.problem.work_mean, cluster),
             *host_sentences(setting.profile, case.problem.work_mean),
             *setting.profile.assumptions,
         ),

@@ -369,6 +369,14 @@ class TableFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuedPlan:
+    """The plan that a run began with, whose steps hold the same samples: its place in the data is kept."""
+
+    tables_blake2b: str  # of its offsets, indices and schedule, joined
+    packs_per_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackingDecision:
     """Which samples share a micro-batch, and which rank runs it in which step.
 
@@ -389,6 +397,7 @@ class PackingDecision:
     indices: TableFile
     schedule: TableFile
     global_batch: int | None = None  # samples of every step, the last may hold fewer; none, and no such key: it varies
+    continues: ContinuedPlan | None = None  # none, and no such key: runs begin with this plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from trimtab.balance.packing import PackResult, pack_samples
+from trimtab.costs.bands import Regime
 from trimtab.costs.measured.fitted import place_blocks
+from trimtab.costs.profile import regime_of
 from trimtab.errors import PlanError, refuse_type
 from trimtab.options import RecomputedTier
 from trimtab.partition.published import even_stages
@@ -21,7 +23,15 @@ from trimtab.plan.decide.case import MemoryBudget, Setting, make_case
 from trimtab.plan.decide.compare import Run, Variant, simulate_run
 from trimtab.plan.decide.epoch import Epoch, open_epoch
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import above_all, host_sentences, join_samples, joins_samples, spread_of
+from trimtab.plan.decide.work import (
+    above_all,
+    band_sentence,
+    host_sentences,
+    join_samples,
+    joins_samples,
+    spread_of,
+    with_band,
+)
 from trimtab.plan.given import GivenRun
 from trimtab.plan.options import PADDED
 from trimtab.specs import ClusterSpec, ModelSpec, ParallelDims, Profile, SampleTable, Stage, recomputing
@@ -41,6 +51,7 @@ class Prediction:
     num_microbatches: int
     budget: MemoryBudget
     variant: Variant
+    regime: Regime  # published runs of which its band is known
     spread: StepSpread  # of its steps: unlike batches, and jitter of the devices
     notes: tuple[str, ...] = ()  # what its seconds leave out
 
@@ -116,13 +127,17 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
     return Prediction(
         model=model,
         cluster=cluster,
-        profile=profile,
+        profile=with_band(profile, model, problem.work_mean, cluster),
         num_samples=len(made.packing.indices),
         num_microbatches=problem.num_microbatches,
         budget=budget,
         variant=variant,
+        regime=regime_of(profile, model, problem.work_mean, nodes=cluster.num_nodes),
         spread=spread_of(work, made.schedule.table, variant.step_s, stages, on=problem, at=cluster),
-        notes=host_sentences(profile, problem.work_mean),
+        notes=(
+            band_sentence(profile, model, problem.work_mean, cluster),
+            *host_sentences(profile, problem.work_mean),
+        ),
     )
 
 

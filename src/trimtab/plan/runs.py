@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -184,6 +186,61 @@ def read_run_of(plan: Plan, path: Path) -> RunLog:
             "that was run"
         )
     return log
+
+
+_MEGATRON_STEP = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\):\s*([\d.]+)")
+"""A line of Megatron-LM, Megatron-Bridge, Pai-Megatron-Patch and MindSpeed-MM."""
+
+
+def read_log_of(plan: Plan, path: Path) -> RunLog:
+    """A run of this plan: the log of `trimtab train`, or the lines that Megatron's trainers print.
+
+    Those name no device, no memory and no plan: they are taken to be of this plan, on its devices.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise PlanError(f"cannot read the log {path}: {error.strerror}; name the log of a run") from None
+    if text.lstrip().startswith("{"):
+        return read_run_of(plan, path)
+    seconds = {int(step): float(ms) / 1e3 for step, ms in _MEGATRON_STEP.findall(text)}
+    seconds = {step: own for step, own in seconds.items() if 0 < own < math.inf and step > 0}
+    if not seconds:
+        raise PlanError(
+            f"{path} is no log of `trimtab train`, and no line of it reads 'iteration N/... elapsed time per iteration "
+            "(ms): X', as Megatron's trainers print: name such a log"
+        )
+    inputs, decisions = plan.inputs, plan.decisions
+    header = RunHeader(
+        plan=digest_of(plan),
+        device=inputs.cluster.device,
+        planned_device=inputs.cluster.device,
+        dp=decisions.parallel.dp,
+        pp=decisions.parallel.pp,
+        schedule=decisions.schedule.name,
+        num_microbatches=decisions.schedule.num_microbatches,
+        dtype=inputs.training.dtype,
+        attention=inputs.training.attention,
+        optimizer=inputs.training.optimizer,
+        planned_step_s=0.0,
+        planned_memory_bytes=(),
+        versions="",
+    )
+    steps = [
+        StepRecord(
+            step=step,
+            epoch=(step - 1) // decisions.packing.num_steps,
+            loss=0.0,
+            learning_rate=0.0,
+            grad_norm=None,
+            num_tokens=0,
+            step_s=own,
+            data_s=0.0,
+            peak_memory_bytes=(),
+        )
+        for step, own in sorted(seconds.items())
+    ]
+    return RunLog(header=header, steps=tuple(steps), starts=(steps[0].step,))
 
 
 _NO_NUMBER = ("loss", "grad_norm")  # what a run that diverged may log as NaN or infinite

@@ -306,7 +306,7 @@ def print_plan(details: PlanDetails, console: Console) -> None:
 def prediction_sentences(found: Prediction) -> tuple[str, ...]:
     """Shape, time, memory, waiting and how far to trust them, a sentence or two each."""
     ran = found.variant
-    time_band, memory = found.profile.time_error, found.budget
+    memory = found.budget
     peak = max(held.total_bytes for held in ran.memory)
     steps = len(ran.step_s)
     return (
@@ -318,8 +318,7 @@ def prediction_sentences(found: Prediction) -> tuple[str, ...]:
         f"{found.num_samples:,} samples in {steps:,} steps.",
         f"Memory of the fullest device: {memory.band.verdict(peak, memory.total_bytes)}.",
         f"Devices are idle for {percent(ran.idle_share)} of the time.",
-        f"Seconds are within {time_band:.0%}, bytes within {memory.band.half_width:.0%} of measured runs, as far as "
-        "is known (docs/costs.md).",
+        f"Bytes are within {memory.band.half_width:.0%} of measured runs, as far as is known (docs/costs.md).",
         *found.notes,
     )
 

@@ -305,6 +305,12 @@ class MediaFolder:
         self._allow_outside = allow_outside
         self._exif: Exif = exif
         self._real_folders: dict[str, str] = {}
+        self._seen: dict[str, str] = {}
+
+    def take_seen(self) -> tuple[str, ...]:
+        """Files that were opened, or are missing, since the last call: "SIZE:TIME PATH" each."""
+        seen, self._seen = self._seen, {}
+        return tuple(f"{stamp} {path}" for path, stamp in seen.items())
 
     def image_size(self, image: str | bytes) -> tuple[int, int]:
         """(width, height) of a path below the folder, a data: or file: URL, or bytes; else `BadRecordError`."""
@@ -376,13 +382,17 @@ class MediaFolder:
                 f"{kind} {shorten(image)} is on the network, and nothing is fetched: download it and name the file",
             )
         name = image if scheme is None else unquote(image[7:].removeprefix("localhost"))
+        path = os.path.join(self._root, name)  # noqa: PTH118 (Path costs three times the header)
         try:
-            return self._open(name)
+            fd = self._open(path, name)
+            self._seen[path] = _stamp(os.fstat(fd))
+            return fd
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError):
+                self._seen[path] = ""
             raise unreadable_media(f"{kind} {shorten(name)}", "opened", self._root, error) from None
 
-    def _open(self, name: str) -> int:
-        path = os.path.join(self._root, name)  # noqa: PTH118 (Path costs three times the header)
+    def _open(self, path: str, name: str) -> int:
         if self._allow_outside:
             return os.open(path, _FLAGS)
         if _NOFOLLOW is not None:
@@ -405,6 +415,19 @@ class MediaFolder:
         if real != self._root and not real.startswith(self._root.rstrip(os.sep) + os.sep):
             raise outside_media(shorten(name), self._root)
         return real
+
+
+def has_changed(seen: str) -> bool:
+    """Whether a file of `MediaFolder.take_seen` has another size or time than then."""
+    stamp, _, path = seen.partition(" ")
+    try:
+        return _stamp(os.stat(path)) != stamp  # noqa: PTH116
+    except (OSError, ValueError):
+        return bool(stamp)
+
+
+def _stamp(status: os.stat_result) -> str:
+    return f"{status.st_size}:{status.st_mtime_ns}"
 
 
 def unreadable_media(what: str, done: str, root: str, error: Exception) -> BadRecordError:

@@ -73,8 +73,8 @@ def size_samples(
     the field that says which data set a record comes from (text, at most 80 characters); without it what was named is
     the source. `columns` says what fields of another shape mean, as in question=query,answer=label,image=img.
     `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
-    kept there: a killed pass started again takes them over, unless data file, tokenizer or settings have changed
-    (images are not looked at again). The result does not depend on `workers` nor on interruptions.
+    kept there: a killed pass started again takes them over, unless data file, images (by size and time; not those
+    behind an address), tokenizer or settings have changed. The result does not depend on `workers` nor interruptions.
 
     >>> import json, tempfile
     >>> from trimtab import describe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from trimtab.models.images.asked import NO_CLIPS
 from trimtab.options import Exif
 from trimtab.samples.encode import learnt_spans
 from trimtab.samples.lengths import SizesAlone, image_counter
-from trimtab.samples.media import MediaFolder, MediaFolders
+from trimtab.samples.media import MediaFolder, MediaFolders, has_changed
 from trimtab.samples.problems import TOO_DEEP, BadRecordError, BadSample, Broken, Chunk, Record, shorten
 from trimtab.samples.records import names_of, read_chunk
 from trimtab.samples.rows import HARMLESS_KEYS, KNOWN_KEYS, Conversation, read_conversation, record_id
@@ -168,6 +169,7 @@ class Sizer:
             patch_unit="patches",
             tokens_exact=self._counter.exact,
             unused=tuple(sorted(map(str, unused))[:_MOST_UNUSED]),
+            media=media.take_seen(),
         )
 
     def _records(self, chunk: Chunk, broken: Broken) -> Iterator[Record]:
@@ -297,6 +299,9 @@ def _part_of(child: _SizingChild, chunk: Chunk, kept_in: Path | None, most_bad: 
         return child.size(chunk, most_bad)
     file = ChunkFile.of_chunk(kept_in, chunk, child.settings.key())
     part = load_part(file)
+    if part is not None and any(map(has_changed, part.media)):
+        warnings.warn("images or videos changed since they were sized: they are sized again", stacklevel=2)
+        part = None
     if part is None:
         part = child.size(chunk, most_bad)
         if most_bad is None or len(part.bad) <= most_bad:  # else it is not whole

@@ -137,6 +137,7 @@ class Part:
     patch_unit: Literal["patches", "tiles"] | None = None  # None: holds no patches
     tokens_exact: bool = True
     unused: tuple[str, ...] = ()  # fields of records that no sample is made of
+    media: tuple[str, ...] = ()  # images and videos in files, each with its size and time
 
     @property
     def num_read(self) -> int:

@@ -368,6 +368,11 @@ def _build_tokenizer(files: TokenizerFiles) -> Tokenizer:
         raise ConfigError(
             f"the tokenizer.json is not readable: {shorten(str(error), 200)}; name the tokenizer.json of the model"
         ) from None
+    if dropout := getattr(tokenizer.model, "dropout", None):
+        raise ConfigError(
+            f"the tokenizer.json cuts words at random (dropout {dropout:g}), so that no text has a number of tokens: "
+            "set dropout of its model to null"
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}

@@ -13,7 +13,6 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException
-from huggingface_hub.errors import StrictDataclassError
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers import AutoImageProcessor, AutoTokenizer, GotOcr2ImageProcessorPil, InternVLProcessor
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -26,6 +25,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from trimtab.errors import ConfigError, TrimtabError, quote
 from trimtab.models.asking.internvl_chat import IMAGE_ROW, InternVLChatConfig, tile_size
+from trimtab.models.asking.model import library_reads
 from trimtab.runtime.placing.folder import read_config
 from trimtab.runtime.placing.load import move_inputs
 
@@ -213,20 +213,16 @@ def load_processor(path: Path) -> Any:
     videos (5.23).
     """
     config = read_config(path)
-    try:
+    cure = "name a folder with tokenizer.json, tokenizer_config.json and preprocessor_config.json in its own format"
+    with library_reads(f"reads no processor in {path}", cure):
         if isinstance(config, InternVLChatConfig):
             kind, parts = InternVLProcessor, _published_parts(path, config)
         else:
             kind = PROCESSOR_MAPPING.get(type(config), None)
             if kind is None or "image_processor" not in kind.get_attributes():
-                raise ValueError("Transformers has no processor of images and text for it")
+                raise ValueError("it has none of images and text for this model")
             parts = _read_parts(path, kind)
-    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
-        raise ConfigError(
-            f"the processor in {path} cannot be read ({' '.join(str(error).split())[:300]}): name a folder in "
-            "Transformers' own format, with tokenizer.json, tokenizer_config.json and preprocessor_config.json"
-        ) from None
-    processor = _without_video(kind)(**parts)
+        processor = _without_video(kind)(**parts)
     if processor.chat_template is None:  # some folders keep it with the tokenizer
         processor.chat_template = parts["tokenizer"].chat_template
     return processor

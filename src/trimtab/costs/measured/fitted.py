@@ -11,12 +11,14 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from trimtab.costs.profile import TIME_ERROR, profile_model, stage_seconds
+from trimtab.costs.bands import TIME_ERROR
+from trimtab.costs.profile import chosen_tiers, host_again_s, profile_model
 from trimtab.errors import TrimtabError, join_problems
 from trimtab.files import read_small
 from trimtab.options import Tower
@@ -373,20 +375,72 @@ def fit_runs(target: Profile, runs: Sequence[LoggedRun], simulate_step: Simulate
 
 def apply_terms(profile: Profile, terms: Sequence[TermFit]) -> Profile:
     """Return the profile with its seconds times the factors; gradient exchange and optimizer stay the formulas'."""
-    value = {term.name: term.value for term in terms}
-    language, host = value.get("language", 1.0), value.get("host", 1.0)
-    own = {"language": language, "vision": value.get("vision", language)}
+    own, host = _factors(terms)
     layers = (_scaled(x, own["language" if x.tower == "language" else "vision"], host) for x in profile.layers)
     return replace(profile, layers=tuple(layers))
 
 
 def predict_step(run: LoggedRun, terms: Sequence[TermFit], simulate_step: SimulateStep) -> float:
     """Return the seconds of one iteration of `run` under these factors."""
-    profile = apply_terms(run.profile, terms)
-    seconds = [stage_seconds(profile, stage, run.work) for stage in run.stages]
-    once = max(sum(layer.step_s for layer in profile.layers[x.start : x.stop]) for x in run.stages)
-    forward, backward = (np.array([getattr(x, name) for x in seconds]) for name in ("forward", "backward"))
+    forward, backward = _times_under(run, terms)
+    layers = run.profile.layers
+    once = max(sum(layer.step_s for layer in layers[x.start : x.stop]) for x in run.stages)
     return simulate_step(forward, backward, schedule=run.schedule) + once
+
+
+class _Part(NamedTuple):
+    """Layers of one kind on one stage: seconds for each micro-batch, without the host, and the host's own."""
+
+    number: int
+    tower: str
+    forward: FloatArray
+    backward: FloatArray  # with what is computed again
+    host_forward_s: float
+    host_backward_s: float
+
+
+@lru_cache(maxsize=256)
+def _parts_of(run: LoggedRun) -> tuple[tuple[_Part, ...], ...]:
+    """Of each stage: a fit asks for the same layers a thousand times."""
+    stages = []
+    for stage in run.stages:
+        parts = dict[tuple[object, ...], _Part]()
+        layers = run.profile.layers[stage.start : stage.stop]
+        for layer, tier in zip(layers, chosen_tiers(run.profile, stage), strict=True):
+            again_s = host_again_s(layer, tier)
+            seconds = (layer.forward_s, layer.backward_s, tier.extra_backward_s)
+            key = (layer.tower, *map(id, seconds), layer.host_forward_s, layer.host_backward_s, again_s)
+            if key in parts:
+                parts[key] = parts[key]._replace(number=parts[key].number + 1)
+                continue
+            forward, backward, extra = (run.work @ np.array(terms, np.float64) for terms in seconds)
+            own = (layer.host_forward_s, layer.host_backward_s + again_s)
+            parts[key] = _Part(1, layer.tower, forward, backward + extra, *own)
+        stages.append(tuple(parts.values()))
+    return tuple(stages)
+
+
+def _times_under(run: LoggedRun, terms: Sequence[TermFit]) -> tuple[FloatArray, FloatArray]:
+    """(stages, micro-batches) forward and backward seconds: as those of the profile that `apply_terms` returns."""
+    own, host = _factors(terms)
+    total = np.zeros((2, len(run.stages), len(run.work)))
+    for seconds, parts in zip(total.transpose(1, 0, 2), _parts_of(run), strict=True):
+        for part in parts:
+            factor = own["language" if part.tower == "language" else "vision"]
+            forward, backward = factor * part.forward, factor * part.backward
+            if part.host_forward_s > 0:
+                forward = np.maximum(forward, host * part.host_forward_s)
+                backward = np.maximum(backward, host * part.host_backward_s)
+            seconds[0] += part.number * forward
+            seconds[1] += part.number * backward
+    return total[0], total[1]
+
+
+def _factors(terms: Sequence[TermFit]) -> tuple[dict[str, float], float]:
+    """Of the towers, where vision takes the language model's unless it has its own; and of the host."""
+    value = {term.name: term.value for term in terms}
+    language = value.get("language", 1.0)
+    return {"language": language, "vision": value.get("vision", language)}, value.get("host", 1.0)
 
 
 def logged_times(run: LoggedRun) -> FloatArray:
@@ -402,9 +456,8 @@ def _predict(run: LoggedRun, terms: Sequence[TermFit], simulate_step: SimulateSt
     step = [] if run.iteration_s is None else [predict_step(run, terms, simulate_step)]
     if run.stage_s is None:
         return np.array(step)
-    profile = apply_terms(run.profile, terms)
-    seconds = (stage_seconds(profile, stage, run.work) for stage in run.stages)
-    return np.array([*step, *(float((x.forward + x.backward).mean()) for x in seconds)])
+    forward, backward = _times_under(run, terms)
+    return np.array([*step, *(forward + backward).mean(axis=1).tolist()])
 
 
 def _misses(

@@ -11,9 +11,9 @@ from functools import partial
 
 import numpy as np
 
+from trimtab.costs.bands import COUNTED_ERROR
 from trimtab.costs.formula.layers import find_columns
 from trimtab.costs.formula.settings import CostSettings
-from trimtab.costs.profile import COUNTED_ERROR
 from trimtab.errors import TrimtabError
 from trimtab.specs import NUM_WORK_TERMS, WORK_TERMS, FloatArray, LayerCost, LayerSpec, ModelSpec, Profile, Terms
 

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from trimtab.ask import UNASKED
-from trimtab.errors import ConfigError, UnknownModelError, quote
+from trimtab.errors import ConfigError, TrimtabError, UnknownModelError, quote
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.forward import Pass, Watch, make_weightless
 from trimtab.models.asking.inputs import find_encoder, image_calls, quietly, text_calls
@@ -53,15 +54,24 @@ def complete(fields: Mapping[str, object]) -> Any:
 def configured(fields: Mapping[str, object], make: Callable[[], Any]) -> Any:
     """Return what `make` makes of `fields`, refused in one sentence where they are deep or the library raises."""
     _check_depth(fields, "")
-    try:
+    what_not = f"makes no configuration of this config.json of {fields.get('model_type')}"
+    with library_reads(what_not, "correct that field"):
         return make()
-    except ConfigError:
+
+
+@contextmanager
+def library_reads(what_not: str, cure: str) -> Iterator[None]:
+    """Refuse in one sentence whatever Transformers raises on a stranger's files.
+
+    It checks types and values with exceptions of every class.
+    """
+    try:
+        yield
+    except TrimtabError:
         raise
-    except Exception as error:  # the library checks types and values with exceptions of every class
-        raise ConfigError(
-            f"Transformers {transformers.__version__} makes no configuration of this config.json of "
-            f"{fields.get('model_type')} ({one_line(error)}): correct that field"
-        ) from None
+    except Exception as error:
+        version = transformers.__version__
+        raise ConfigError(f"Transformers {version} {what_not} ({one_line(error)}): {cure}") from error
 
 
 def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | None = None) -> Any:
@@ -78,14 +88,9 @@ def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | 
             f"model_type {quote(config.model_type)} cannot be described: Transformers {transformers.__version__} has "
             "no model of it that writes text: give the configuration of one"
         )
-    try:
-        with torch.device("meta"):
-            return _from_config(known[0], config, dtype, attention).eval()
-    except Exception as error:  # the model's own code fails as it likes on sizes that it cannot build
-        raise ConfigError(
-            f"Transformers {transformers.__version__} builds no model of this config.json of {config.model_type} "
-            f"({one_line(error)}): correct or add what it asks for"
-        ) from None
+    what_not = f"builds no model of this config.json of {config.model_type}"
+    with library_reads(what_not, "correct or add what it asks for"), torch.device("meta"):
+        return _from_config(known[0], config, dtype, attention).eval()
 
 
 def _from_config(kind: Any, config: Any, dtype: torch.dtype, attention: str | None) -> Any:
@@ -124,8 +129,8 @@ def _without_code(value: Any) -> Any:
 
 def one_line(error: Exception) -> str:
     """What a library said, for a sentence of ours."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
+    text = "".join(x if x.isprintable() else "?" for x in " ".join(str(error).split())[:200])
+    return f"{type(error).__name__}: {text}"
 
 
 NUM_TOKENS = 512  # of the longer text; chunks of linear attention (64 to 256) divide it and its half

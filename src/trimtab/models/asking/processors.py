@@ -13,8 +13,8 @@ from typing import Any
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from trimtab.errors import ConfigError, UnknownModelError, quote
-from trimtab.models.asking.model import one_line
+from trimtab.errors import UnknownModelError, quote
+from trimtab.models.asking.model import library_reads
 
 NUM_BYTES = 256  # ids below it are text
 
@@ -90,18 +90,14 @@ def load_processor(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> A
     Raises `UnknownModelError` where the library has no such processor, `ConfigError` where it refuses the files.
     """
     kind = processor_class(model_type, files)
-    try:
-        with tempfile.TemporaryDirectory(prefix="trimtab-processor-") as folder:
-            for name, content in {**files, "config.json": {"model_type": model_type}}.items():
-                (Path(folder) / name).write_text(json.dumps(_without_code(content)), encoding="utf-8")
-            parts = [_part(name, folder, files) for name in kind.get_attributes()]
-            written = kind.get_processor_dict(folder, local_files_only=True)[0]
-        processor = _made(kind, parts, written)
-    except Exception as error:  # the library's own code fails as it likes on fields that it cannot read
-        raise ConfigError(
-            f"Transformers {transformers.__version__} makes no {kind.__name__} of these files ({one_line(error)}): "
-            "correct or add what it asks for"
-        ) from None
+    with (
+        library_reads(f"makes no {kind.__name__} of these files", "correct or add what it asks for"),
+        tempfile.TemporaryDirectory(prefix="trimtab-processor-") as folder,
+    ):
+        for name, content in {**files, "config.json": {"model_type": model_type}}.items():
+            (Path(folder) / name).write_text(json.dumps(_without_code(content)), encoding="utf-8")
+        parts = [_part(name, folder, files) for name in kind.get_attributes()]
+        processor = _made(kind, parts, kind.get_processor_dict(folder, local_files_only=True)[0])
     tokenizer = processor.tokenizer
     for name, value in list(vars(processor).items()):
         if name.endswith("token") and (isinstance(value, str) or hasattr(value, "content")):

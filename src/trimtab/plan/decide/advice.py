@@ -9,9 +9,11 @@ import numpy as np
 
 from trimtab.errors import PartitionError, PlanError
 from trimtab.lora import Lora
+from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.stages import split_stages
 from trimtab.plan.decide.case import MemoryBudget
-from trimtab.plan.decide.search import Member, choose_setting, list_members, price_member, tried_case
+from trimtab.plan.decide.members import Member, list_members
+from trimtab.plan.decide.search import choose_setting, price_member, tried_case
 from trimtab.plan.decide.setting import CHOICE_ERROR, ChosenSetting, Priced, parallel_dims
 from trimtab.plan.decide.work import select_rows
 from trimtab.plan.options import PlanOptions
@@ -101,7 +103,7 @@ def _members(
         members, _ = list_members(model, samples, cluster, options, budget, dims)
     except PlanError:
         return []
-    smallest = {x.series: x for x in sorted(members, key=lambda x: -x.packs.samples_per_pack)}
+    smallest = {x.series: x for x in sorted(members, key=lambda x: -x.offer.samples_per_pack)}
     found = [x for x in smallest.values() if x.options.schedule in ("1F1B", options.schedule)]
     found.sort(key=lambda x: (-x.options.sharding, -x.profile.dims.pp * x.profile.dims.tp * x.profile.dims.cp))
     return found[:_MOST_MEMBERS]
@@ -175,9 +177,12 @@ def find_tips(
     model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, tied: Sequence[Priced]
 ) -> tuple[TipEstimate, ...]:
     """Which of the tied settings is the fastest where something is not as it was taken to be."""
+    # 1. what may be otherwise: kernels, network, batch
     kernels = "unfused kernels" if options.fused_kernels else "fused kernels"
     slower = replace(cluster, node_link_bytes_per_s=cluster.node_link_bytes_per_s / 2)
-    others = [(kernels, cluster, replace(options, fused_kernels=not options.fused_kernels))]
+    others = []
+    if options.profile is None:  # what was measured has the kernels that it has
+        others.append((kernels, cluster, replace(options, fused_kernels=not options.fused_kernels)))
     if cluster.num_nodes > 1:
         others.append(("half the network", slower, options))
     if not options.fills_packs and options.global_batch is not None:
@@ -187,24 +192,39 @@ def find_tips(
         ):
             if 1 <= batch <= len(samples):
                 others.append((said, cluster, replace(options, global_batch=batch)))
+    # 2. the tied settings again under each, in packs of the same size: which is ahead, and by how much
     found = []
     for said, there, changed in others:
         speeds = dict[str, float]()
         for setting in tied:
-            dims, own = setting.setting.dims, setting.options
-            fixed = {name: getattr(dims, name) for name in ("dp", "pp", "tp", "cp", "ep", "etp")}
-            plain = {"zero_stage": own.zero_stage, "schedule": own.schedule, "num_chunks": own.num_chunks}
-            asked = replace(changed, **fixed, **plain)  # type: ignore[arg-type]  # fields by name
-            try:
-                best = choose_setting(model, samples, there, asked, MemoryBudget.of(there, asked)).considered[0]
-            except (PartitionError, PlanError):
-                continue
-            speeds[setting.estimate.label] = best.samples_per_s
+            speed = _speed_elsewhere(model, samples, there, changed, setting)
+            if speed is not None:
+                speeds[setting.estimate.label] = speed
         if speeds:
             label, *rest = sorted(speeds, key=lambda x: -speeds[x])
             ahead = speeds[label] / speeds[rest[0]] - 1 if rest else 0.0
             found.append(TipEstimate(changed=said, fastest=label, ahead=round(ahead, 4)))
     return tuple(found)
+
+
+def _speed_elsewhere(
+    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, priced: Priced
+) -> float | None:
+    """Samples a second of the setting on that cluster, in packs as large as now or half as large; None: none fits."""
+    dims, own = priced.setting.dims, priced.options
+    fixed = {name: getattr(dims, name) for name in ("dp", "pp", "tp", "cp", "ep", "etp")}
+    plain = {"zero_stage": own.zero_stage, "schedule": own.schedule, "num_chunks": own.num_chunks}
+    larger = 1.0 if options.global_batch is None else options.global_batch / priced.samples_per_step
+    count = priced.setting.num_microbatches * larger
+    unit = microbatch_unit(own.schedule, dims.pp)
+    for packs in (count, 2 * count):
+        num_microbatches = max(1, round(packs / unit)) * unit
+        asked = replace(options, num_microbatches=num_microbatches, **fixed, **plain)  # type: ignore[arg-type]
+        try:
+            return choose_setting(model, samples, cluster, asked, MemoryBudget.of(cluster, asked)).best.samples_per_s
+        except (PartitionError, PlanError):
+            continue
+    return None
 
 
 def describe_tie(tied: Sequence[Priced], tips: Sequence[TipEstimate]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trimtab.balance.packing import PackResult
-from trimtab.costs.profile import MemoryBand, memory_band
+from trimtab.costs.bands import MemoryBand, memory_band
 from trimtab.errors import PartitionError, PlanError
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.decide.epoch import Epoch

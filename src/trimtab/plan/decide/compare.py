@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.balance.packing import pack_samples
-from trimtab.options import RecomputeMode, same_fields
+from trimtab.balance.packing import MOST_LIMIT, pack_samples
+from trimtab.balance.schedule import schedule_packs
+from trimtab.options import PackMethod, RecomputeMode, same_fields
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.published import even_stages, full_recompute
 from trimtab.partition.schedules import microbatch_unit
@@ -74,6 +75,9 @@ DEGREES = "the plan's degrees"  # the baseline on them, where it is faster on ot
 _SLOWER = 1.005  # a row that takes so much longer than the one above is explained
 _ESTIMATED_STEPS = 64  # to tell which batch size makes the fastest baseline
 _TRIED_SAMPLES = 8192  # to tell on which degrees it is fastest
+_BY_THEMSELVES: tuple[PackMethod, ...] = ("random", "length_group")
+"""What a trainer offers that does not pack; the faster is the baseline, if no other is asked for."""
+_GREEDY_SIZES = (0.25, 0.5, 1.0, 2.0)  # greedy packs, in tokens of the plan's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,6 +125,7 @@ def compare_variants(
     variants hold about equally many samples. `without`: what `choose_split` found for the case without sharing, if it
     ran.
     """
+    # 1. the plan's own packs, on the stages that each row is about
     shared, case = case, case.without_vision()
     if shared.vision is not None and without is None:
         without = choose_split(case)
@@ -136,6 +141,7 @@ def compare_variants(
     recompute = {"auto": "as needed", "none": "none", "full": "full"}[problem.recompute]
     planned = replace(plain, stages=tuple(stages), rules=("balanced", recompute))
     alone = planned if shared.vision is None or without is None else replace(planned, stages=without.split.stages)
+    # 2. a row adds one decision to the row above it
     runs = [
         *_baselines(case, balanced, elsewhere),
         _uniform(replace(plain, name="balanced packs")),
@@ -144,6 +150,7 @@ def compare_variants(
     ]
     if shared.vision is not None:
         runs.append(replace(planned, name="images shared", problem=shared.problem, work=shared.work, held=case.work))
+    # 3. every step of every row through the simulator
     variants = []
     for number, run in enumerate(runs):
         variants.append(simulate_run(run, case.cluster))
@@ -175,26 +182,27 @@ def explain_losses(variants: Sequence[Variant]) -> tuple[str, ...]:
 
 
 def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstimate]) -> list[Run]:
-    """Those that were asked for, the fastest that fits last, as the one that the plan is told against.
+    """What the host does by itself, or those that were asked for: the fastest that fits last.
 
-    Where none was: the fastest on all degrees, then the one on the plan's.
+    On all degrees, then on the plan's where that is another run.
     """
-    if asked := [parse_baseline(text) for text in case.options.baselines]:
-        runs = [_baseline(case, baseline, balanced) for baseline in asked]
-        best = _fastest(runs, case.cluster)
-        others = [replace(run, name=f"other {BASELINE}") for run in runs if run is not best]
-        return [*others, replace(best, name=BASELINE)]
-    own = _baseline(case, Baseline(), balanced)
+    asked = [parse_baseline(text) for text in case.options.baselines] or [Baseline(method=x) for x in _BY_THEMSELVES]
+    runs = [_baseline(case, baseline, balanced) for baseline in asked]
+    own = _fastest(runs, case.cluster)
+    others = [replace(run, name=f"other {BASELINE}") for run in runs if run is not own and case.options.baselines]
+    best = asked[runs.index(own)]
     moved = [(_moved(case, to), to) for to in elsewhere if _dims(to) != case.setting.dims]
     # a part of the data says on which degrees it is fast, all of it whether it fits and is faster than ours
-    tried = [(_baseline(there, Baseline(), balanced, most=_TRIED_SAMPLES), there, to) for there, to in moved]
+    tried = [(_baseline(there, best, balanced, most=_TRIED_SAMPLES), there, to) for there, to in moved]
     tried = [found for found in tried if found[0].fits]
     for _, there, to in sorted(tried, key=lambda found: _estimate_s(found[0], case.cluster)):
-        run = _baseline(there, Baseline(), balanced)
+        run = _baseline(there, best, balanced)
         if run.fits:
             run = replace(run, name=BASELINE, packs=f"{run.packs}; on {to.label}")
-            return [own] if _fastest([own, run], case.cluster) is own else [run, replace(own, name=DEGREES)]
-    return [own]
+            if _fastest([own, run], case.cluster) is own:
+                break
+            return [*others, run, replace(own, name=DEGREES)]
+    return [*others, replace(own, name=BASELINE)]
 
 
 def _dims(setting: SettingEstimate) -> ParallelDims:
@@ -214,10 +222,33 @@ def _moved(case: Case, to: SettingEstimate) -> Case:
 
 
 def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int | None = None) -> Run:
-    """One baseline; where no batch size is said, the fastest that fits of 1, 2, 4, ... samples up to a pack's mean.
+    """One baseline; where no size is said, the fastest that fits.
 
-    `most`: samples, spread over the data set; None: all.
+    Of padded batches of 1, 2, 4, ... samples up to a pack's mean, of greedy packs of 1/4 to 2 times the plan's tokens.
+    `most`: samples, spread over the data set; None: all, where a part of them says which size is fast.
     """
+    per_pack = max(1.0, len(case.packing.indices) / case.packing.num_packs)
+    if baseline.batch is not None or baseline.method in ("isf", "balanced"):
+        sizes = [baseline.batch or per_pack]
+    elif baseline.method == "greedy":
+        sizes = [share * per_pack for share in _GREEDY_SIZES]
+    else:
+        sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
+    if len(sizes) > 1:
+        part = [_of_size(case, baseline, balanced, size, most or _TRIED_SAMPLES) for size in sizes]
+        if most is not None:
+            return _fastest(part, case.cluster)
+        order = np.argsort([_estimate_s(run, case.cluster) for run in part], kind="stable")
+        sizes = [sizes[i] for i in order.tolist() if part[i].fits] + sizes[:1]
+    for size in sizes:
+        run = _of_size(case, baseline, balanced, size, most)
+        if run.fits:
+            break
+    return run
+
+
+def _of_size(case: Case, baseline: Baseline, balanced: _Balanced, size: float, most: int | None) -> Run:
+    """The baseline in batches of about `size` samples."""
     samples, samples_work = case.samples, case.samples_work
     rows = np.sort(case.packing.indices)
     per_pack = max(1.0, len(rows) / case.packing.num_packs)
@@ -225,19 +256,12 @@ def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int 
         rows = rows[np.linspace(0, len(rows) - 1, num=most).astype(np.int64)]
     if not np.array_equal(rows, np.arange(len(samples))):
         samples, samples_work = select_rows(samples, rows), samples_work[rows]
-    if baseline.batch is not None or not baseline.is_padded:
-        sizes = [baseline.batch or per_pack]
+    run = _batched(case, baseline, per_pack, size, samples, samples_work)
+    if baseline.stages == "balanced-stages":
+        run = replace(run, stages=balanced.stages, rules=balanced.rules)
     else:
-        sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
-    runs = []
-    for size in sizes:
-        run = _batched(case, baseline, per_pack, size, samples, samples_work)
-        if baseline.stages == "balanced-stages":
-            run = replace(run, stages=balanced.stages, rules=balanced.rules)
-        else:
-            run = _uniform(run)
-        runs.append(_switch(run, baseline.recompute))
-    return _fastest(runs, case.cluster)
+        run = _uniform(run)
+    return _switch(run, baseline.recompute)
 
 
 def _switch(run: Run, recompute: RecomputeMode) -> Run:
@@ -275,27 +299,39 @@ def _batched(
     samples_work: FloatArray,
 ) -> Run:
     """Batches of about `size` samples, so many a step that steps hold as many samples as the plan's; stages to come."""
-    problem = case.problem
+    # 1. packs or batches, as the host makes them
+    problem, options, dp = case.problem, case.options, case.setting.dims.dp
+    limits = (case.setting.max_patches, case.setting.max_tokens)
+    if baseline.is_padded:
+        limits = above_all(samples)
+    elif baseline.method == "greedy":  # by tokens alone
+        tokens = max(int(samples.num_tokens.max()), round(case.setting.max_tokens * size / per_pack))
+        limits = (MOST_LIMIT, tokens)
+    packing = pack_samples(
+        samples,
+        limits=limits,
+        dp=dp,
+        method=baseline.method,
+        batch_size=size if baseline.is_padded else 1,
+        oversize=options.oversize,
+        seed=options.seed,
+    ).packing
+    if baseline.method == "greedy":
+        size = len(packing.indices) / packing.num_packs
+    # 2. as many a step as hold the plan's samples; nobody sorts them by cost, so rows are as the shuffle has them
     unit = microbatch_unit(problem.schedule, problem.num_stages)
     num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
-    made = pack_samples(
-        samples,
-        limits=above_all(samples) if baseline.is_padded else (case.setting.max_patches, case.setting.max_tokens),
-        dp=problem.profile.dims.dp,
-        num_microbatches=num_microbatches,
-        method=baseline.method,
-        batch_size=size,
-        oversize=case.options.oversize,
-        seed=case.options.seed,
-    )
-    work = padded_work(made.packing, samples_work) if baseline.is_padded else packed_work(made.packing, samples_work)
+    work = padded_work(packing, samples_work) if baseline.is_padded else packed_work(packing, samples_work)
     name = baseline.method.replace("_", "-")
+    how = {"greedy": f"greedy by tokens, {format_number(size)} a pack"}.get(name, f"{name}, packed")
     return Run(
         name=BASELINE,
         problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
-        packs=f"{name}, padded, {format_number(size)} a batch" if baseline.is_padded else f"{name}, packed",
+        packs=f"{name}, padded, {format_number(size)} a batch" if baseline.is_padded else how,
         work=work,
-        schedule=made.schedule,
+        schedule=schedule_packs(
+            np.empty((packing.num_packs, 0)), dp=dp, num_microbatches=num_microbatches, seed=options.seed
+        ),
     )
 
 
@@ -331,6 +367,7 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     """Every step of the data set through the pipeline simulator."""
     problem, table = run.problem, run.schedule.table
     dims = problem.profile.dims
+    # seconds of all steps; idle is what is left of the pipelines' part, exchange and optimizer aside
     times = times_of(run.work, run.stages, problem.profile, cluster)
     step_s = steps_of(times, table, run.stages, problem)
     pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)

@@ -52,6 +52,7 @@ def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> 
     if len(samples) == 0:
         raise PlanError("there is no sample to plan: give a data set that holds some")
     refuse_stored(model, options.lora)
+    # samples longer than the model's positions train, and are told to the reader
     notes = TILES_ASSUMPTION if samples.patch_unit == "tiles" else ()
     most = model.max_positions
     if most is not None and (too_long := int((samples.num_tokens > most).sum())):
@@ -112,11 +113,13 @@ def draw_epoch(
     """
     if not weights:
         return Epoch(samples=samples, times=np.ones(len(samples), np.int64), notes=notes)
+    # 1. how many rows each source gives
     sizes = np.bincount(samples.source, minlength=len(samples.source_names)).tolist()
     _refuse_names(dict(zip(samples.source_names, sizes, strict=True)), weights, num_drawn)
     weight_of = dict(weights)
     wanted = np.array([weight_of[name] for name in samples.source_names], np.float64)
     counts = share_exactly(len(samples) if num_drawn is None else num_drawn, wanted / float(wanted.sum())).tolist()
+    # 2. which rows: all equally often, and the rest drawn
     times = np.zeros(len(samples), np.int64)
     for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         if count:

@@ -58,6 +58,7 @@ class ImageSizes:
 def image_sizes(samples: SampleTable, model: ModelSpec) -> ImageSizes:
     """The atoms of every sample of a table in patches."""
     p, squares = samples.num_patches.astype(np.float64), samples.patches_sq.astype(np.float64)
+    # tiles are atoms; else the images as they were sized; else what sums of rows and of their squares allow
     tile = tile_rows(model)
     if tile is not None:
         count = np.maximum(np.rint(p / tile).astype(np.int64), p > 0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trimtab.costs.profile import measured_band
+from trimtab.costs.bands import measured_band
 from trimtab.errors import PlanError
 from trimtab.partition.published import full_recompute
 from trimtab.partition.schedules import splits_backward
@@ -94,6 +94,7 @@ def probed_profile(
     different moments.
     """
     profile = _with_kept(case, kept)
+    # 1. state: one factor for all layers
     predicted_state = sum(layer.state_bytes for layer in profile.layers)
     by_device = {
         device: max(probe.state_bytes for probe in devices if probe.device == device)
@@ -101,6 +102,7 @@ def probed_profile(
     }
     factor = sum(by_device.values()) / predicted_state if predicted_state > 0 else 1.0
     layers = [replace(layer, state_bytes=layer.state_bytes * factor) for layer in profile.layers]
+    # 2. what is left at each device's highest peak
     corrections = []
     for device in sorted(by_device):
         heaviest = max((probe for probe in devices if probe.device == device), key=lambda probe: probe.peak_bytes)
@@ -155,6 +157,7 @@ def with_profile(case: Case, profile: Profile) -> Case:
 
 def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
     profile = case.setting.profile
+    # 1. measured over predicted, the most of each group of layers and tier
     ratios: dict[tuple[int, str], float] = {}
     for probe in kept:
         layer = profile.layers[probe.layer]
@@ -162,6 +165,7 @@ def _with_kept(case: Case, kept: Sequence[KeptProbe]) -> Profile:
         if predicted > 0:
             key = (layer.group, probe.tier)
             ratios[key] = max(ratios.get(key, 0.0), probe.num_bytes / predicted)
+    # 2. tiers by these ratios, each between full recompute and what it was
     layers = []
     for layer in profile.layers:
         full = layer.tier("full")
@@ -189,6 +193,7 @@ def _correct_device(layers: list[LayerCost], stages: Sequence[Stage], probe: Dev
         tiers = [layers[i].tier(name) or layers[i].tiers[0] for i in held]
         return np.array([max(0.0, float(np.dot(tier.saved_bytes, problem.work_max))) for tier in tiers])
 
+    # 1. layers that cannot recompute kept less than predicted: scaled down
     full = number * kept("full")
     fixed = np.array([layers[i].tier("full") is None for i in held])
     rest = float(full[fixed].sum())
@@ -198,6 +203,7 @@ def _correct_device(layers: list[LayerCost], stages: Sequence[Stage], probe: Dev
         fewer = replace(none, saved_bytes=tuple(x * min(1.0, max(0.0, share)) for x in none.saved_bytes))
         layers[i] = replace(layers[i], tiers=(fewer, *layers[i].tiers[1:]))
 
+    # 2. what the peak is above or below what is now priced goes to the layers' transients
     profile = replace(problem.profile, layers=tuple(layers))
     priced = replace(problem, profile=profile).assess(full_recompute(profile, stages)).memory[probe.device]
     left = probe.peak_bytes - priced.state_bytes - priced.saved_bytes

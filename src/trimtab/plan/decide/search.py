@@ -1,100 +1,33 @@
-"""Degrees of parallelism, ZeRO stage, schedule and micro-batches, for whatever the user left open.
+"""Which settings fit, and which is taken: degrees of parallelism, ZeRO stage, schedule and micro-batches.
 
-The space: every division of the devices (dp, pp, tp, cp, ep) x ZeRO stage x schedule x M packs a rank and step. Each
-member is priced alike: packs of some steps of the epoch, the exact split with recompute under the memory cap, then the
-simulated steps. Branch and bound: a member has a lower bound of its step,
-
-    u T / (1 - (1 - 1/M)^P) + S      1F1B and GPipe: M micro-batches on P stages in sequence
-    max(u T M / P, T a) + S          others, which fill their bubble: one micro-batch passes all stages; a is the part
-                                     of T that it waits for, all but weight gradients where these are put off
-
-with T the forward and backward of a mean pack on all layers, nothing recomputed, u the slowest rank's work over the
-mean, and S the gradient exchange and optimizer, shared evenly. Members are priced in the order of their bounds, until
-the next is above all that is of interest. A member of a series (other packs, all else alike) is taken to be above its
-bound by nearly as much as the least of those that were priced, for recompute and uneven stages hit all: heuristic, and
-the tests compare with the whole space.
+Each member of the space (module `members`) is priced alike: packs of some steps of the epoch, the exact split with
+recompute under the memory cap, then the simulated steps. Branch and bound: members are priced in the order of their
+bounds, until the next is above all that is of interest. A member of a series (other packs, all else alike) recomputes
+what smaller packs of it do. Recompute aside, it is taken to be above its bound by nearly as much as the least of those
+that were priced, for uneven stages hit all: heuristic, and the tests compare with the whole space.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from trimtab.balance.packing import PackResult
 from trimtab.costs.profile import with_tiers
 from trimtab.errors import PartitionError
-from trimtab.options import ScheduleName
-from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.stages import split_stages
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting, make_case
-from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced, parallel_dims, profile_setting
-from trimtab.plan.decide.steps import (
-    Tried,
-    TriedPacks,
-    fill_tried,
-    group_tried,
-    open_steps,
-    refuse_over,
-    share_tried,
-    too_few_samples,
-)
-from trimtab.plan.decide.work import price_samples, steps_of, times_of
+from trimtab.plan.decide.members import Member, Refusal, list_members
+from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced, parallel_dims
+from trimtab.plan.decide.work import steps_of, times_of
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import ClusterSpec, FloatArray, LayerSpec, ModelSpec, ParallelDims, Profile, SampleTable
-from trimtab.units import format_bytes, format_degrees
+from trimtab.specs import ClusterSpec, LayerSpec, ModelSpec, SampleTable
+from trimtab.units import format_degrees
 
-_SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE = 256, 8  # global batch if none is given: the larger of the two
-_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # packs a rank and step that are tried
-_WITHOUT_WEIGHTS = 2 / 3  # of forward and backward: gradients of weights are at most half of the backward
 _SAME_SERIES, _SAME_DEGREES = 0.97, 0.9  # of what others of a series, or of its degrees, are above their bounds
-_ZERO_STAGES = (1, 2, 3)
-"""Where the stage is open: 0 sends as many bytes as 1, updates every parameter on every rank and holds more."""
-
-_SCHEDULES: tuple[ScheduleName, ...] = ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble")
-"""Those that some trainer runs; ZBH1 is priced where it is asked for."""
 
 Tiers = Callable[[LayerSpec], Collection[str]]
-Filled = tuple[float, PackResult, FloatArray]  # samples a pack, packs, and the rows that decide the largest
-PacksOf = Callable[[PlanOptions, ParallelDims], Iterator[TriedPacks]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Member:
-    """One member of the space, not priced yet."""
-
-    options: PlanOptions  # name ZeRO stage and schedule
-    profile: Profile
-    packs: TriedPacks
-    bound_s: float  # seconds a sample: none of its steps is shorter
-
-    @property
-    def series(self) -> tuple[ParallelDims, int, str]:
-        """What members of other packs share: the smaller the packs, the less they hold."""
-        return self.profile.dims, self.options.sharding, self.options.schedule
-
-    @property
-    def kind(self) -> tuple[int, bool, bool]:
-        """How it divides the work: what the plan lists one of."""
-        dims = self.profile.dims
-        return self.options.sharding, dims.pp > 1, dims.tp > 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A division of the devices that cannot be, and why."""
-
-    dims: ParallelDims
-    error: PartitionError
-
-
-def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples: int) -> int:
-    """Samples a step over all ranks: as asked for, else a default, or the data set where that is smaller."""
-    if options.global_batch is not None:
-        return options.global_batch
-    return min(max(_SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE * cluster.num_devices), num_samples)
 
 
 def choose_setting(
@@ -152,192 +85,43 @@ def _refused(refusals: Sequence[Refusal]) -> PartitionError:
     return PartitionError(f"none of {number} divisions of the devices fits; the one that divides most:\n{reason}")
 
 
-# -- the space --------------------------------------------------------------------------------------------------------
-
-
-def list_members(
-    model: ModelSpec,
-    samples: SampleTable,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    budget: MemoryBudget,
-    divisions: Sequence[ParallelDims],
-) -> tuple[list[Member], list[Refusal]]:
-    """Every member of the space, and the divisions that model, data or batch rule out."""
-    members, refusals = list[Member](), list[Refusal]()
-    packs_of: PacksOf | None = None
-    global_batch = default_global_batch(cluster, options, len(samples))
-    num_blocks = sum(layer.kind == "block" for layer in model.layers)
-    for dims in divisions:
-        if options.pp is None and dims.pp > num_blocks:
-            continue
-        if dims.dp > global_batch and not options.fills_packs:
-            refusals.append(Refusal(dims=dims, error=too_few_samples(global_batch, dims.dp)))
-            continue
-        for stage in _zero_stages(options, dims):
-            sharded = replace(options, zero_stage=stage)
-            try:
-                _refuse_sharded_pipeline(sharded, dims)
-                profile = profile_setting(model, cluster, sharded, dims)
-                _refuse_state(profile, budget)
-            except PartitionError as error:
-                refusals.append(Refusal(dims=dims, error=error))
-                continue
-            # how samples pack hardly depends on the degrees but dp and cp: by the costs of the first
-            packs_of = packs_of or _pack_maker(model, samples, cluster, options, profile)
-            for schedule, num_chunks in _schedules(options, dims):
-                if options.schedule == "auto" and num_chunks > 1 and dims.pp * num_chunks > num_blocks:
-                    continue  # a stage would have no block
-                own = replace(sharded, schedule=schedule, num_chunks=num_chunks, pp=dims.pp)
-                try:
-                    for packs in packs_of(own, dims):
-                        bound_s = lower_bound_s(own, profile, packs) / packs.samples_per_step
-                        members.append(Member(options=own, profile=profile, packs=packs, bound_s=bound_s))
-                except PartitionError as error:
-                    refusals.append(Refusal(dims=dims, error=error))
-    return members, refusals
-
-
-def _refuse_sharded_pipeline(options: PlanOptions, dims: ParallelDims) -> None:
-    """ZeRO-2 frees gradients by exchanging them, which on a pipeline would be once a micro-batch: nobody runs that."""
-    if options.sharding == 2 and dims.pp > 1:
-        raise PartitionError(
-            f"ZeRO-2 was asked for on a pipeline of {dims.pp} stages, which keeps the gradients of a step whole: give "
-            "ZeRO stage 1 or 3, or pp 1"
-        )
-
-
-def _refuse_state(profile: Profile, budget: MemoryBudget) -> None:
-    """What no split of the layers can hold."""
-    state = sum(layer.state_bytes for layer in profile.layers) / profile.dims.pp
-    if state > budget.fill_bytes:
-        raise PartitionError(
-            f"parameters, gradients and optimizer state alone take {format_bytes(state)} of each device, of "
-            f"{format_bytes(budget.fill_bytes)} that may be expected: shard more of it (ZeRO stage, tp, pp)"
-        )
-
-
-def _zero_stages(options: PlanOptions, dims: ParallelDims) -> tuple[int, ...]:
-    """ZeRO stages that may be taken at these degrees."""
-    if options.zero_stage is not None:
-        return (options.zero_stage,)
-    if options.profile is not None and options.profile.method == "probed":
-        return (options.profile.zero_stage or 1,)  # at which its state was measured
-    stages = tuple(x for x in options.zero_stages if x or 1 not in options.zero_stages) or _ZERO_STAGES
-    stages = tuple(x for x in stages if x != 2 or dims.pp == 1) or stages
-    return stages if dims.replicas > 1 else stages[:1]
-
-
-def _schedules(options: PlanOptions, dims: ParallelDims) -> Iterator[tuple[ScheduleName, int]]:
-    """Schedules that are tried, and stages a device."""
-    if options.schedule != "auto":
-        yield options.schedule, options.num_chunks
-        return
-    if dims.pp == 1:
-        yield "1F1B", 1
-        return
-    chunks = {"Interleaved1F1B": max(2, options.num_chunks), "ZBVZeroBubble": 2}
-    for name in options.schedules or _SCHEDULES:
-        yield name, chunks.get(name, 1)
-
-
-def _pack_maker(
-    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, profile: Profile
-) -> PacksOf:
-    """A function that gives the packs to try at some degrees; each is made once."""
-    cost = price_samples(profile, samples.work(token_window=model.token_window))
-    global_batch = default_global_batch(cluster, options, len(samples))
-    tried = open_steps(samples, options, global_batch=global_batch, cost=cost, token_window=model.token_window)
-
-    @cache
-    def shared(dp: int, cp: int, num_microbatches: int, unit: int) -> TriedPacks:
-        return share_tried(tried, ParallelDims(dp=dp, cp=cp), num_microbatches, unit=unit)
-
-    @cache
-    def filled(cp: int) -> tuple[Filled, ...]:
-        return tuple(fill_tried(tried, ParallelDims(cp=cp)))
-
-    def packs_of(own: PlanOptions, dims: ParallelDims) -> Iterator[TriedPacks]:
-        if own.fills_packs:
-            yield from _filled_packs(own, dims, tried, filled(dims.cp), global_batch)
-            return
-        counts = _microbatch_counts(own, dims, tried.global_batch)
-        unit = microbatch_unit(own.schedule, dims.pp)
-        seen = set[int]()
-        for count in counts:
-            packs = shared(dims.dp, dims.cp, count, unit)
-            if packs.num_microbatches not in seen:  # more than asked for, where limits demand it
-                seen.add(packs.num_microbatches)
-                yield packs
-
-    return packs_of
-
-
-def _microbatch_counts(options: PlanOptions, dims: ParallelDims, global_batch: int) -> list[int]:
-    """Packs a rank and step that are tried; up to one for each of its samples."""
-    unit = microbatch_unit(options.schedule, dims.pp)
-    if options.num_microbatches is not None:
-        return [options.num_microbatches]
-    most = -(-global_batch // dims.dp)
-    counts = {*_COUNTS, dims.pp, 2 * dims.pp, most, max(1, global_batch // dims.dp)}
-    fills = options.schedule == "ZBVZeroBubble" or (options.fills_pipeline and options.schedule == "1F1B")
-    least = dims.pp if fills else 1
-    found = sorted({-(-count // unit) * unit for count in counts})
-    found = [count for count in found if least <= count <= most]
-    if not found:
-        raise _unfilled(options, dims, most)
-    return found
-
-
-def _filled_packs(
-    options: PlanOptions, dims: ParallelDims, tried: Tried, made: Sequence[Filled], global_batch: int
-) -> Iterator[TriedPacks]:
-    """Filled packs under every pair of limits, so many a step that it holds about the global batch."""
-    unit, found = microbatch_unit(options.schedule, dims.pp), False
-    reason: PartitionError | None = None
-    for per_pack, packed, extremes in made:
-        count = options.num_microbatches or max(1, round(global_batch / (dims.dp * per_pack * unit))) * unit
-        over = options.num_microbatches is None and dims.dp * unit * per_pack > 1.25 * global_batch
-        if over and found:
-            break  # larger steps than other settings are priced with would look like speed
-        if refused := refuse_over(options, dims, per_pack):
-            reason = reason or refused
-            break
-        if options.fills_pipeline and options.schedule == "1F1B" and count < dims.pp:
-            reason = reason or _unfilled(options, dims, count)
-            continue
-        found = True
-        yield group_tried(tried, packed, extremes, dims, count)
-    if not found:
-        assert reason is not None, "there is at least one pair of limits"
-        raise reason
-
-
-def _unfilled(options: PlanOptions, dims: ParallelDims, num_microbatches: int) -> PartitionError:
-    if microbatch_unit(options.schedule, dims.pp) > 1:
-        return PartitionError(
-            f"{options.schedule} runs micro-batches in multiples of {dims.pp}, and a step has {num_microbatches} "
-            "samples a rank: give a larger batch, a smaller pp, or schedule 1F1B"
-        )
-    return PartitionError(
-        f"1F1B with {num_microbatches} micro-batches on {dims.pp} stages was asked for, and torch's schedule "
-        "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --set schedule=GPipe"
-    )
-
-
 # -- prices -----------------------------------------------------------------------------------------------------------
 
 
-def lower_bound_s(options: PlanOptions, profile: Profile, packs: TriedPacks) -> float:
-    """Seconds that no step takes less than: see the module."""
-    P, M = profile.dims.pp, packs.num_microbatches
-    T = float(price_samples(profile, packs.mean_work))  # nothing recomputed
-    S = sum(layer.step_s for layer in profile.layers) / P
-    in_turn = options.schedule in ("1F1B", "GPipe")
-    if in_turn:
-        return packs.slowest_over_mean * (T / -math.expm1(P * math.log1p(-1 / M)) if M > 1 else T) + S
-    least = T * (_WITHOUT_WEIGHTS if options.schedule in ("ZBH1", "ZBVZeroBubble") else 1.0)
-    return max(packs.slowest_over_mean * T * M / P, least) + S
+@dataclass(slots=True)
+class _Known:
+    """What the prices so far say of members that have none yet."""
+
+    best_s: float = math.inf  # seconds a sample
+    above: dict[object, float] = field(default_factory=dict)  # by series and degrees: least price over its bound
+    recomputed: dict[object, list[tuple[float, float]]] = field(default_factory=dict)  # samples a pack, share
+
+    def add(self, member: Member, priced: Priced) -> None:
+        """Learn from one price."""
+        seconds, degrees, schedule = 1 / priced.samples_per_s, member.series[:2], member.options.schedule
+        self.best_s = min(self.best_s, seconds)
+        # 1. how far it is above its bound, recompute aside
+        bound_s = member.bound_s(again=priced.recompute_share)
+        for key in (member.series, degrees) if schedule != "ZBVZeroBubble" else ():
+            self.above[key] = min(self.above.get(key, math.inf), seconds / bound_s)
+        # 2. what packs of this size recompute
+        for key in (member.series, degrees) if schedule == "1F1B" else (member.series,):
+            self.recomputed.setdefault(key, []).append((member.offer.samples_per_pack, priced.recompute_share))
+
+    def expected_s(self, member: Member, slowest_over_mean: float = 1.0) -> float:
+        """Return the member's bound, raised by what others show.
+
+        What smaller packs of its series recompute, it recomputes as well; so it does what 1F1B recomputes, for no
+        schedule holds less. It is also nearly as far above its bound as others of its series, or degrees.
+        """
+        degrees, size = member.series[:2], member.offer.samples_per_pack
+        known = (*self.recomputed.get(member.series, ()), *self.recomputed.get(degrees, ()))
+        again = max((share for own, share in known if own <= size), default=0.0)
+        bound_s = member.bound_s(slowest_over_mean=slowest_over_mean, again=again)
+        if member.options.schedule == "ZBVZeroBubble":  # its devices hold alike: what others exceed says nothing of it
+            return bound_s
+        ratios = (_SAME_SERIES * self.above.get(member.series, 0.0), _SAME_DEGREES * self.above.get(degrees, 0.0))
+        return bound_s * max(1.0, *ratios)
 
 
 def price_members(
@@ -350,63 +134,74 @@ def price_members(
     progress: Callable[[int, int], None] | None = None,
     prune: bool = True,
 ) -> tuple[list[Priced], list[Refusal]]:
-    """The members that fit, the fastest first, and reasons of others.
+    """Price the members that may be taken: those that fit, the fastest first, and reasons of others.
 
     Priced are all that may be within 1 % of the fastest, and one of each kind.
     """
     found, refusals = dict[int, Priced | None](), list[Refusal]()
-    series = dict[object, list[int]]()  # members of one series, the largest packs first
-    for number in sorted(range(len(members)), key=lambda i: -members[i].packs.samples_per_pack):
-        series.setdefault(members[number].series, []).append(number)
-
-    best, listed, above = math.inf, set[object](), dict[object, float]()
-
-    def note(member: Member, seconds: float) -> None:
-        nonlocal best
-        best = min(best, seconds)
-        for key in (member.series, member.series[:2]) if member.options.schedule != "ZBVZeroBubble" else ():
-            above[key] = min(above.get(key, math.inf), seconds / member.bound_s)
+    known, listed, plain_fits = _Known(), set[object](), dict[object, float]()
 
     def price(number: int) -> bool:
-        """Whether the member fits; its price is kept."""
+        """Return whether the member fits; its price is kept."""
         if number not in found:
+            member = members[number]
             try:
-                found[number] = one = price_member(members[number], model, cluster, budget, tiers)
+                found[number] = one = price_member(member, model, cluster, budget, tiers)
+                known.add(member, one)
             except PartitionError as error:
                 found[number] = None
-                refusals.append(Refusal(dims=members[number].profile.dims, error=error))
-            else:
-                note(members[number], 1 / one.samples_per_s)
+                refusals.append(Refusal(dims=member.profile.dims, error=error))
         return found[number] is not None
 
-    def expected_s(member: Member) -> float:
-        """Its bound, raised by nearly as much as others of its series, or of its degrees, are above theirs."""
-        if member.options.schedule == "ZBVZeroBubble":  # its devices hold alike: what others exceed says nothing of it
-            return member.bound_s
-        ratio = max(_SAME_SERIES * above.get(member.series, 0.0), _SAME_DEGREES * above.get(member.series[:2], 0.0))
-        return member.bound_s * max(1.0, ratio)
-
-    # plain schedules first: they say how far members of the same degrees are above their bounds
-    plain = [member.options.schedule == "1F1B" for member in members]
-    for number in sorted(range(len(members)), key=lambda i: (not plain[i], members[i].bound_s)):
+    series = _by_series(members)
+    for number in _in_order(members, series):
         member, own = members[number], series[members[number].series]
         if prune:
-            # 1. too slow, and not the first of its kind
-            if expected_s(member) > best * (1 + EQUAL) and member.kind in listed:
+            # 1. packs that are larger than others that did not fit; 1F1B holds least
+            if number not in own or member.offer.samples_per_pack > plain_fits.get(member.series[:2], math.inf):
                 continue
-            # 2. of a series only packs small enough to fit, which bisection finds
-            if number in own and own[0] not in found:
-                first = bisect_left(own, True, key=price)
-                del own[:first]
-            if number not in own:
+            # 2. too slow, and not the first of its kind; more is known once its packs are made
+            limit_s = known.best_s * (1 + EQUAL) if member.kind in listed else math.inf
+            if known.expected_s(member) > limit_s:
+                continue
+            if known.expected_s(member, member.packs.slowest_over_mean) > limit_s:
                 continue
         if progress is not None:
             progress(len(found), len(members))
         if price(number):
             listed.add(member.kind)
+        elif prune:  # the largest packs of the series that fit, by bisection
+            del own[: bisect_left(own, True, lo=own.index(number) + 1, key=price)]
+            if member.options.schedule == "1F1B" and own:
+                plain_fits[member.series[:2]] = members[own[0]].offer.samples_per_pack
     priced = [x for x in found.values() if x is not None]
     priced.sort(key=lambda x: -x.samples_per_s)  # stable: of equals the one of the lower bound
     return priced, refusals
+
+
+def _by_series(members: Sequence[Member]) -> dict[object, list[int]]:
+    """Return the numbers of each series, the largest packs first."""
+    series = dict[object, list[int]]()
+    for number in sorted(range(len(members)), key=lambda i: -members[i].offer.samples_per_pack):
+        series.setdefault(members[number].series, []).append(number)
+    return series
+
+
+def _in_order(members: Sequence[Member], series: Mapping[object, Sequence[int]]) -> list[int]:
+    """Return the order in which members are priced.
+
+    Plain schedules come first, by their bounds: they say how far members of the same degrees are above theirs. Then
+    the others, of each series the smallest packs first, which say what larger ones recompute at least.
+    """
+    bounds_s = [member.bound_s() for member in members]
+    least_s = {name: min(bounds_s[i] for i in own) for name, own in series.items()}
+
+    def place(i: int) -> tuple[float, ...]:
+        if members[i].options.schedule == "1F1B":
+            return 0, bounds_s[i]
+        return 1, least_s[members[i].series], members[i].offer.samples_per_pack
+
+    return sorted(range(len(members)), key=place)
 
 
 def price_member(
@@ -418,6 +213,7 @@ def price_member(
     problem = case.problem if own is member.profile else replace(case.problem, profile=own)
     split = split_stages(problem)
     times = times_of(case.work, split.stages, member.profile, cluster)
+    again_s, all_s = sum(split.recompute_s), sum(split.forward_s) + sum(split.backward_s)
     step_s = float(steps_of(times, case.schedule.table, split.stages, problem).mean())
     return Priced(
         setting=case.setting,
@@ -425,6 +221,7 @@ def price_member(
         step_s=step_s,
         samples_per_s=member.packs.samples_per_step / step_s,
         peak_bytes=split.peak_bytes,
+        recompute_share=again_s / (all_s - again_s),
     )
 
 

@@ -70,6 +70,11 @@ class Priced:
     step_s: float
     samples_per_s: float
     peak_bytes: float  # of the fullest device, at the limits
+    recompute_share: float = 0.0  # of forward and backward
+
+    @property
+    def samples_per_step(self) -> float:
+        return self.samples_per_s * self.step_s
 
     @property
     def estimate(self) -> SettingEstimate:
@@ -168,6 +173,7 @@ def parallel_dims(
     devices, found = cluster.num_devices, False
     tokens = max(longest, options.max_tokens or 0)
     least = _LEAST_TOKENS if crowded else _LONG_TOKENS
+    # every product of degrees that uses all devices; tp inside a node
     for tp in _degrees(options.tp, devices, limit=cluster.devices_per_node):
         if options.tp_degrees and tp not in options.tp_degrees:
             continue
@@ -257,6 +263,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
             | (rates if links else dict.fromkeys(rates, math.inf)),
         )
 
+    # 1. by formula
     target, saved = formulas(cluster.device, dims), options.profile
     if saved is None:
         return target
@@ -267,6 +274,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
             f"{options.optimizer} at stage {options.sharding}, whose state was not measured: plan with those, or "
             "probe again"
         )
+    # 2. what was measured, carried from its own device and degrees by the ratio of formulas
     base = formulas(saved.device, saved.dims, gathered=not traced)
     carry = carry_bytes if traced else carry_seconds
     carried = carry(

@@ -47,6 +47,7 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
     tower on every rank of tp, and the sum of its gradients over them; the exchange, which overlaps nothing; the
     features each rank holds. Not priced: the few integers that ranks exchange before each call.
     """
+    # 1. the tower of a rank, and which packs one call of it encodes
     plain = case.without_vision()
     profile = _whole_towers(plain) if decision.group == "tp" else plain.setting.profile
     profile = _once_a_pool(profile, decision.pooling)
@@ -54,6 +55,7 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
     pools = pool_packs(plain.schedule.table, decision)
     found = share_calls(plain, profile, decision, sizes, pools)
 
+    # 2. seconds: of each call the slowest share, divided among the micro-batches that share it
     work = plain.work.copy()
     work[:, _IMAGE_TERMS] = 0.0
     in_slot = pools >= 0
@@ -61,10 +63,12 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
     calls = np.repeat(np.maximum(by_rank, 1), decision.pooling, axis=1)
     work[pools[in_slot], _IMAGE_TERMS] = (found.slowest[:, None, :] / calls[:, :, None])[in_slot]
 
+    # 3. bytes: the largest share, held whole by each of them
     held = plain.work.copy()
     held[:, _IMAGE_TERMS] = 0.0
     held[pools[in_slot], _IMAGE_TERMS] = np.broadcast_to(found.largest[:, None, :], (*pools.shape, 3))[in_slot]
 
+    # 4. the exchange, and the limits' room over the largest pack that there is
     most = limit_work(plain.work, plain.setting.max_patches, plain.setting.max_tokens)[_IMAGE_TERMS]
     packed = plain.work[:, _IMAGE_TERMS].max(axis=0)
     margin = np.divide(most, packed, out=np.ones(3), where=packed > 0)  # of the limits over the largest pack
@@ -134,12 +138,14 @@ def _summarise(
     table = case.schedule.table
     num_steps, dp, _ = table.shape
     groups = 1 if decision.group == "dp" else dp
+    # 1. seconds of each rank's part of each call
     constant = _constant_s(profile) * decision.pooling
     called = found.seconds.any(axis=1, keepdims=True)
     host_s = _host_s(profile) * decision.pooling
     seconds = (called * np.maximum(found.seconds + constant, host_s)).reshape(
         num_steps, groups, -1, decision.degree
     )  # (steps, groups, calls, N)
+    # 2. the same where every rank encodes what it holds
     without = tower_seconds(case.setting.profile).of_images(case.work[:, _IMAGE_TERMS])
     plain = case.setting.profile
     without = np.where(without > 0, np.maximum(without + _constant_s(plain), _host_s(plain)), 0.0)
@@ -350,6 +356,7 @@ def choose_vision(case: Case, found: SplitChoice) -> VisionChosen:
     choice = case.options.vision
     if choice.group == "none":
         return VisionChosen(best=plain, tried=(plain,))
+    # 1. every group and pool that is possible, with stages and recompute of its own
     groups: tuple[VisionGroup, ...] = ("tp", "dp") if choice.group == "auto" else (choice.group,)
     problem = _lacking(case)
     if problem is not None and choice.group != "auto":
@@ -372,6 +379,7 @@ def choose_vision(case: Case, found: SplitChoice) -> VisionChosen:
             tried.append(SharedSplit(case=shared, found=split, epoch_s=epoch_s(shared, split.split.stages)))
     if choice.group != "auto" and len(tried) == 1:
         raise PartitionError(join_problems(misfits))
+    # 2. the shortest epoch; sharing over dp must gain more, for its ranks wait for each other
     open_to = tried if choice.group == "auto" else tried[1:]
     if choice.group == "auto":
         open_to = [x for x in tried if not _is_dispatch(x.case) or x.epoch_s * _DISPATCH_GAINS <= plain.epoch_s]

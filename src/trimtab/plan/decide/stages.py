@@ -97,6 +97,7 @@ def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Evaluator]
 def _omnibal_split(case: Case) -> SplitChoice:
     """The fastest of OmniBal's candidates; beside them, for the reader, what the exact search finds."""
     problem, options = case.problem, case.options
+    # the published search, and ours next to it, on the same clock
     found, clock = timed_near_anchor(case, options.top)
     exact = choose_split(replace(case, options=replace(options, search="exact")))
     exact_s = clock.makespan_of(exact.split.stages)

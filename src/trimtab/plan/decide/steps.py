@@ -86,6 +86,7 @@ def open_steps(
             global_batch=global_batch,
             token_window=token_window,
         )
+    # whole steps of the shuffle, spread over the epoch
     order = permutation(len(samples), options.seed, 0, 0)
     order = order[~_skipped(samples, options)[order]]
     if len(order) == 0:
@@ -145,6 +146,7 @@ def share_tried(tried: Tried, dims: ParallelDims, num_microbatches: int, *, unit
         oversize="alone" if options.oversize == "alone" else "error",
         unit=unit,
     )
+    # open limits hold the largest pack of the epoch: its bound, times what the tried packs are above theirs
     limits = []
     for limit, own, all_of in zip(
         given, (part.num_patches, part.num_tokens), (every.num_patches, every.num_tokens), strict=True

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from trimtab.costs.bands import WAITS
 from trimtab.costs.formula.exchange import document_multiple
 from trimtab.costs.formula.settings import Efficiency
-from trimtab.costs.profile import host_share
+from trimtab.costs.profile import host_share, regime_of, time_band
 from trimtab.errors import PlanError
 from trimtab.options import Attention
 from trimtab.partition.simulate import StageTimes, StepSpread, simulate_steps, spread_steps, stage_times
@@ -165,9 +166,6 @@ def one_tile(model: ModelSpec) -> ImageCounts:
 # Seconds of packs on stages, of steps, and of what a step costs beside its micro-batches.
 
 
-_WAITS = 0.02  # of forward and backward: below that the host is not worth a sentence
-
-
 def stage_link(cluster: ClusterSpec) -> float:
     """Bytes per second between stages: neighbours are taken to lie on different nodes, where there are several."""
     return cluster.slowest_link_bytes_per_s * Efficiency().link
@@ -208,12 +206,26 @@ def spread_of(
 def host_sentences(profile: Profile, work: FloatArray) -> tuple[str, ...]:
     """Say where the host decides, and not the device: how long the mean micro-batch waits for it."""
     waits = host_share(profile, work)
-    if waits < _WAITS:
+    if waits < WAITS:
         return ()
     return (
         f"The host decides here: {waits:.0%} of the mean micro-batch's forward and backward wait for its launches. "
         "Larger packs gain that. Hosts differ by a factor of 4: one run settles yours (trimtab profile --from-logs).",
     )
+
+
+def with_band(profile: Profile, model: ModelSpec, work: FloatArray, cluster: ClusterSpec) -> Profile:
+    """Return the profile with the band of its seconds for a run of mean micro-batches `work` on this cluster."""
+    regime = regime_of(profile, model, work, nodes=cluster.num_nodes)
+    return replace(profile, time_error=time_band(profile, regime))
+
+
+def band_sentence(profile: Profile, model: ModelSpec, work: FloatArray, cluster: ClusterSpec) -> str:
+    """Say how far seconds may be off, and how that is known."""
+    regime = regime_of(profile, model, work, nodes=cluster.num_nodes)
+    formulas = profile.method in ("analytic", "traced")
+    source = f"as those of published runs of this regime: {regime}" if formulas else f"as they were {profile.method}"
+    return f"Seconds are within {time_band(profile, regime):.0%}, {source}."
 
 
 def rank_step_s(problem: SplitProblem, stages: Sequence[Stage]) -> float:

@@ -7,16 +7,17 @@ from dataclasses import dataclass, field, replace
 
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
+from trimtab.costs.bands import MemoryBand
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.adapters import count_adapters
-from trimtab.costs.profile import MemoryBand, profile_bytes
+from trimtab.costs.profile import profile_bytes
 from trimtab.files import blake2b
 from trimtab.options import same_fields
 from trimtab.partition.assess import SplitResult
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.compare import Variant
 from trimtab.plan.decide.sharing import with_memory
-from trimtab.plan.decide.work import price_samples, spread_of
+from trimtab.plan.decide.work import price_samples, spread_of, with_band
 from trimtab.plan.file.yaml import name_table, pack_contents
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import (
@@ -258,7 +259,7 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
         name: round(value, 4) for name, value in same_fields(balance, BalanceEstimate).items() if value is not None
     }
     return Estimates(
-        time_error=profile.time_error,
+        time_error=with_band(profile, case.model, case.problem.work_mean, case.cluster).time_error,
         memory_error=round(band.half_width, 4),
         memory_share=round(share, 4),
         misfit_chance=float(f"{band.misfit_chance(share):.2g}"),

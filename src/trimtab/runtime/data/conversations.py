@@ -18,7 +18,7 @@ from transformers import AutoImageProcessor
 
 from trimtab.errors import PlanError, SampleError, UnknownModelError, UnsupportedPlanError, join_problems
 from trimtab.models.asking.inputs import image_token
-from trimtab.models.asking.model import complete
+from trimtab.models.asking.model import complete, library_reads
 from trimtab.models.asking.processors import processor_class
 from trimtab.models.describe import describe, read_config
 from trimtab.models.families import PackFormat, family_of
@@ -346,9 +346,10 @@ def _pack_keys(model: ModelSpec, folder: Path) -> tuple[str, ...]:
 
 def _image_processor(folder: Path, limits: ModelInput, family: str) -> Any:
     """The model's image processor under the user's own limits; nothing is fetched, and no code of the folder runs."""
-    processor = AutoImageProcessor.from_pretrained(
-        folder, backend="pil", trust_remote_code=False, local_files_only=True
-    )
+    with library_reads(f"reads no image processor in {folder}", "download its preprocessor_config.json again"):
+        processor = AutoImageProcessor.from_pretrained(
+            folder, backend="pil", trust_remote_code=False, local_files_only=True
+        )
     with contextlib.suppress(UnknownModelError):  # a processor may switch on what the file of its part does not
         given = getattr(processor_class(family, {}), "images_kwargs", None)
         for name, value in given.items() if isinstance(given, dict) else ():

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from trimtab.errors import PlanError, join_problems
 from trimtab.files import blake2b, fingerprint_file
 from trimtab.plan.file.yaml import load_plan, pack_contents, read_npy, table_path
+from trimtab.plan.plan import ContinuedPlan
 from trimtab.specs import IntArray, Packing, Schedule
 
 _NAMES = ("offsets.npy", "indices.npy", "schedule.npy")
@@ -33,6 +34,7 @@ class PlanTables:
     seed: int  # of the plan's shuffle; later epochs are shuffled from it too
     num_places: int  # slots in the order in which they run, up to the last that holds a pack
     is_last_short: bool  # the last step holds fewer packs or samples than others: it stays the last of every epoch
+    continues: tuple[str, int] | None = None  # digest and packs a step of a plan whose steps hold the same samples
 
     @property
     def num_packs(self) -> int:
@@ -84,6 +86,7 @@ def open_tables(folder: Path | str) -> PlanTables:
         seed=packing.seed,
         origin=str(folder),
         global_batch=packing.global_batch,
+        continues=packing.continues,
     )
 
 
@@ -113,6 +116,7 @@ def _tables(
     seed: int,
     origin: str,
     global_batch: int | None = None,
+    continues: ContinuedPlan | None = None,
 ) -> PlanTables:
     whole = all(a.dtype == np.int64 for a in (offsets, indices, schedule))
     if not whole or offsets.ndim != 1 or indices.ndim != 1 or schedule.ndim != 3 or len(offsets) == 0:
@@ -134,6 +138,7 @@ def _tables(
         seed=seed,
         num_places=schedule.size - len(last) + num_last,
         is_last_short=num_last < len(last) or (global_batch is not None and len(indices) % global_batch > 0),
+        continues=None if continues is None else (blake2b(continues.tables_blake2b.encode()), continues.packs_per_step),
     )
 
 
@@ -282,7 +287,8 @@ def cursor_to_state(deal: Deal, cursor: Cursor) -> dict[str, str | int]:
 def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
     """The place a state names; `PlanError` where it belongs to another plan or order.
 
-    dp and the number of micro-batches may differ between the runs if the state was taken between two steps.
+    dp and the number of micro-batches may differ between the runs if the state was taken between two steps. So may the
+    plan, where this one goes on with the steps of that one.
     """
     wrong = [key for key in _KEYS if not isinstance(state.get(key), str if key == "plan" else int)]
     wrong += [key for key in ("epoch", "packs_done", "microbatches_done") if key not in wrong and state[key] < 0]
@@ -290,8 +296,13 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
         raise PlanError(
             f"the state has no usable {', '.join(wrong)}: give what state_dict() of a plan's sampler or loader returned"
         )
-    problems = []
-    if state["plan"] != deal.tables.digest:
+    problems, packs_done = [], state["packs_done"]
+    if deal.tables.continues is not None and state["plan"] == deal.tables.continues[0]:
+        steps, between = divmod(packs_done, deal.tables.continues[1])
+        packs_done = steps * deal.tables.dp * deal.tables.num_microbatches
+        if between:
+            problems.append("the state was taken inside a step of the plan before: resume from one between two steps")
+    elif state["plan"] != deal.tables.digest:
         problems.append(
             f"the state is of plan {state['plan']}, this is plan {deal.tables.digest}: resume with the plan of the run"
         )
@@ -307,7 +318,7 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
             f"{state['num_microbatches']} micro-batches on {state['dp']} ranks, and this run has "
             f"{deal.num_microbatches} on {deal.dp}: resume as before, or from a state taken between two steps"
         )
-    cursor = Cursor(epoch=state["epoch"], packs_done=state["packs_done"], microbatches_done=state["microbatches_done"])
+    cursor = Cursor(epoch=state["epoch"], packs_done=packs_done, microbatches_done=state["microbatches_done"])
     beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_places
     if not problems and (beyond or cursor.microbatches_done >= deal.num_microbatches):
         problems.append(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from trimtab.errors import ConfigError, join_problems, quote
 from trimtab.files import read_small, refuse_special
 from trimtab.models.asking.internvl_chat import read_chat_config
+from trimtab.models.asking.model import library_reads
 from trimtab.models.families import REMOTE
 from trimtab.placement.bytes import DeviceKey
 from trimtab.typed_json import parse_json
@@ -128,6 +128,11 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
 
 
 _DTYPE = re.compile(r"auto|(torch\.)?b?float\d+\w*")
+_READ_BY_LOADERS = re.compile(
+    r"((generation_|processor_|(video_)?preprocessor_|tokenizer_|adapter_)?config|tokenizer|vocab|added_tokens"
+    r"|special_tokens_map|chat_template)\.json"
+)
+_MAX_TOKENIZER_BYTES = 256 << 20
 _LARGEST = 10**7  # ten times the largest vocabulary; positions, which may be more, are no "size"
 
 
@@ -136,41 +141,46 @@ def read_config(folder: Path, attention: str | None = None) -> Any:
 
     `ConfigError` where Transformers has no class for it.
     """
-    check_config(folder)
-    try:
+    check_folder(folder)
+    what_not = f"knows no config.json in {folder} without running the folder's own code"
+    with library_reads(what_not, "use a folder in Transformers' own format"):
         fields, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
         if fields.get("model_type") == REMOTE:
             config = read_chat_config(folder, fields)
         else:
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the library checks types and values with exceptions of every class
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{folder} has no config.json that Transformers {transformers.__version__} knows without running the "
-            f"folder's own code ({reason}): use a folder in Transformers' own format"
-        ) from None
     if attention is not None:
         config._attn_implementation = attention
     return config
 
 
-def check_config(folder: Path) -> None:
-    """Refuse a config.json that says what no loader may read: names to fetch or resolve, sizes of no model.
+def check_folder(folder: Path) -> None:
+    """Refuse files of a model folder that no loader may read: JSON of another kind, and what `_check_config` names.
 
     What else is wrong the loaders say.
     """
     if not folder.is_dir():  # which a loader would take for a name on the Hub
         raise ConfigError(f"{folder} is no folder: give one that holds config.json and safetensors files")
-    for file in folder.iterdir():  # a loader would wait for ever
-        refuse_special(file)
-    try:
-        content = parse_json(read_small(folder / "config.json"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-        return  # as the loaders say
-    except ValueError as error:  # what a loader reads otherwise than we do is not checked
-        raise ConfigError(f"{folder / 'config.json'} is not strict JSON ({error}): do not use this folder") from None
-    if not isinstance(content, dict) or not isinstance(content.get("model_type", ""), str):
-        raise ConfigError(f"{folder / 'config.json'} holds {quote(content)}: write an object with a `model_type`")
+    for file in folder.iterdir():
+        refuse_special(file)  # a loader would wait for ever
+        if not _READ_BY_LOADERS.fullmatch(file.name):
+            continue
+        try:
+            content = parse_json(read_small(file, most_bytes=_MAX_TOKENIZER_BYTES))
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read ({error.strerror}): download it again") from None
+        except ValueError as error:  # what a loader reads otherwise than we do is not checked
+            raise ConfigError(f"{file} is not strict JSON ({error}): do not use this folder") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"{file} holds {quote(content)}, where an object belongs: download it again")
+        if file.name == "config.json":
+            _check_config(file, content)
+
+
+def _check_config(file: Path, content: dict[str, Any]) -> None:
+    """Refuse names to fetch or resolve, and sizes of no model."""
+    if not isinstance(content.get("model_type", ""), str):
+        raise ConfigError(f"{file} has model_type {quote(content['model_type'])}: write the name of one")
     for name, value in _set_fields(content):
         if name.endswith("_implementation") and isinstance(value, str) and "/" in value:
             reason = "a kernel to fetch from the Hub"
@@ -180,7 +190,7 @@ def check_config(folder: Path) -> None:
             reason = "larger than that of any model"
         else:
             continue
-        raise ConfigError(f"{folder / 'config.json'} has {name} {str(value)[:100]!r}, {reason}: do not use this folder")
+        raise ConfigError(f"{file} has {name} {str(value)[:100]!r}, {reason}: do not use this folder")
 
 
 def _set_fields(value: Any) -> Iterator[tuple[str, Any]]:
@@ -197,13 +207,8 @@ def _set_fields(value: Any) -> Iterator[tuple[str, Any]]:
 
 def read_generation(folder: Path) -> Any:
     """The folder's generation_config.json."""
-    try:
+    with library_reads(f"reads no generation_config.json in {folder}", "correct it, or take it away"):
         return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # as above
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{folder} has a generation_config.json that cannot be read ({reason}): correct it, or take it away"
-        ) from None
 
 
 def model_class(folder: Path, config: Any) -> Any:

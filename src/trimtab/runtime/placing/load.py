@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 from trimtab.errors import ConfigError, PartitionError, join_problems, refuse_type
 from trimtab.models.asking.internvl_chat import forget_published_names
+from trimtab.models.asking.model import library_reads
 from trimtab.placement import published as rule
 from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.placed import Placement
@@ -26,6 +28,8 @@ from trimtab.runtime.placing.folder import (
     read_config,
     read_generation,
 )
+
+_CURE = "download it again, or install what its weights ask for"
 
 
 def load_placed(
@@ -67,8 +71,9 @@ def load_placed(
             "the folder that it was made from, or put it whole on one device"
         )
     kind = model_class(folder, config)
-    with torch.device("meta"):
+    with library_reads(f"builds no model of config.json in {folder}", _CURE), torch.device("meta"):
         skeleton = kind(config)
+    _check_size(skeleton, stored, folder, is_quantised=quantised is not None)
     names = StoredNames(skeleton)
     placed = resolve_units(skeleton, names.of_map(placement), names.of_map(runs_on or {}))
     dtype = dtype or _dtype_of(config, stored)
@@ -128,7 +133,7 @@ def _load(
     with warnings.catch_warnings():
         # a tensor whose own module is cut up has no module to name; Accelerate expects only modules
         warnings.filterwarnings("ignore", message="The following device_map keys do not match any submodules")
-        try:
+        with library_reads(f"does not load {folder}", _CURE):
             model, report = kind.from_pretrained(
                 None,
                 config=config,
@@ -140,10 +145,6 @@ def _load(
                 output_loading_info=True,
                 **generation,
             )
-        except ImportError as error:
-            raise ConfigError(
-                f"{folder} cannot be loaded ({error}): install what its quantised weights ask for"
-            ) from None
     problems = [f"{folder} holds no weight for {name}: download it again" for name in sorted(report["missing_keys"])]
     problems += [
         f"{folder} holds {name} in another shape than config.json says: use the config.json that came with it"
@@ -153,6 +154,17 @@ def _load(
         raise ConfigError(join_problems(problems))
     model.config.name_or_path = str(folder)
     return model
+
+
+def _check_size(model: nn.Module, stored: Mapping[str, StoredTensor], folder: Path, *, is_quantised: bool) -> None:
+    """Refuse a config.json of a larger model, which would be drawn at random and fill the memory."""
+    made = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(math.prod(tensor.shape) for tensor in stored.values())
+    if made > 2 * held and not is_quantised:
+        raise ConfigError(
+            f"config.json in {folder} makes a model of {made:,} parameters, and its weights are {held:,}: use the "
+            "config.json that came with them"
+        )
 
 
 def _settle(

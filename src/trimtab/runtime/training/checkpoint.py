@@ -98,7 +98,14 @@ def _written_aside(path: Path) -> Iterator[Path]:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
     dist.barrier()
-    yield writing
+    try:
+        yield writing
+    except BaseException as error:
+        if dist.get_rank() == 0:  # a full disk gets its room back
+            shutil.rmtree(writing, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno and str(error.filename or writing).startswith(str(writing)):
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
     if dist.get_rank() == 0:
         os.replace(writing, path)  # noqa: PTH105 (a folder over nothing or an empty one: atomic)
     dist.barrier()

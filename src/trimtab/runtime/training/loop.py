@@ -13,16 +13,16 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import tower_bytes, tower_seconds
 from trimtab.costs.formula.adapters import adapt_layer
-from trimtab.errors import ConfigError, PlanError, TrimtabError, UnsupportedPlanError
+from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
 from trimtab.lora import Lora
 from trimtab.models.asking.layers import read_linears
+from trimtab.models.asking.model import library_reads
 from trimtab.models.describe import describe
 from trimtab.options import AttentionImplementation
 from trimtab.plan.file.check import verify_plan
@@ -37,6 +37,7 @@ from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanD
 from trimtab.runtime.data.packing import prepare_packing_on_ranks
 from trimtab.runtime.pipeline.build import build_pipeline
 from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
+from trimtab.runtime.placing.folder import check_folder
 from trimtab.runtime.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
 from trimtab.runtime.training.checkpoint import (
     Progress,
@@ -49,7 +50,6 @@ from trimtab.runtime.training.checkpoint import (
 )
 from trimtab.runtime.training.run_recorder import RunRecorder
 from trimtab.runtime.training.settings import TrainSettings
-from trimtab.samples.problems import shorten
 
 # Adapters in `trimtab train`: PEFT puts them beside the layers that a plan names, an export merges them.
 
@@ -278,13 +278,10 @@ def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any
             f"{settings.model} holds no weights (*.safetensors): name a folder that has them, or train from random "
             "ones (--random-weights)"
         )
-    try:
+    check_folder(settings.model)
+    what_not = f"does not load {settings.model} with attention {attention}"
+    with library_reads(what_not, "correct its files, or choose another attention"):
         model = _read_model(settings, attention)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # as Transformers does
-        raise ConfigError(
-            f"the model in {settings.model} was to be loaded with attention {attention}, which fails "
-            f"({type(error).__name__}: {shorten(str(error), 300)}): correct its files, or choose another attention"
-        ) from error
     frozen = plan.inputs.training.frozen_towers
     if frozen:
         for layer in describe(settings.model).layers:
