@@ -1,4 +1,4 @@
-"""The loops under pack_samples (balance/: pair, rows, window, stream): each against brute force or by its invariants."""
+"""The loops under pack_samples (balance/: pair, rows, window, stream), by brute force or by their invariants."""
 
 from __future__ import annotations
 
