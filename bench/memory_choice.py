@@ -152,21 +152,6 @@ def main() -> None:
     print("share of the possible gain captured, and speed-up over full recompute")
     for case in CASES:
         print_case(case)
-    # 111 layers on 8 stages, under caps from ample to tight
-    case = replace(CASES[1], pp=8)
-    profile = profile_model(describe("Qwen2.5-VL-72B"), find_device("H200"), dims=ParallelDims(dp=8, pp=8, tp=4))
-    profile = replace(profile, layers=(*profile.layers[:111],))
-    problem = replace(problem_of(case, profile), forbidden_cuts=frozenset())
-    free = split_stages(replace(problem, memory_bytes=NO_LIMIT, overhead_bytes=0.0))
-    most = max(device.total_bytes for device in free.memory)
-    for part in (0.9, 0.7, 0.5, 0.4):
-        try:
-            split, seconds = timed(replace(problem, memory_bytes=part * most, overhead_bytes=0.0))
-        except PartitionError as error:
-            print(f"111 layers, 8 stages, cap {part:.0%} of what nothing recomputed needs: {str(error).split(':')[0]}")
-            continue
-        recomputed = sum(stage.num_recomputed() for stage in split.stages)
-        print(f"111 layers, 8 stages, cap {part:.0%}: {recomputed} recomputed, {seconds:.2f} s of CPU")
 
 
 if __name__ == "__main__":

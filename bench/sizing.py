@@ -24,12 +24,9 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trimtab.samples.media import MediaFolder, image_size
-from trimtab.samples.records import list_chunks, read_chunk
-from trimtab.samples.rows import read_conversation
+from trimtab.samples.media import image_size
 from trimtab.samples.size import size_samples
 from trimtab.samples.template import compile_template
-from trimtab.samples.tokens import TokenCounter, read_tokenizer
 from trimtab.specs import ImageCounts
 
 NUM_IMAGES = 500
@@ -132,32 +129,6 @@ def report(name: str, num_samples: int, wall_s: float, cpu_s: float) -> None:
     )
 
 
-def time_parts(data: Path, model: Path) -> None:
-    """CPU microseconds a sample of each part of the pass, one after the other in this process."""
-    clock, rule = time.process_time, PatchRule()
-    start = clock()
-    records = [record for chunk in list_chunks(data) for record in read_chunk(chunk)]
-    times = {"read and parse": clock() - start}
-    start = clock()
-    conversations = [read_conversation(record.value) for record in records]
-    times["conversations"] = clock() - start
-    media = MediaFolder(data.parent, allow_outside=False, exif="ignore")
-    start = clock()
-    sizes = [[media.image_size(image) for image in conversation.images] for conversation in conversations]
-    times["image headers"] = clock() - start
-    counter = TokenCounter(read_tokenizer(model))
-    start = clock()
-    counts = [[rule.count(*size) for size in row] for row in sizes]
-    chats = [counter.render(c, n) for c, n in zip(conversations, counts, strict=True)]
-    times["chat template"] = clock() - start
-    start = clock()
-    tokens = [n for i in range(0, len(chats), 512) for n in counter.count(chats[i : i + 512])]
-    times["tokenizer"] = clock() - start
-    text_tokens = (sum(tokens) - sum(c.tokens for row in counts for c in row)) / len(tokens)
-    print(f"  {text_tokens:.0f} text tokens a sample; CPU microseconds a sample: ", end="")
-    print(", ".join(f"{name} {1e6 * seconds / len(records):.0f}" for name, seconds in times.items()))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=20_000)
@@ -176,7 +147,6 @@ def main() -> None:
                 wall.append(time.perf_counter() - start)
                 cpu.append(cpu_seconds() - cpu_start)
             report(f"trimtab, {workers} worker(s)", arguments.samples, min(wall), min(cpu))
-        time_parts(data, model)
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         start, cpu_start = time.perf_counter(), cpu_seconds()
         tokens, _ = run_peer(data, tokenizer)

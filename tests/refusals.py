@@ -1,27 +1,37 @@
 """Refusals in tests: a test asks for the class and for names in the message; the wording stands in refusals.txt.
 
-A refusal of a command or a call is a case of refusals.yaml. Where one needs more than that, `with refused(PlanError,
-"num_chunks", "2"): ...` fails where another class is raised, or where a name is missing. The sentences are compared
-with tests/refusals.txt when the session ends: those that are not there are listed, and decide nothing, for wording is
-no test. `pytest --rewrite-refusals` writes the file again from the tests that it ran, so that a change of wording is
-read in one place.
+A refusal of a command or a call is a case of refusals.yaml, or of torch/refusals.yaml where it needs torch. Where one
+needs more than that, `with refused(PlanError, "num_chunks", "2"): ...` fails where another class is raised, or where a
+name is missing. The sentences are compared with tests/refusals.txt when the session ends: those that are not there are
+listed, and decide nothing, for wording is no test. `pytest --rewrite-refusals` writes the file again from the tests
+that it ran, so that a change of wording is read in one place.
 """
 
 from __future__ import annotations
 
+import builtins
+import math
 import os
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+import trimtab
+
 SNAPSHOT = Path(__file__).with_suffix(".txt")
 MOST = 600  # characters of a sentence that are kept
+LONGEST = 9_000  # characters of a message, whatever was given
 _SEEN: dict[str, set[str]] = defaultdict(set)  # sentences by test
 _NEW: dict[str, set[str]] = {}  # of these, those that the snapshot lacks
 
@@ -87,8 +97,89 @@ def _is_there(case: str) -> bool:
     if path.startswith("tests/"):
         file = SNAPSHOT.parents[1] / path
         return file.exists() and f"def {name}(" in file.read_text(encoding="utf-8")
-    groups = yaml.safe_load(SNAPSHOT.with_suffix(".yaml").read_text(encoding="utf-8"))
-    return any(case in (group.get("run"), group.get("call")) for group in groups)
+    return case in _named_cases()
+
+
+@cache
+def _named_cases() -> frozenset[str]:
+    """Commands and calls of both tables."""
+    tables = (SNAPSHOT.with_suffix(".yaml"), SNAPSHOT.parent / "torch" / "refusals.yaml")
+    groups = [group for table in tables for group in yaml.safe_load(table.read_text(encoding="utf-8"))]
+    return frozenset(group.get("run") or group["call"] for group in groups)
+
+
+# -- cases of a table --------------------------------------------------------------------------------------------------
+
+
+def read_cases(table: Path) -> list[dict[str, Any]]:
+    """Cases of refusals.yaml, or of another such table, each with what its group says."""
+    groups = yaml.safe_load(table.read_text(encoding="utf-8"))
+    return [
+        {**group, **case, "given": {**case.get("given", {}), **group.get("given", {})}}
+        for group in groups
+        for case in group.get("cases", [{}])
+    ]
+
+
+def show(case: dict[str, Any]) -> str:
+    """The name of a case in a report."""
+    return f"{case.get('run') or case['call']} {case.get('files', '')} {case['given'] or ''}"[:90]
+
+
+def write(path: Path, content: Any, planned: Path | None = None) -> None:
+    """One file of a case: its text, or how it is made."""
+    path.parent.mkdir(exist_ok=True)
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    elif "hex" in content:
+        path.write_bytes(bytes.fromhex(content["hex"]))
+    elif "repeat" in content:  # text, how often, text, how often, ...
+        parts = content["repeat"]
+        path.write_text("".join(text * times for text, times in zip(parts[::2], parts[1::2], strict=True)))
+    elif "link" in content:
+        path.symlink_to(content["link"])
+    elif "pipe" in content:
+        os.mkfifo(path)
+    elif "folder" in content:
+        path.mkdir()
+    else:  # a good plan, in which one text stands for another
+        assert planned is not None
+        old, new = content["plan"]
+        shutil.copytree(planned, path)
+        text = (path / "plan.yaml").read_text(encoding="utf-8")
+        assert old in text, "the case changes nothing"
+        (path / "plan.yaml").write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+def hold(message: str, case: dict[str, Any]) -> None:
+    """Keep the sentence for the snapshot, and look for the names."""
+    record(message, case.get("run") or case["call"])
+    assert len(message) < case.get("most", LONGEST), "what was given is shown whole"
+    assert len(message.splitlines()) == case.get("lines", len(message.splitlines()))
+    for name in case["names"]:
+        assert name in message, f"{name!r} is not in the message: {message}"
+
+
+def assert_refused(case: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the call of a case in an empty folder: it raises the case's class, with its names."""
+    monkeypatch.chdir(folder)
+    for name, content in case.get("files", {}).items():
+        write(folder / name, content)
+    names: dict[str, Any] = {"np": np, "replace": replace, "Path": Path, "math": math, "trimtab": trimtab}
+    names |= vars(import_module(case["near"])) if "near" in case else {}
+    for module in re.findall(r"trimtab(?:\.[a-z_]\w*)+(?=\.\w)|\w+_(?:cases|configs)(?=\.)", str(case)):
+        names[module] = import_module(module)
+    for name, value in case["given"].items():
+        names[name] = eval(value[1:], names) if str(value).startswith("=") else value
+    for expression in case.get("before", ()):
+        eval(expression, names)
+    kind = getattr(trimtab.errors, case["raises"], None) or getattr(builtins, case["raises"], None)
+    with pytest.raises(kind or eval(case["raises"], names)) as caught:
+        eval(case["call"], names)
+    hold(str(caught.value), case)
+
+
+# -- the snapshot ------------------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

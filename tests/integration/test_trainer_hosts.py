@@ -23,6 +23,7 @@ PIL = pytest.importorskip("PIL.Image")
 
 from trimtab import balanced  # noqa: E402
 from trimtab.demo.draw import draw_dataset  # noqa: E402
+from trimtab.errors import PlanError  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "torch"), str(Path(__file__).parents[2] / "examples")]
 import balanced_cases  # noqa: E402
@@ -63,16 +64,30 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 def check(
     case: Case, folder: Path, data: Any, collate: Any, *, kind: Any = None, options: Any = None, **more: Any
 ) -> None:
-    """`balanced` on this trainer with this collator, against each sample alone through the same collator."""
-    trainer = balanced_cases.noted(kind or transformers.Trainer)(
-        model=case.model(),
-        args=balanced_cases.arguments(folder, kind=options, **more.pop("arguments", {})),
-        train_dataset=data,
-        data_collator=collate,
-        **more,
-    )
-    balanced(trainer, balanced_cases.tables_of(), reshuffle=False).train()
+    """`balanced` on this trainer with this collator, against each sample alone through the same collator.
+
+    Then a run of other weights resumes it, and one whose weights the host leaves as they are is refused.
+    """
+    saving = {"save_strategy": "steps", "save_steps": 1, **more.pop("arguments", {})}
+
+    def make(factor: float = 1.0) -> Any:
+        model = case.model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        arguments = balanced_cases.arguments(folder, kind=options, **saving)
+        of = balanced_cases.noted(kind or transformers.Trainer)
+        trainer = of(model=model, args=arguments, train_dataset=data, data_collator=collate, **more)
+        return balanced(trainer, balanced_cases.tables_of(), reshuffle=False)
+
+    trainer, again, left = make(), make(1.5), make(1.5)
+    trainer.train()
     assert trainer.losses == pytest.approx(balanced_cases.plain_losses(case.model(), data, collate), rel=1e-5)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert again.losses == pytest.approx(trainer.losses[2:], rel=1e-6)
+    left._load_from_checkpoint = lambda *_: None
+    with pytest.raises(PlanError, match="was not restored"):
+        left.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
 
 
 class Processor(transformers.ProcessorMixin):  # type: ignore[misc,name-defined]
@@ -81,6 +96,9 @@ class Processor(transformers.ProcessorMixin):  # type: ignore[misc,name-defined]
     def __init__(self, case: Case) -> None:
         self.case, self.tokenizer, self.image_processor = case, case.tokenizer, case.images
         self.chat_template = None
+
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        """Nothing of it belongs to a checkpoint."""
 
     def apply_chat_template(self, conversations: list[Any], *, return_tensors: str, **_: Any) -> Any:
         parts = [[part for turn in talk for part in turn["content"]] for talk in conversations]
@@ -137,11 +155,12 @@ def test_trls_trainer_and_its_collator_for_images(case: Case, tmp_path: Path) ->
     check(case, tmp_path, data, collate, arguments=skipped, **given)
 
 
-def test_llama_factorys_collator(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_factorys_trainer_and_collator(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft", reason="needs peft")
     sound = ModuleType("torchaudio")  # imported beside the images' code, for sound alone
     sound.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
     monkeypatch.setitem(sys.modules, "torchaudio", sound)
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")  # it asks for an older Transformers
     pytest.importorskip("llamafactory", reason="needs llamafactory 0.9.5: pip install --no-deps llamafactory==0.9.5")
     from llamafactory.data.collator import SFTDataCollatorWith4DAttentionMask
     from llamafactory.data.template import TEMPLATES
@@ -165,7 +184,18 @@ def test_llama_factorys_collator(case: Case, tmp_path: Path, monkeypatch: pytest
     collate = SFTDataCollatorWith4DAttentionMask(
         template=template, model=case.model(), tokenizer=tokenizer, processor=processor, pad_to_multiple_of=8
     )
-    check(case, tmp_path, data, collate)
+    check(case, tmp_path, data, collate, **own_trainer(tokenizer))
+
+
+def own_trainer(tokenizer: Any) -> dict[str, Any]:
+    """LLaMA-Factory's own class, where TRL is as old as it asks for."""
+    try:
+        from llamafactory.hparams import FinetuningArguments, TrainingArguments
+        from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
+    except ImportError:
+        return {}
+    own = {"finetuning_args": FinetuningArguments(), "processor": None, "tokenizer": tokenizer}
+    return {"kind": CustomSeq2SeqTrainer, "options": TrainingArguments, **own}
 
 
 def test_ms_swifts_collator(case: Case, tmp_path: Path) -> None:

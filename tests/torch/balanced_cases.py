@@ -5,6 +5,7 @@ No description is made and no other helper imported, so that older releases of T
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -273,3 +274,49 @@ def train_without_plan(rank: int, folder: Path) -> None:
         made.append(dict(trainer.model.named_parameters()))
     for name, own in made[1].items():
         assert_close(own, made[0][name], name)
+
+
+def resume_in_pieces(rank: int, folder: Path, settings: dict[str, Any], fsdp_version: int | None = None) -> None:
+    """A run under FSDP or DeepSpeed; another, of other weights, resumes it, and a third whose weights stay its own."""
+    import pytest
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
+
+    from trimtab.errors import PlanError
+    from trimtab.runtime.training import trainer as ours
+    from trimtab.runtime.training.balanced import balanced
+
+    if "deepspeed" in settings:
+        os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
+        PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)  # which knows no such pair
+
+    def make(factor: float) -> Any:
+        model = make_model("qwen2_5_vl")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        made = noted(transformers.Trainer)(
+            model=model,
+            args=arguments(folder, gradient_accumulation_steps=1, save_strategy="steps", save_steps=1, **settings),
+            train_dataset=Raw(),
+            data_collator=Collator("qwen2_5_vl"),
+        )
+        if fsdp_version is not None:  # which Accelerate gives to accelerators alone
+            made.accelerator.state.distributed_type = DistributedType.FSDP
+            made.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=fsdp_version, use_orig_params=True if fsdp_version == 1 else None
+            )
+            made.accelerator.state.device = torch.device("cpu")
+            made.is_fsdp_enabled = True
+        return balanced(made, tables_of(dp=2, num_microbatches=1), verify=False)
+
+    whole = make(1.0)
+    whole.train()
+    again = make(1.5)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert again.parts == pytest.approx(whole.parts[2:], rel=1e-5)
+    before = ours.weigh(again.model, torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in again.model.parameters():
+            getattr(parameter, "ds_tensor", parameter).mul_(1.5)
+    with pytest.raises(PlanError, match="differ"):
+        ours.check_weights(again.model, before, folder, torch.device("cpu"))

@@ -24,9 +24,9 @@ from trimtab.runtime.pipeline.pipeline import Pipeline
 from trimtab.runtime.vision.inputs import find_family, join_inputs, tower_flops
 
 
-def run_all(rank: int) -> None:
+def run_all(rank: int, families: str) -> None:
     own = [dist.new_group([r]) for r in range(2)][rank]
-    for family in ("qwen2_5_vl", "internvl", "llava", "qwen3_vl"):
+    for family in families.split():
         for contents in ((MICROBATCHES, TEXT_ALONE), (WITH_VIDEO, MICROBATCHES)):
             run_step(rank, own, family, contents)
     run_disagreements(rank, own)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import transformers
+import yaml
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -27,66 +28,24 @@ from trimtab.options import VideoOptions
 from trimtab.plan.options import PlanOptions
 from trimtab.samples.table import SizingResult
 
-CASES = {
-    **{x: x for x in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_next", "llava_onevision", "gemma3")},
-    "internvl": "internvl qwen2",
-    "llava": "llava llama",
-}
-VIDEOS = {  # of a video, as the template of a family that takes them writes it
-    "qwen2_5_vl": "<|vision_start|><|video_pad|><|vision_end|>",
-    "qwen3_vl": "<|video_pad|>",
-    "internvl": "<video>\n",
-    "llava_onevision": "<video>",
-}
+READ = yaml.safe_load(Path(__file__).with_name("small_models.yaml").read_text(encoding="utf-8"))["folders"]
+CASES: dict[str, str] = {family: x.get("case", family) for family, x in READ.items()}
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for c in m.content %}{% if c.type == 'image' %}IMAGE{% elif c.type == 'video' %}VIDEO"
     "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_NAMED = {  # tokens that a processor finds by these names
-    "internvl": {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "video_token": "<video>",
-    },
-    "gemma3": {
-        "image_token": "<image_soft_token>",
-        "boi_token": "<start_of_image>",
-        "eoi_token": "<end_of_image>",
-    },
-}
 _SQUARE = {"height": 56, "width": 56}
-_IMAGES: dict[str, dict[str, Any]] = {
-    "internvl": {"image_processor_type": "GotOcr2ImageProcessor", "size": _SQUARE, "min_patches": 1, "max_patches": 4},
-    "llava": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}, "crop_size": _SQUARE},
-    "llava_next": {
-        "image_processor_type": "LlavaNextImageProcessor",
-        "size": {"shortest_edge": 56},
-        "crop_size": _SQUARE,
-    },
-    "llava_onevision": {"image_processor_type": "LlavaOnevisionImageProcessor", "size": _SQUARE},
-    "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": _SQUARE},
-}
-_VIDEO_PROCESSORS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor", {}),
-    "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor", {}),
-    "internvl": ("InternVLProcessor", "InternVLVideoProcessor", {"image_seq_length": 4}),
-    "llava_onevision": (
-        "LlavaOnevisionProcessor",
-        "LlavaOnevisionVideoProcessor",
-        {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"},
-    ),
-}
 
 
 def write_model(folder: Path, family: str, *, videos: bool = False, **text_fields: Any) -> Any:
     """config.json, tokenizer, template and processors' files of a tiny model; its configuration."""
     model_type, vision, text, outer = copy.deepcopy(ODD_CONFIGS[CASES[family]])
     markup = MARKUPS[family]
-    template = TEMPLATE.replace("IMAGE", markup.written or markup.placeholder).replace("VIDEO", VIDEOS.get(family, ""))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", **_NAMED.get(family, {})}
+    template = TEMPLATE.replace("IMAGE", markup.written or markup.placeholder)
+    template = template.replace("VIDEO", READ[family].get("video", ""))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", **READ[family].get("named", {})}
     write_tokenizer(folder, template, special=(*SPECIAL, "<end_of_turn>"), config=named)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     number = tokenizer.convert_tokens_to_ids
@@ -110,7 +69,7 @@ def write_model(folder: Path, family: str, *, videos: bool = False, **text_field
 
 def _processor_files(family: str, config: Any, *, videos: bool) -> dict[str, dict[str, Any]]:
     """Small settings of the family's real ones."""
-    images, sides, limits = dict(_IMAGES.get(family, {})), {}, {"size": _SQUARE}
+    images, sides, limits = dict(READ[family].get("images", {})), {}, {"size": _SQUARE}
     if family.startswith("qwen"):
         vision = config.vision_config
         sides = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size, "temporal_patch_size": 2}
@@ -121,7 +80,7 @@ def _processor_files(family: str, config: Any, *, videos: bool) -> dict[str, dic
         images["image_grid_pinpoints"] = config.image_grid_pinpoints
     if not videos:
         return {"preprocessor_config.json": images}
-    processor, kind, more = _VIDEO_PROCESSORS[family]
+    processor, kind, more = READ[family]["video_processor"]
     return {
         "preprocessor_config.json": {"processor_class": processor, **images},
         "processor_config.json": {"processor_class": processor, **more},

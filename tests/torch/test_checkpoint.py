@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from trimtab.runtime.training.checkpoint import (
     refuse_unshared,
     save_checkpoint,
 )
+from trimtab.runtime.training.settings import TrainSettings, rate_factor
 
 CPU = torch.device("cpu")
 
@@ -85,3 +87,23 @@ def test_ranks_that_do_not_see_the_checkpoint_are_counted(saved):
     refuse_unshared(saved[2], CPU)
     with refused(PlanError, "1 of 1"):
         refuse_unshared(saved[2].parent / "step-00000009", CPU)
+
+
+# -- training/settings.py: what is refused, and the learning rate of each step ----------------------------------------
+
+
+def test_the_learning_rate_rises_and_decays():
+    factors = [rate_factor(step, 10, 2, "cosine") for step in range(1, 11)]
+    assert factors[:3] == [0.5, 1.0, 1.0]
+    assert all(a >= b for a, b in pairwise(factors[1:]))
+    assert factors[-1] > 0
+    assert [rate_factor(step, 6, 2, "linear") for step in (3, 4, 5, 6)] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    assert rate_factor(1, 6, 0, "constant") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "cpu", "cuda"), [(None, "float32", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16")]
+)
+def test_products_are_in_float32_on_a_cpu_unless_asked_otherwise(tmp_path, asked, cpu, cuda):
+    settings = TrainSettings(plan=tmp_path, model=tmp_path, dtype=asked)
+    assert (settings.dtype_on("cpu"), settings.dtype_on("cuda")) == (cpu, cuda)

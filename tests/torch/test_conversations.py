@@ -24,6 +24,13 @@ def write_planned(tmp_path, family, **limits):
     return config
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("internvl")
+    write_planned(folder, "internvl")
+    return folder
+
+
 @pytest.mark.parametrize("family", CASES)
 def test_every_row_comes_out_as_it_was_sized_and_packs_run(tmp_path, family):
     config = write_planned(tmp_path, family)
@@ -52,19 +59,17 @@ def test_the_users_own_limits_reach_the_processor(tmp_path, family, limit, most)
     assert [len(rows[row]["input_ids"]) for row in range(8)] == rows.records.samples.num_tokens.tolist()
 
 
-def test_rows_travel_to_worker_processes(tmp_path):
-    write_planned(tmp_path, "internvl")
-    rows = open_conversations(tmp_path / "plan", tmp_path / "model")
+def test_rows_travel_to_worker_processes(planned):
+    rows = open_conversations(planned / "plan", planned / "model")
     here = [rows[row]["input_ids"] for row in range(8)]
     loader = torch.utils.data.DataLoader(rows, batch_size=None, num_workers=1, sampler=range(8))
     assert all(torch.equal(a, b["input_ids"]) for a, b in zip(here, loader, strict=True))
 
 
-def test_another_model_than_the_plans_is_refused(tmp_path):
-    write_planned(tmp_path, "internvl")
+def test_another_model_than_the_plans_is_refused(planned, tmp_path):
     write_model(tmp_path / "other", "llava")
     with refused(PlanError):
-        open_conversations(tmp_path / "plan", tmp_path / "other")
+        open_conversations(planned / "plan", tmp_path / "other")
 
 
 def test_a_model_without_its_preprocessor_is_told_so(tmp_path):
@@ -75,11 +80,10 @@ def test_a_model_without_its_preprocessor_is_told_so(tmp_path):
         open_conversations(tmp_path / "plan", tmp_path / "model")
 
 
-def test_other_token_counts_than_the_plans_are_refused(tmp_path):
-    write_planned(tmp_path, "internvl")
+def test_other_token_counts_than_the_plans_are_refused(planned, tmp_path):
     plain = tmp_path / "plain.jinja"
     plain.write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    rows = open_conversations(tmp_path / "plan", tmp_path / "model", ReadingOptions(chat_template=plain))
+    rows = open_conversations(planned / "plan", planned / "model", ReadingOptions(chat_template=plain))
     with refused(SampleError, "data.jsonl", "1"):
         rows[0]
 
@@ -96,15 +100,14 @@ def test_an_image_that_is_gone_or_broken_is_named(tmp_path):
         rows[1]
 
 
-def test_a_family_of_remote_code_is_refused(tmp_path):
-    write_planned(tmp_path, "internvl")
-    rows = open_conversations(tmp_path / "plan", tmp_path / "model")
+def test_a_family_of_remote_code_is_refused(planned):
+    rows = open_conversations(planned / "plan", planned / "model")
     with refused(ConfigError, "internvl_chat"):
         type(rows)(
             rows.records,
             replace(rows.model, family="internvl_chat"),
             rows._tokenizer,
-            tmp_path,
+            planned,
             options=ReadingOptions(),
             limits=rows._limits,
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
 from transformers import AutoImageProcessor
 
 from trimtab.models.describe import describe, read_config
+from trimtab.runtime.placing.folder import check_folder
 
 OLD = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 LARGE = {**OLD, "size": {"shortest_edge": 3136, "longest_edge": 1003520}}
@@ -43,3 +45,13 @@ def test_the_file_that_counts_is_the_one_that_transformers_reads(case, tmp_path)
     for size in ((1920, 1080), (100, 60), (333, 2000)):
         grid = processor(images=Image.new("RGB", size), return_tensors="pt")["image_grid_thw"][0]
         assert rule.count(*size).patches == int(grid[1] * grid[2])
+
+
+# -- a config.json from outside: what never reaches a loader ----------------------------------------------------------
+
+
+def test_a_config_of_a_large_model_is_taken(tmp_path: Path) -> None:
+    large = {"hidden_size": 16384, "vocab_size": 262_208, "max_position_embeddings": 10_485_760}
+    text = {**large, "dtype": "float8_e4m3fn", "_attn_implementation": "sdpa"}
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "text_config": text, "torch_dtype": None}))
+    check_folder(tmp_path)

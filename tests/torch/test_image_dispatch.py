@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import image_dispatch_runs
@@ -24,9 +23,10 @@ from trimtab.runtime.training.loop import train
 from trimtab.runtime.training.settings import TrainSettings
 
 
-def test_two_ranks_share_the_images_of_a_step(tmp_path: Path) -> None:
-    """Loss, gradients and each rank's load, in four families; ranks that disagree; a tower that is cut."""
-    on_ranks(image_dispatch_runs.run_all)
+@pytest.mark.parametrize("families", ["qwen2_5_vl internvl", "llava qwen3_vl"])
+def test_two_ranks_share_the_images_of_a_step(families: str) -> None:
+    """Loss, gradients and each rank's load; ranks that disagree; a tower that is cut."""
+    on_ranks(image_dispatch_runs.run_all, families)
 
 
 @pytest.fixture(scope="module")

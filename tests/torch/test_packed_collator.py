@@ -15,8 +15,7 @@ from tiny_models import IMAGE_TOKEN
 from tiny_packs import CASES, alone, make_tiny_packs
 
 from refusals import refused
-from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
-from trimtab.models.families import PackFormat
+from trimtab.errors import SampleError, UnsupportedPlanError
 from trimtab.runtime.data.collate import PackedCollator, image_numbers, pack_mask, packed_loss, step_denominator
 
 
@@ -144,54 +143,10 @@ def config_of(**text: Any) -> Any:
     return SimpleNamespace(model_type="internvl", get_text_config=lambda: inner)
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "names"),
-    [
-        (config_of(_attn_implementation="eager"), {}, ("attn_implementation", "sdpa")),
-        (
-            config_of(layer_types=["linear_attention", "full_attention"]),
-            {"family": PackFormat(joined=(), sees="images")},
-            ("linear_attention",),
-        ),
-        (config_of(use_bidirectional_attention=True), {}, ("use_bidirectional_attention",)),
-    ],
-)
-def test_settings_no_pack_can_follow_are_refused(config, options, names):
-    with refused(UnsupportedPlanError, names):
-        PackedCollator(config, **options)
-
-
 def test_flash_attention_of_gemma3_is_refused(gemma):
     config = gemma.model.config.__class__.from_dict(gemma.model.config.to_dict())
     with refused(UnsupportedPlanError):
         PackedCollator(config, attention="flash_attention_2")
-
-
-def test_unknown_settings_and_families_are_refused(qwen):
-    with refused(TrimtabError, "flex_attention"):
-        PackedCollator(qwen.model.config, attention="flex_attention")
-    with refused(TrimtabError, "loss_weighting", "square"):
-        PackedCollator(qwen.model.config, loss_weighting="square")
-    with refused(UnknownModelError, "mllama"):
-        PackedCollator(SimpleNamespace(model_type="mllama"))
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"labels": None}, ("assistant_masks",)),
-        ({"input_ids": torch.empty(0, dtype=torch.int64)}, ()),
-        ({"attention_mask": torch.tensor([0] + [1] * 13)}, ("padding=False",)),
-        ({"labels": torch.zeros(3, dtype=torch.int64)}, ("3", "14", "input_ids")),
-        ({"input_ids": torch.zeros(2, 7, dtype=torch.int64)}, ("input_ids", "2, 7")),
-        ({"loss_weight": -1}, ("loss_weight", "-1.0")),
-        ({"cross_attention_mask": torch.zeros(1)}, ("cross_attention_mask", "qwen2_5_vl")),
-    ],
-)
-def test_bad_samples_are_named(qwen, change, names):
-    bad = {**qwen.samples[0], **change, "id": "a/7"}
-    with refused(SampleError, "a/7", names):
-        PackedCollator(qwen.model.config)([qwen.samples[1], bad])
 
 
 def test_samples_without_ids_and_several_bad_ones(qwen):

@@ -169,9 +169,6 @@ def test_a_state_dict_goes_in_and_out_under_the_models_own_names(alone):
         pipeline.load_state_dict(state)
 
 
-# -- recompute --------------------------------------------------------------------------------------------------------
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -180,29 +177,19 @@ def test_stages_that_are_not_the_models_layers_are_refused(alone):
     layers = packs.layers
     wrong = (*layers[1:3], "model.vision_tower.encoder.layer.7", layers[4], *layers[4:])
     layout = PipelineLayout(stages=(wrong,), schedule="GPipe", num_microbatches=4)
-    with pytest.raises(UnsupportedPlanError) as caught:
+    tower = "model.vision_tower"
+    missing, unknown = (f"{tower}.embeddings", f"{tower}.encoder.layer.2"), f"{tower}.encoder.layer.7"
+    with refused(UnsupportedPlanError, missing, unknown, "model.multi_modal_projector") as caught:
         build_pipeline(packs.model, layout)
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith(
-        "the plan's stages leave out: model.vision_tower.embeddings, model.vision_tower.encoder.layer.2; the model has "
-    )
-    assert lines[1].startswith(
-        "the plan's stages name unknown modules: model.vision_tower.encoder.layer.7; the model has "
-    )
-    assert lines[2].startswith("the plan's stages repeat: model.multi_modal_projector; the model has ")
-    assert len(lines) == 3
+    assert len(str(caught.value).splitlines()) == 3
 
 
 def test_a_group_of_another_size_and_recompute_of_strangers_are_refused(alone):
     packs = make_packs("llava")
     layout = layout_of(packs, "lm_head", recompute=(Recompute(modules=("model.visual.blocks.0",)),))
-    with pytest.raises(UnsupportedPlanError) as caught:
+    with refused(UnsupportedPlanError, "2", "1", "model.visual.blocks.0") as caught:
         build_pipeline(packs.model, layout)
-    assert str(caught.value) == (
-        "a pipeline of 2 devices was planned, but its group has 1 processes: start 2 for each data-parallel rank, or "
-        "plan with --pp 1\n"
-        "recompute was asked for model.visual.blocks.0, which the model lacks: plan with its own config"
-    )
+    assert len(str(caught.value).splitlines()) == 2
 
 
 def test_parameters_outside_of_the_layers_are_refused(alone):
@@ -226,40 +213,6 @@ def test_an_experts_balancing_loss_is_refused(alone):
     packs.model.config.get_text_config().output_router_logits = True
     with refused(UnsupportedPlanError):
         build_pipeline(packs.model, layout_of(packs))
-
-
-STAGES = (("a", "b"), ("c",), ("d",), ("e",))
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"schedule": "ZBH1"}, ("ZBH1", "torch.distributed.pipelining")),
-        ({"schedule": "2F2B"}, ("2F2B",)),
-        ({"num_chunks": 3}, ("4", "3")),
-        ({"schedule": "GPipe", "num_chunks": 2}, ("2",)),
-        (
-            {"schedule": "Interleaved1F1B", "num_chunks": 2, "num_microbatches": 3},
-            ("2",),
-        ),
-        (
-            {"num_microbatches": 3},
-            ("3", "4"),
-        ),
-        ({"stages": (("a",), ())}, ("1", "2")),
-        (
-            {
-                "schedule": "ZBVZeroBubble",
-                "num_chunks": 2,
-                "recompute": (Recompute(modules=("a",), granularity="selective"),),
-            },
-            ("ZBVZeroBubble",),
-        ),
-    ],
-)
-def test_layouts_that_torch_cannot_run_are_refused(options, names):
-    with refused(UnsupportedPlanError, names):
-        PipelineLayout(**{"stages": STAGES, "schedule": "1F1B", "num_microbatches": 8, **options})
 
 
 def test_a_step_of_another_number_of_micro_batches_is_refused(alone):

@@ -79,8 +79,4 @@ def test_the_ranks_hold_the_whole_model_once(case, errors):
 
 
 def test_ranks_that_are_given_other_micro_batches_are_told_so(found):
-    for rank in found:
-        assert rank["told"] == (
-            "the ranks of one pipeline were given micro-batches of different sizes, but each of them needs the same "
-            "ones: make the sampler of every pipeline rank with its data-parallel rank"
-        )
+    assert all("micro-batches of different sizes" in rank["told"] for rank in found)

@@ -8,11 +8,10 @@ import pytest
 import torch
 import transformers
 from live_bytes import LiveBytes
-from tiny_models import IMAGE_TOKEN, ODD_CONFIGS, describe_here, make_config, mllama_images, preprocessor_of
+from tiny_models import ODD_CONFIGS, describe_here, make_config, make_inputs, preprocessor_of
 
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload, batch_of
-from trimtab.specs import ImageCounts
 
 TEXT_TOKENS = 400
 TOLERANCE = 0.10
@@ -56,7 +55,8 @@ class Served:
         self.model = transformers.AutoModelForImageTextToText.from_config(
             config, dtype=numbers, attn_implementation=attention
         ).eval()
-        self.inputs, counts = self._inputs(model_type, vision, batch)
+        made = make_inputs(model_type, vision, self.spec, large=True, batch=batch, behind=TEXT_TOKENS)
+        self.inputs = made.inputs
         self.workload = Workload(
             batch=batch,
             seq_len=TEXT_TOKENS + 5,
@@ -65,49 +65,7 @@ class Served:
             attention=attention,
             padded=False,  # prompts of one length
         )
-        self.table = inference_table(self.spec, self.workload, batch_of(self.workload, counts))
-
-    def _inputs(self, model_type: str, vision: dict, batch: int) -> tuple[dict, list[ImageCounts]]:
-        if model_type.startswith(("qwen", "glm")):
-            merge = vision["spatial_merge_size"]
-            grid = (24, 16) if merge == 2 else (24, 18)
-            patches, tokens = grid[0] * grid[1], grid[0] * grid[1] // merge**2
-            one = ImageCounts(
-                patches=patches, tokens=tokens, tiles=1, patches_sq=patches**2, patches_windowed=patches**2
-            )
-            images_of_one = [one]
-            kinds = [[0] * 5 + [1] * tokens + [0] * TEXT_TOKENS] * batch
-            images = {
-                "pixel_values": torch.randn(batch * patches, 3 * 2 * 14 * 14),
-                "image_grid_thw": torch.tensor([[1, *grid]] * batch),
-                "mm_token_type_ids": torch.tensor(kinds),
-            }
-        elif model_type == "mllama":
-            images_of_one = [self.spec.image_rule.count(56, 56)] * 12
-            tokens = sum(x.tokens for x in images_of_one)
-            images = mllama_images(vision, batch, tokens, num_tokens=5 + tokens + TEXT_TOKENS)
-        else:
-            several = model_type in ("llava_next", "llava_onevision")  # a 112 x 56 image: two tiles and a thumbnail
-            tiles = 3 if several else 20
-            rows = 16 + (self.spec.layers[0].rows_per_input < 1)
-            per_tile = {"internvl": 4, "gemma3": 4, "llava": 16}.get(model_type, 0)
-            tokens = 16 + 8 * 5 if several else per_tile * tiles
-            one = ImageCounts(
-                patches=rows * tiles,
-                tokens=tokens,
-                tiles=tiles,
-                patches_sq=rows * rows * tiles,
-                patches_windowed=rows * rows * tiles,
-            )
-            images_of_one = [one]
-            pixels = torch.randn(batch, tiles, 3, 56, 56) if several else torch.randn(batch * tiles, 3, 56, 56)
-            images = {"pixel_values": pixels}
-            if several:
-                images["image_sizes"] = torch.tensor([[112, 56]] * batch)
-        ids = torch.tensor([[3] * 5 + [IMAGE_TOKEN] * tokens + [4] * TEXT_TOKENS] * batch)
-        if model_type == "gemma3":
-            images["token_type_ids"] = (ids == IMAGE_TOKEN).long()
-        return {**images, "input_ids": ids}, images_of_one
+        self.table = inference_table(self.spec, self.workload, batch_of(self.workload, made.images))
 
     def run(self) -> tuple[LiveBytes, Any]:
         """The prefill of the prompts: what was alive in it, and the cache that it leaves."""

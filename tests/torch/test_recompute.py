@@ -185,20 +185,9 @@ def test_all_that_is_wrong_is_said_at_once():
     handle = apply(model, [f"{TEXT}.layers.0"])
     switch_all_on(model)
     names = ["visual.blocks.0", f"{TEXT}.layers.0", f"{TEXT}.layers.1", f"{TEXT}.layers.1", f"{TEXT}.layers.1.mlp"]
-    with pytest.raises(PlanError) as caught:
+    with refused(PlanError, "most", "selective, full", *names, "gradient_checkpointing_disable()") as caught:
         apply(model, names, granularity="most")  # type: ignore[arg-type]
-    lines = str(caught.value).splitlines()
-    assert lines == [
-        "granularity 'most' was asked for, which is unknown: choose selective, full",
-        "recompute was asked for visual.blocks.0, which the model lacks: plan with its own config, or give names as "
-        "`model.named_modules()` spells them",
-        f"recompute was asked for {TEXT}.layers.1 more than once: name each layer once",
-        f"recompute was asked for {TEXT}.layers.1.mlp and for a module that holds it, which would run it three times: "
-        "name the outer or the inner one",
-        f"recompute was asked for {TEXT}.layers.0, which recomputes already: remove() that first",
-        "recompute of single layers was asked for, but the model's own gradient checkpointing is on, which would run "
-        "layers three times: switch it off first (model.gradient_checkpointing_disable())",
-    ]
+    assert len(str(caught.value).splitlines()) == 6
     assert list(handle.granularity) == [f"{TEXT}.layers.0"]
     assert "forward" not in model.get_submodule(f"{TEXT}.layers.1").__dict__
 

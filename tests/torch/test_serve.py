@@ -26,7 +26,6 @@ from fastapi import HTTPException
 from tiny_chat import chat_inputs, data_url, picture, question, save_chat_model
 
 from trimtab.errors import ConfigError, TrimtabError
-from trimtab.placement.placed import read_device_map
 from trimtab.runtime.placing.load import load_placed
 from trimtab.serve.application import build_application, check_body, load_processor, open_port
 
@@ -251,26 +250,6 @@ def test_a_folder_quantised_is_placed_whole_or_not_at_all(folder: Path, tmp_path
     (copy / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
     with refused(ConfigError):
         load_placed(copy, {"model": "cpu", "lm_head": "disk"})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[]",
-        "{}",
-        '{"model": 1.5}',
-        '{"device_map": {"model": true}}',
-        '{"device_map": [1]}',
-        '{"device_map": {"model": 0}, "runs_on": {"model": null}}',
-        '{"device_map": {"model": 0}, "run_on_cpu": 1}',
-        '{"device_map": {"model": 0}, "run_on_cpu": [null]}',
-    ],
-)
-def test_a_bad_device_map_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "map.json").write_text(content)
-    with refused(ConfigError, "map.json"):
-        read_device_map(tmp_path / "map.json")
 
 
 def test_nothing_of_the_folder_is_executed(folder: Path, tmp_path: Path) -> None:

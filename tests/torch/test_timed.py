@@ -228,12 +228,6 @@ def test_a_description_of_another_model_is_refused() -> None:
         time_small(as_saved(other.model.config), tiny.spec)
 
 
-@pytest.mark.parametrize("name", ["tpu", "cpu:1", "cuda:x", "H200"])
-def test_an_unknown_device_is_refused(name: str) -> None:
-    with refused(TrimtabError, "1"):
-        open_device(name)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_cuda_device_is_refused() -> None:
     with refused(TrimtabError, "--device"):
@@ -246,20 +240,6 @@ def test_the_second_of_one_cuda_device_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with refused(TrimtabError, "1", "0"):
         open_device("cuda:1")
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"sizes": ()}, ("sizes",)),
-        ({"sizes": (8, 64)}, ("8", "64", "16")),
-        ({"repeats": 0}, ("0",)),
-        ({"clock": "sun"}, ("sun",)),
-    ],
-)
-def test_options_that_time_nothing_are_refused(options, names: tuple[str, ...]) -> None:
-    with refused(TrimtabError, names):
-        TimingOptions(**options)
 
 
 def test_too_little_memory_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from drawn_images import draw_image_samples
 from shrunk_models import draw_weights, make_shrunk, shrink
 
 from refusals import refused
-from trimtab.errors import SampleError, TrimtabError, UnknownModelError, UnsupportedPlanError
+from trimtab.errors import SampleError, UnknownModelError, UnsupportedPlanError
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.formats import PackFormat, ask_format, hold_samples_apart, pack_format
 from trimtab.runtime.data.packing import prepare_packing, verify_packing
@@ -246,36 +245,6 @@ def test_packs_without_images_get_the_smallest_of_an_asked_family(family):
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
-
-
-def sharded_model() -> Any:
-    return make_shrunk("llava").to("meta")
-
-
-def flex_model() -> Any:
-    model = make_shrunk("llava")
-    model.config.text_config._attn_implementation = "flex_attention"
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "names"),
-    [
-        (partial(torch.nn.Linear, 2, 2), UnsupportedPlanError, ("Linear",)),
-        (sharded_model, TrimtabError, ("verify_packing",)),
-        (flex_model, UnsupportedPlanError, ("flex_attention",)),
-        (partial(make_shrunk, "florence2"), UnsupportedPlanError, ()),
-        (
-            partial(make_shrunk, "blip-2"),
-            UnsupportedPlanError,
-            ("1", "pixel_values"),
-        ),
-    ],
-)
-def test_models_that_cannot_be_verified_are_refused(make, error, names):
-    with refused(error, names) as raised:
-        verify_packing(make())
-    assert "\n" not in str(raised.value)
 
 
 def test_bad_samples_and_settings_are_refused():

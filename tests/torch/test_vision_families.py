@@ -142,36 +142,6 @@ def read(name: str, **changes: object) -> None:
     find_family(model.config).read("image", {k: v for k, v in given.items() if v is not None}, model.config)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "names"),
-    [
-        ("qwen2_5_vl", {"cu_seqlens": torch.zeros(2)}, ("cu_seqlens",)),
-        (
-            "qwen2_5_vl",
-            {"window_index": torch.zeros(2), "position_ids": torch.zeros(1)},
-            ("position_ids", "window_index"),
-        ),
-        (
-            "qwen3_vl",
-            {"output_hidden_states": True},
-            ("output_hidden_states",),
-        ),
-        (
-            "internvl",
-            {"output_attentions": True},
-            ("output_attentions",),
-        ),
-        ("qwen3_vl", {"image_grid_thw": None}, ("image_grid_thw",)),
-        ("qwen3_vl", {"image_grid_thw": torch.tensor([[1, 2, 2]])}, ("4", "pixel_values")),
-        ("internvl", {"pixel_values": [1]}, ("pixel_values",)),
-        ("llava_onevision", {"batch_num_images": [1, 2]}, ("batch_num_images",)),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(name, changes, names):
-    with refused(TrimtabError, names):
-        read(name, **changes)
-
-
 def test_black_images_alone_leave_one():
     family = find_family(make_model("idefics3").config)
     pixels = torch.zeros(2, 3, 3, 56, 56)
@@ -184,10 +154,3 @@ def test_black_images_alone_leave_one():
 
 def test_what_belongs_to_the_text_is_left_out():
     read("qwen2_5_vl", cu_seq_lens_q=torch.zeros(2), video_position_ids=torch.zeros(2))
-
-
-def test_a_module_without_such_a_function_is_refused():
-    with refused(TrimtabError, "0", "get_image_features"):
-        find_functions(torch.nn.Linear(1, 1), "features")
-    with refused(TrimtabError, "0", "grid_thw"):
-        find_functions(torch.nn.Linear(1, 1))

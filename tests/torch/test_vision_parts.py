@@ -18,7 +18,7 @@ from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import apply as callback
 from trimtab.runtime.vision.agreement import differing_ranks, fingerprint
-from trimtab.runtime.vision.apply import encode_pooled, vision_dp
+from trimtab.runtime.vision.apply import encode_pooled
 from trimtab.runtime.vision.exchange import lay_out_rows
 from trimtab.runtime.vision.hooks import KINDS, Heartbeat
 from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, Part, VisionInputs, join_inputs
@@ -113,14 +113,6 @@ def test_fingerprints_see_types_shapes_and_values():
     assert fingerprint(["a"], [x.clone()]) in marks
     assert differing_ranks([7, 8, 7, 9]) == [1, 3]
     assert differing_ranks([7, 8]) == [1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "names"), [({"exchange": "send"}, ("send", "gather")), ({"rule": "greedy"}, ("greedy",))]
-)
-def test_wrong_arguments_are_refused_before_any_group_is_asked_for(arguments, names):
-    with refused(TrimtabError, names):
-        vision_dp(torch.nn.Linear(1, 1), **arguments)
 
 
 def test_a_trainer_shares_images_as_its_plan_says_or_by_dispatch(monkeypatch):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from refusals import refused
 from trimtab.errors import TrimtabError
 from trimtab.runtime.ranks import Late, Watch, _is_lost
-from trimtab.runtime.training.settings import TrainSettings
 
 HOUR_S = 3600.0
 
@@ -143,13 +141,6 @@ def test_a_connections_errors_are_told_from_others():
     full.__context__ = CheckpointException("save", {0: (full, [])})
     assert not _is_lost(full)
     assert not _is_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-
-
-@pytest.mark.parametrize("value", [0, -1, 10**30, 1.5])
-def test_timeouts_that_are_none_are_refused(tmp_path, value):
-    settings = TrainSettings(plan=tmp_path, model=tmp_path)
-    with refused(TrimtabError, "timeout_s", "--set"):
-        replace(settings, timeout_s=value)
 
 
 def test_a_process_that_ends_without_closing_has_left(tmp_path: Path):

@@ -77,16 +77,6 @@ def test_experts_cost_what_is_active_and_weigh_what_is_there():
 # -- seconds ----------------------------------------------------------------------------------------------------
 
 
-def test_the_row_term_of_a_block_is_products_plus_traffic():
-    layer = vision_block()
-    products = 2 * layer.num_matmul_params / A100.peak_flops
-    # bytes: two adds of three tensors, two LayerNorms and a GELU that read and write once
-    traffic = 2 * (2 * 3 * 64 + 2 * 2 * 64 + 2 * 256) / A100.memory_bytes_per_s
-    result = cost(layer)
-    assert result.forward_s[TERM["patches"]] == pytest.approx(products + traffic)
-    assert result.backward_s[TERM["patches"]] == pytest.approx(2 * (products + traffic))
-
-
 def test_attention_counts_pairs_once_and_half_of_them_when_causal():
     per_pair = 4 * 64 / A100.peak_flops
     assert cost(vision_block()).forward_s[TERM["patches_sq"]] == pytest.approx(per_pair)
@@ -114,16 +104,6 @@ def test_tensor_parallel_pays_for_two_all_reduces_in_each_block():
     kept_whole = (2 * 6 * 128 + 2 * 36 * 128) / A100.memory_bytes_per_s
     divided = alone.forward_s[TERM["tokens"]] - kept_whole
     assert shared.forward_s[TERM["tokens"]] == pytest.approx(divided / 2 + kept_whole + 2 * ring, rel=1e-9)
-
-
-def test_zero_3_gathers_weights_for_every_microbatch():
-    layer = text_block()
-    plain, sharded = cost(layer, dp=8, zero_stage=1), cost(layer, dp=8, zero_stage=3, dp_bytes_per_s=25e9)
-    gather = layer.num_params * 2 * 7 / 8 / 25e9  # the efficiencies of these tests are 1
-    assert sharded.forward_s[0] - plain.forward_s[0] == pytest.approx(gather)
-    assert sharded.backward_s[0] - plain.backward_s[0] == pytest.approx(2 * gather)
-    assert sharded.transient_bytes[0] - plain.transient_bytes[0] == 2 * layer.num_params * 2
-    assert sharded.tiers[-1].extra_backward_s[0] == plain.forward_s[0]  # the gather of backward serves both
 
 
 # -- frozen towers ----------------------------------------------------------------------------------------------
@@ -202,25 +182,10 @@ def test_sequence_parallel_divides_what_lies_between_products_in_the_language_mo
     assert towers[0] == towers[1]
 
 
-def test_the_head_keeps_logits_and_needs_more_in_backward():
-    for tp, vocab in ((1, 1000), (3, 334)):
-        result = cost(head(), tp=tp)
-        assert result.tiers[0].saved_bytes[4] == 2 * 128 + (2 + 4) * vocab
-        assert result.transient_bytes[4] == 8 * vocab
-        assert len(result.tiers) == 1
-
-
 def test_rows_that_leave_are_what_the_next_stage_receives():
     assert cost(vision_block()).output_bytes == (0, 2 * 64, 0, 0, 0, 0, 0)
     assert cost(projector()).output_bytes == (0, 0.25 * 2 * 128, 0, 0, 0, 0, 0)
     assert cost(embed()).output_bytes == (0, 0, 0, 0, 2 * 128, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("stage", "dp", "expected"), [(0, 4, 18.0), (1, 4, 6 + 12 / 4), (2, 4, 2 + 16 / 4), (3, 4, 18 / 4), (1, 1, 18.0)]
-)
-def test_bytes_for_each_parameter_by_zero_stage(stage, dp, expected):
-    assert bytes_per_param(settings(dp=dp, zero_stage=stage), trainable=True) == expected
 
 
 def test_bytes_for_each_parameter_by_format_and_optimizer():
@@ -295,19 +260,6 @@ def test_efficiency_grows_with_rows_and_falls_with_tp():
     assert shares == sorted(shares)
     assert shares[0] < 0.95 * shares[-1] < 0.95 * e.matmul
     assert e.product_share(1025, 3200, 12800 / 8) < shares[1]
-
-
-def test_two_half_packs_take_longer_than_a_whole_one():
-    layer = vision_block()
-    priced = cost_layer(layer, BOTH, A100, CostSettings(), group=0)
-    for seconds in (priced.forward_s, priced.backward_s):
-        assert seconds[TERM["microbatches"]] > 0
-    # the weights' gradients are added to those of earlier micro-batches: fp32 read and written, bf16 read
-    once = [
-        cost_layer(layer, g, A100, settings(), group=0).backward_s[0]
-        for g in (BOTH, Gradients(inputs=True, weights=False))
-    ]
-    assert once[0] - once[1] == pytest.approx(10 * layer.num_params / A100.memory_bytes_per_s)
 
 
 @limits(max_examples=30, deadline=None)

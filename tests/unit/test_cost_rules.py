@@ -212,6 +212,7 @@ def test_what_only_a_weights_gradient_needs_goes_with_it(weights, names):
         (head(), {}, {"head input": 2 * H, "logits": 2 * 1000, "log-softmax": 4 * 1000}),
         (head(), {"fused_kernels": True}, {"head input": 2 * H, "log-softmax": 4 * 1000}),
         (head(), {"tp": 2}, {"head input": 2 * H, "logits": 1000, "log-softmax": 2 * 1000}),
+        (head(), {"tp": 3}, {"head input": 2 * H, "logits": 2 * 334, "log-softmax": 4 * 334}),
     ],
 )
 def test_layers_at_the_ends_keep_their_inputs_and_the_head_its_scores(layer, given, kept):
@@ -331,6 +332,7 @@ def test_zero_3_gathers_in_both_passes_and_scatters_the_gradients():
     assert sharded.forward_s[ONCE] - plain.forward_s[ONCE] == pytest.approx(each)
     assert sharded.backward_s[ONCE] - plain.backward_s[ONCE] == pytest.approx(2 * each)
     assert sharded.transient_bytes[ONCE] - plain.transient_bytes[ONCE] == 2 * 2 * text_block().num_params
+    assert sharded.tiers[-1].extra_backward_s[ONCE] == plain.forward_s[ONCE]  # the gather of backward serves both
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(1, 1), (2, 1), (4, 1), (4, 2)])
@@ -347,6 +349,8 @@ def test_an_expert_of_several_devices_gathers_its_rows_and_scatters_results():
     folded = CostSettings(dims=ParallelDims(dp=2, tp=2, ep=2, etp=2))
     assert expert_tp_bytes(replace(text_block(), mlp=mlp), folded) == 2 * 2 * H * 2 / 2 * (2 - 1)
     assert expert_tp_bytes(text_block(), folded) == 0.0
+    summed = CostSettings(dims=ParallelDims(dp=4, tp=2, etp=2))  # as dense layers are
+    assert expert_tp_bytes(replace(text_block(), mlp=mlp), summed) == 0.0
 
 
 # -- curves ---------------------------------------------------------------------------------------------------------

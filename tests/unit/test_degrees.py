@@ -17,9 +17,8 @@ from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import decided
 from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.costs.formula.activations import expert_launches, layer_traffic
-from trimtab.costs.formula.exchange import all_to_all_s, expert_tp_bytes, ring_bytes
+from trimtab.costs.formula.exchange import all_to_all_s
 from trimtab.costs.formula.flops import layer_matmuls
-from trimtab.costs.formula.host import HOSTS
 from trimtab.costs.formula.layers import Gradients, cost_layer
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import shares_of
@@ -168,18 +167,6 @@ def test_rows_sent_beside_products_cost_what_outlasts_them():
     assert alone.forward_s[rows] - hidden.forward_s[rows] == pytest.approx(sent)
 
 
-def test_every_expert_of_a_device_is_launched_by_the_host():
-    few, many = (
-        cost_layer(
-            expert_block(n), TRAINED, A100, replace(settings(dp=4, ep=4), ep_bytes_per_s=1e12), group=0
-        ).forward_s[0]
-        for n in (8, 64)
-    )
-    tiles = few - cost_layer(expert_block(4), TRAINED, A100, settings(dp=4, ep=4), group=0).forward_s[0]
-    assert many - few == pytest.approx(14 * tiles, rel=0.02)  # 14 experts more, each with its products
-    assert many - few > 14 * 2 * HOSTS["none"].expert_s
-
-
 def test_biases_of_experts_are_traffic():
     plain = expert_block(8)
     biased = replace(plain, num_params=plain.num_params + 8 * (2 * WIDTH + HIDDEN))
@@ -187,24 +174,6 @@ def test_biases_of_experts_are_traffic():
     assert {x.name for x in found} - {x.name for x in without} == {"expert biases"}
     assert found[-1].row_bytes == 2 * 2 * (8 * WIDTH + 6 * HIDDEN)
     assert expert_launches(biased, settings(dp=4, ep=4)) == 2 * expert_launches(plain, settings(dp=4, ep=4)) == 8
-
-
-def test_an_expert_of_two_devices_gathers_rows_and_scatters_results():
-    layer = expert_block()
-    assert expert_tp_bytes(layer, settings(dp=4, ep=2, etp=2)) == 2 * 2 * HIDDEN * 2
-    assert expert_tp_bytes(layer, settings(dp=4, tp=2, etp=2)) == 0  # summed as dense layers are
-    assert expert_tp_bytes(layer, settings(dp=4, ep=4)) == all_to_all_s(text_block(), A100, settings(dp=4)) == 0
-
-
-@pytest.mark.parametrize("cp", [2, 3, 4])
-def test_keys_and_values_go_round_the_ring(cp):
-    rows, kv_bytes, sent = 5, 2 * 2 * (32 + 32), 0
-    held = list(range(cp))  # whose keys and values each rank has
-    for _ in range(cp - 1):
-        sent += rows * kv_bytes  # rank 0 hands on what it has
-        held = held[-1:] + held[:-1]
-    assert rows * ring_bytes(text_block(), settings(cp=cp)) == sent
-    assert ring_bytes(vision_block(), settings(cp=cp)) == 0
 
 
 # -- search ---------------------------------------------------------------------------------------------------------

@@ -112,43 +112,6 @@ def test_a_rule_without_a_line_is_not_written():
 # -- outside data -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        ("description_version", "trimtab-description 9", "has description_version 'trimtab-description 9', and this"),
-        ("vocab_size", "10", "vocab_size: expected int, found str"),
-        ("vocab_size", ..., "vocab_size: missing"),
-        ("code", "import os", "code: unknown"),
-        ("layers", [], "layers: expected a list of layers"),
-        ("layers.0", 3, "layers.0: expected an object"),
-        ("layers.0.hook", 1, "layers.0.hook: unknown"),
-        ("layers.0.hidden_size", 0, "layers.0.hidden_size: expected a number from 1"),
-        ("layers.0.hidden_size", 2**63, "layers.0.hidden_size: expected a number from 1"),
-        ("layers.0.num_params", True, "layers.0.num_params: expected int, found bool"),
-        ("layers.0.tower", "tail", "layers.0.tower: 'tail' is none of vision, projector, language, audio"),
-        ("layers.0.rows_per_input", -1.0, "rows_per_input: expected a number from 0"),
-        ("layers.0.num_alike", 10**6, "num_alike: expected a whole number from 1, and 12288 layers in all"),
-        ("layers.3.name", "lm_head", "'lm_head' has no number that"),
-        ("layers.0.name", "lm_head", "layers: names repeat"),
-        ("layers.1.num_matmul_params", 5, "its attention and mlp need"),
-        ("layers.0.measured", {"forward_flops": [1.0]}, "measured work has 7 coefficients, or none"),
-        ("forbidden_cuts", [[1, 10**9]], "1 to 1000000000 lies outside the"),
-        ("tied", [["lm_head", "nowhere"]], "tied: 'nowhere' is no layer"),
-        ("image_rule.kind", "os.system", "image_rule.kind: 'os.system' is none of"),
-        ("image_rule", 3, "image_rule: expected an object with `kind` and `settings`"),
-        ("image_rule.settings.patch_size", 0, "patch_size: expected a number from 1 to 4096, found 0"),
-        ("image_rule.settings.max_pixels", 1, "image_rule.settings.: "),
-    ],
-)
-def test_what_is_wrong_with_a_file_is_named(path, value, words, tmp_path):
-    data = edit(written(describe("Qwen2.5-VL-7B")), path, value)
-    (tmp_path / "model.json").write_text(json.dumps(data))
-    with pytest.raises(ConfigError) as error:
-        describe(tmp_path / "model.json")
-    assert words in str(error.value)
-    assert "trimtab describe MODEL --out" in str(error.value)
-
-
 def places(value: object, prefix: str = "") -> list[str]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [x for k, v in items for x in (f"{prefix}{k}", *places(v, f"{prefix}{k}."))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimtab.adapters.launch_files import completed, from_megatron, megatron_flags
-from trimtab.errors import PlanError, TrimtabError
+from trimtab.errors import PlanError
 from trimtab.models.describe import describe
 from trimtab.plan.given import GivenRun
 
@@ -130,30 +130,6 @@ def test_every_other_flag_is_refused_by_name():
         assert f"{flag} 77" in str(refused.value)
         if default := kind.removeprefix("=").strip():
             assert from_megatron(f"{FLAGS} {flag} {default}", MODEL) == from_megatron(FLAGS, MODEL), name
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (FLAGS + " --encoder-pipeline-model-parallel-size 2", "--encoder-pipeline-model-parallel-size 2"),
-        (FLAGS + " --recompute-granularity full --recompute-method block", "--recompute"),
-        (FLAGS + " --recompute-granularity selective --recompute-modules moe", "--recompute-modules moe"),
-        (FLAGS + " --num-virtual-stages-per-pipeline-rank 2", "7 layers"),
-        (FLAGS + " --recompute-granularity most", "'most'"),
-        (FLAGS + " --decoder-first-pipeline-num-layers 3", "25 layers"),
-        (FLAGS.replace("size 2", "size two"), "'two'"),
-        (FLAGS + " --pipeline-model-parallel-layout 'Et*27|||L'", "27 t"),
-        (FLAGS + " --optimizer lion", "--optimizer 'lion'"),
-        (FLAGS + " --hidden-size 4096", "3584"),
-        (FLAGS + " --expert-model-parallel-size 4", "alltoall"),
-        (FLAGS + " --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep", "hybridep"),
-        ("--lr '1", "quote"),
-    ],
-)
-def test_what_megatrons_flags_cannot_say_is_refused(flags, named):
-    with pytest.raises(TrimtabError) as refused:
-        from_megatron(flags, MODEL)
-    assert named in str(refused.value)
 
 
 def test_what_is_typed_goes_before_the_file():

@@ -10,7 +10,6 @@ import pytest
 from cost_models import small_model
 from partition_cases import assess_stages
 
-from refusals import refused
 from trimtab.costs.bands import TIME_ERROR
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.host import HOSTS
@@ -18,13 +17,11 @@ from trimtab.costs.measured.fitted import (
     LoggedRun,
     TermFit,
     apply_terms,
-    fit_runs,
     place_blocks,
     predict_step,
     read_runs,
 )
 from trimtab.costs.profile import profile_model
-from trimtab.errors import TrimtabError
 from trimtab.plan.runs import calibrate_profile, profile_from_logs, simulate_logged
 from trimtab.specs import ParallelDims
 
@@ -98,70 +95,6 @@ def test_recompute_takes_the_first_blocks_of_a_stage_and_costs_time(tmp_path):
     assert again.stages[1].recompute == ()
     slower = predict_step(again, TRUTH, simulate_logged) / predict_step(plain, TRUTH, simulate_logged)
     assert slower > 1.005
-
-
-def test_every_problem_of_a_file_is_named_at_once(tmp_path):
-    path = write(
-        tmp_path,
-        entry((3, 0), (0, 4), name="a", iteration_s=-1, tp=0, colour="red"),
-        entry((1, 1), (1, 3), name="b"),
-        entry((1, 4), name="c"),
-        entry((3, 0), (0, 4), name="d", stage_s=[1.0], recompute=[9]),
-        entry((3, 0), (0, 4), name="e", work={"patches": -1, "pixels": 3}),
-        {k: v for k, v in entry((3, 0), (0, 4), name="f").items() if k != "iteration_s"},
-        entry((3, 0), (0, 4), name="g", stages=[["patches"]]),
-        entry((3, 0), (0, 4), name="h", recompute=[4, 0]),
-        entry((5, 0), (0, 4), name="i"),
-        entry((3, 0), (0, 0), (0, 4), name="j"),
-        entry((3, 0), (0, 4), name="k", stages=[3, 4], schedule="ZBV"),
-        entry((3, 0), (0, 4), name="l", work=[WORK] * 3),
-        "no object",
-        entry(name="o"),
-    )
-    with pytest.raises(TrimtabError) as caught:
-        read_runs(path, MODEL, A100)
-    text = str(caught.value)
-    for part in (
-        "a: colour: unknown",
-        "a: iteration_s is -1: give a number from 1e-06 to 1e+07",
-        "a: tp is 0: give a number from 1 to 65536",
-        "b: a stage has vision blocks after a stage with language blocks: the vision tower runs first",
-        'c: its stages hold 5 blocks, and the model declares 7: place them all, or say "partial": true',
-        "d: stage_s has 1 numbers for 2 stages: give one for each stage",
-        "d: recompute has 1 numbers for 2 stages: give one for each stage",
-        "e: work.0.pixels: unknown",
-        "e: work.0.patches is -1: give a number from 0 to 1e+18",
-        "f: neither iteration_s nor stage_s is given",
-        "g: stages.0.: expected an object",
-        "h: stage 0 recomputes 4 of its 3 blocks: give at most those",
-        "i: 5 vision blocks are placed, and the model has 3: place at most those",
-        "j: a stage holds no block: give every stage one or more, but the first, which has the embedding, and the "
-        "last, which has the head",
-        "k: stages.0.: expected an object",
-        "k: schedule: 'ZBV' is none of 1F1B, GPipe",
-        "l: work lists 3 micro-batches of 8: give each, or one mean object",
-        "run 13: file: expected an object",
-        'o: stages are empty: give for each stage its blocks, as in {"vision": 10, "language": 4}',
-    ):
-        assert part in text, part
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ('{"format": "other", "runs": [{}]}', "lists no runs of format 'trimtab-runs 1.0' (its format is 'other')"),
-        ('{"format": "trimtab-runs 1.0", "runs": []}', "with one run or more"),
-        ("[]", "lists no runs of format"),
-    ],
-)
-def test_other_files_are_refused_in_a_sentence(tmp_path, content, message):
-    path = tmp_path / "runs.json"
-    path.write_text(content)
-    with refused(TrimtabError, "runs.json") as caught:
-        read_runs(path, MODEL, A100)
-    assert message in str(caught.value)
 
 
 # -- fitting --------------------------------------------------------------------------------------------------------
@@ -249,11 +182,6 @@ def test_logged_peaks_set_the_memory_band(tmp_path):
     found = calibrate_profile(run.profile, [run])
     assert found.profile.memory_error == pytest.approx(0.05)
     assert any("Peak memory by formula is -5.0%" in sentence for sentence in found.profile.assumptions)
-
-
-def test_no_run_is_no_calibration():
-    with pytest.raises(TrimtabError):
-        fit_runs(profile_model(MODEL, A100), [], simulate_logged)
 
 
 def test_a_profile_comes_from_a_file_for_other_degrees(tmp_path):

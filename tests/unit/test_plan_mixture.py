@@ -174,12 +174,6 @@ def test_oversize_samples_of_a_mixture_are_left_out_as_often_as_they_are_drawn(
     assert first.startswith(f"{int((over & (draw.times > 0)).sum())} of ")
 
 
-def test_a_global_batch_above_what_is_drawn_is_refused(samples: SampleTable) -> None:
-    options = dataclasses.replace(OPTIONS, num_microbatches=None, global_batch=300, num_drawn=200)
-    with refused(PlanError, "global_batch", "300", "200"):
-        make_plan(MODEL, samples, CLUSTER, options)
-
-
 def test_a_plan_without_weights_has_no_such_key(samples: SampleTable, tmp_path: Path) -> None:
     made = make_plan(MODEL, samples, CLUSTER, dataclasses.replace(OPTIONS, weights=()))
     assert "mixture" not in plan_to_yaml(made.plan)

@@ -12,7 +12,7 @@ from cost_models import small_model
 from refusals import refused
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import load_profile, profile_bytes, profile_from_bytes, profile_model, save_profile
-from trimtab.errors import PartitionError, TrimtabError
+from trimtab.errors import TrimtabError
 from trimtab.specs import ParallelDims
 
 A100 = DEVICES["A100-80GB"]
@@ -61,12 +61,6 @@ def test_assumptions_are_said_in_sentences():
         assert part in text
     copied = profile_model(small_model(), A100, dims=ParallelDims(tp=4)).assumptions
     assert any("Each device of tp 4 holds a copy of key/value heads of the language tower." in s for s in copied)
-
-
-def test_all_problems_come_at_once():
-    with pytest.raises(PartitionError) as caught:
-        profile_model(small_model(), A100, dtype="int3", zero_stage=9, optimizer="lion")
-    assert len(str(caught.value).splitlines()) == 3
 
 
 # -- files ----------------------------------------------------------------------------------------------------------

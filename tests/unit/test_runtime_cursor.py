@@ -190,26 +190,6 @@ def test_an_empty_slot_inside_an_epoch_is_an_empty_pack() -> None:
     assert sum(pack == [] for rank in later for pack in rank) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schedule": np.zeros((2, 2), np.int64)}, ()),
-        ({"offsets": np.array([0, 1, 99])}, ()),
-        ({"schedule": np.array([[[0], [1]]])}, ("2", "3")),
-    ],
-)
-def test_tables_that_make_no_plan_are_refused(change: dict[str, np.ndarray], message: str) -> None:
-    arrays = {
-        "offsets": np.array([0, 1, 2, 3]),
-        "indices": np.arange(3),
-        "schedule": np.array([[[0], [1]], [[2], [-1]]]),
-    }
-    arrays |= change
-    packing = Packing(offsets=arrays["offsets"], indices=arrays["indices"], limits=(1, 1))
-    with refused(PlanError, message):
-        hold_tables(packing, Schedule(table=arrays["schedule"]))
-
-
 def write_plan_folder(folder: Path, *, num_packs: int = 11, **names: str) -> Path:
     """A plan.yaml that names 11 packs in 3 steps of 2 ranks x 2 micro-batches, and its tables."""
     packing, schedule = packs_of(11, dp=2, num_microbatches=2)

@@ -14,7 +14,7 @@ from plan_cases import tile_samples
 
 from refusals import refused
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
-from trimtab.costs.measured.saved import carry_bytes, carry_seconds, refuse_unlike
+from trimtab.costs.measured.saved import carry_bytes, carry_seconds
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.models.describe import describe
@@ -171,13 +171,6 @@ def test_weights_that_zero_3_gathers_come_on_top_of_counted_transients() -> None
     for ours, theirs in zip(carried.layers, saved.layers, strict=True):
         gathered = np.array(ours.transient_bytes) - np.array(theirs.transient_bytes)
         assert gathered.tolist() == [2 * 2 * ours.num_params, 0, 0, 0, 0, 0, 0]  # two layers' weights of two bytes
-
-
-def test_all_that_is_unlike_is_said_at_once() -> None:
-    target = profile_model(MODEL, A100)
-    with pytest.raises(TrimtabError) as caught:
-        refuse_unlike(dataclasses.replace(target, dtype="fp16", attention="sdpa"), MODEL, target)
-    assert len(str(caught.value).splitlines()) == 2
 
 
 # -- files and plans ------------------------------------------------------------------------------------------------

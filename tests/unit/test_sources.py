@@ -92,13 +92,6 @@ def test_a_meta_file_leads_to_its_sources_roots_and_repeats(tmp_path: Path) -> N
     assert load_sizing(tmp_path / "sizes.npz").files == result.files
 
 
-def test_a_meta_file_that_is_not_json_is_called_one(tmp_path: Path) -> None:
-    meta = write_meta(tmp_path)
-    meta.write_text(meta.read_text().replace("2,", "2,,"))
-    with refused(SampleError, "InternVL's", "JSON"):
-        size(meta)
-
-
 def test_records_that_look_like_a_meta_file_stay_records(tmp_path: Path) -> None:
     record = {"conversations": talk("what?"), "extra": {"annotation": "x", "root": "y"}}
     path = tmp_path / "one.json"

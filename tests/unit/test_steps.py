@@ -41,7 +41,7 @@ def native_samples(count: int) -> SampleTable:
     return SampleTable.of(patches, patches // 4 + np.round(np.exp(rng.normal(5.0, 0.8, count))).astype(np.int64))
 
 
-@pytest.mark.parametrize("global_batch", [8, 16, 32, 64, 100, 256, 1000])
+@pytest.mark.parametrize("global_batch", [8, 100, 1000])
 @pytest.mark.parametrize("devices", [1, 8, 64])
 def test_every_step_holds_the_batch_that_was_asked_for(global_batch: int, devices: int, tmp_path: Path) -> None:
     samples = native_samples(1100)
@@ -57,7 +57,7 @@ def test_every_step_holds_the_batch_that_was_asked_for(global_batch: int, device
     assert check_plan(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "InternVL-Chat-V1-5", "Qwen3-VL-4B", "LLaVA-OneVision-7B"])
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "InternVL-Chat-V1-5"])
 def test_a_batch_is_refused_only_where_a_rank_has_no_sample(name: str) -> None:
     model = describe(name)
     samples = native_samples(64)

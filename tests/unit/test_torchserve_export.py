@@ -7,13 +7,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from refusals import refused
 from trimtab.adapters.servers import Recipe, export_torchserve, read_recipe
-from trimtab.errors import ConfigError, TrimtabError
+from trimtab.errors import ConfigError
 
 ARCHIVER = """#!{python}
 import pathlib, sys, zipfile
@@ -77,40 +76,6 @@ def test_the_archive_holds_the_handler_and_every_key_of_the_recipe(folder: Path,
         "tiny.mar",
         "torchserve_handler.py",
     ]
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"low_cpu_mem_usage": False},
-        {"offload_state_dict": False},
-        {"revision": "v2"},
-        {"torch_dtype": "float64"},
-        {"max_length": "long"},
-        {"max_memory": {"0": "10GB", "cpu": []}},
-        {"model_path": 3},
-        {"parallelType": "pp"},
-    ],
-)
-def test_a_key_that_the_handler_would_not_honour_is_refused(tmp_path: Path, changed: dict[str, object]) -> None:
-    (tmp_path / "setup_config.json").write_text(json.dumps(RECIPE | changed))
-    with pytest.raises(TrimtabError, match="size in bytes" if "max_memory" in changed else next(iter(changed))):
-        read_recipe(tmp_path / "setup_config.json")
-
-
-@pytest.mark.parametrize(
-    ("changed", "name"),
-    [
-        ({"model_name": "a/b"}, "a/b"),
-        ({"model_path": "missing"}, ()),
-        ({"device_map": "even"}, "balanced_low_0"),
-        ({"device_map": {"": 0}, "max_memory": {"0": "1GiB"}}, "max_memory"),
-        ({"device_map": {"": "disk"}}, "offload_folder"),
-    ],
-)
-def test_what_cannot_be_exported_is_refused(folder: Path, changed: dict[str, Any], name: str) -> None:
-    with refused(ConfigError, name):
-        Recipe(**{"model_name": "tiny", "model_path": str(folder), **changed})
 
 
 def test_without_the_archiver_nothing_is_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

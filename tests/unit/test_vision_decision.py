@@ -17,7 +17,7 @@ from vision_cases import CLUSTER, OPTIONS, QWEN, TILES, image_samples, table_of,
 
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import export_plan
-from trimtab.balance.images import share_images, share_pools, tower_seconds
+from trimtab.balance.images import share_images, share_pools
 from trimtab.costs.devices import parse_cluster
 from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import Case
@@ -104,26 +104,6 @@ def test_pools_are_shared_as_each_would_be_alone(rule):
         parts = [terms[first:last][shares.atoms_of(rank)].sum(axis=0) for rank in range(3)]
         np.testing.assert_allclose(found.slowest[j], max(parts, key=lambda x: x[0]), rtol=1e-12)
         np.testing.assert_allclose(found.largest[j], np.max(parts, axis=0), rtol=1e-12)
-
-
-def test_a_micro_batch_costs_what_its_slowest_share_costs(shared, tmp_path):
-    case = reloaded(shared, tmp_path)
-    assert case.vision is not None
-    cost, sizes = tower_seconds(case.setting.profile), image_sizes(case.samples, case.model)
-    for pack in range(0, case.packing.num_packs, 7):
-        rows = case.packing.indices[case.packing.offsets[pack] : case.packing.offsets[pack + 1]]
-        expected = share_images(cost.of_images(sizes.atoms_of(rows)), 4).max_load
-        assert cost.of_images(case.work[[pack], 1:4])[0] == pytest.approx(expected)
-    np.testing.assert_array_equal(case.work[:, 4:], case.vision.work[:, 4:])
-    assert (case.work[:, 1] <= case.vision.work[:, 1]).all()
-
-
-def test_dispatch_moves_images_among_ranks_and_changes_no_sum():
-    details = make_plan(QWEN, image_samples(), CLUSTER, with_vision(group="dp", pooling=1))
-    ranks = details.plan.estimates.vision_data_parallel.ranks
-    assert len(ranks) == 2
-    assert sum(r.tower_ms for r in ranks) == pytest.approx(sum(r.tower_without_ms for r in ranks), rel=0.02)
-    assert details.plan.decisions.vision_data_parallel.reduction is None
 
 
 def test_equal_images_are_shared_to_the_last_one(tmp_path):

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback
@@ -38,10 +37,7 @@ from trimtab.samples.problems import shorten
 #
 # Transformers saves some models under other names than their modules have (Qwen2.5-VL, InternVL), and its Trainer loads
 # a checkpoint by the names in the file: every key is then missing, and training goes on from fresh weights. Here the
-# class of the model reads the checkpoint itself, and each tensor is compared before the first step.
-
-
-_ADAPTER = "adapter_model.safetensors"
+# class of the model reads the checkpoint itself. Whoever reads it, each weight is compared before the first step.
 
 
 def restore_weights(model: nn.Module, folder: Path) -> None:
@@ -52,23 +48,53 @@ def restore_weights(model: nn.Module, folder: Path) -> None:
             "names its weights are stored: load them yourself, and resume by PlanDataLoader.load_state_dict"
         )
     stored = _read_as_pretrained(model, folder)
-    own = model.state_dict()
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in model.state_dict().items():
             if name in stored:
                 tensor.copy_(stored[name])
-    _refuse_other(own, stored, folder)
 
 
-def check_adapters(model: Any, folder: Path) -> None:
-    """`PlanError` where the adapters of a PEFT model are not those in `folder`."""
-    from peft import get_peft_model_state_dict
+def weigh(model: nn.Module, device: torch.device) -> dict[str, list[int]]:
+    """The sum of each weight's bits, as whole numbers, and how many are not 0; over all ranks, collective.
 
-    try:
-        stored = load_file(folder / _ADAPTER)
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(folder / _ADAPTER, error) from None
-    _refuse_other(get_peft_model_state_dict(model), stored, folder)
+    Weights in pieces (FSDP, ZeRO-3) and whole ones on every rank count alike: both numbers of a weight grow by one
+    factor, the ranks that hold it.
+    """
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    parts = [_own_part(parameter) for parameter in parameters]
+    rows = [[int(part.sum(dtype=torch.int64)), int(part.count_nonzero())] for part in parts]
+    table = torch.tensor(rows, device=device)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(table)
+    return dict(zip(names, table.tolist(), strict=True))
+
+
+def _own_part(parameter: Any) -> Tensor:
+    """This rank's part of a weight, as whole numbers."""
+    part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    if hasattr(parameter, "ds_tensor"):  # ZeRO-3, whose last parts are filled up
+        part, rank = parameter.ds_tensor.flatten(), dist.get_rank(parameter.ds_process_group)
+        part = part[: max(0, parameter.ds_numel - rank * part.numel())]
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+    return part.detach().reshape(-1).view(sizes[part.element_size()])  # type: ignore[no-any-return]
+
+
+def check_weights(model: nn.Module, kept: dict[str, list[int]], where: object, device: torch.device) -> None:
+    """`PlanError` where a weight is not the one that the checkpoint `where` was taken of; collective."""
+    found = weigh(model, device)
+    lacking = found.keys() ^ kept.keys()
+    other = [name for name in found.keys() & kept.keys() if not _agree(found[name], kept[name])]
+    if lacking or other:
+        raise PlanError(
+            f"{where} was not restored: {len(lacking)} weights are in one of checkpoint and model alone, and "
+            f"{len(other)} differ, {min([*lacking, *other])} the first; resume with the model, host and versions of "
+            "the run"
+        )
+
+
+def _agree(own: list[int], kept: list[int]) -> bool:
+    (bits, count), (kept_bits, kept_count) = own, kept
+    return bits * kept_count == kept_bits * count and (count == 0) == (kept_count == 0)
 
 
 def _read_as_pretrained(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
@@ -92,21 +118,6 @@ def _read_as_pretrained(model: PreTrainedModel, folder: Path) -> dict[str, Tenso
         )
     tensors: dict[str, Tensor] = read.state_dict()
     return tensors
-
-
-def _refuse_other(own: dict[str, Tensor], stored: dict[str, Tensor], folder: Path) -> None:
-    """Compare tensor by tensor."""
-    lacking = sorted(own.keys() - stored.keys())
-    other = [name for name in own.keys() & stored.keys() if not _equal(own[name], stored[name])]
-    if lacking or other:
-        raise PlanError(
-            f"{folder} was not restored: {len(lacking)} tensors are not in it and {len(other)} differ, "
-            f"{(lacking + sorted(other))[0]} the first; resume with the model and the versions of the run"
-        )
-
-
-def _equal(own: Tensor, stored: Tensor) -> bool:
-    return own.shape == stored.shape and bool(torch.equal(own.cpu(), stored.to(own.dtype).cpu()))
 
 
 def _unreadable(path: Path, error: Exception) -> PlanError:
@@ -172,67 +183,63 @@ class PlannedTrainer:
     """
 
     _feed: Feed
+    _kept: dict[str, list[int]] | None = None  # weights of the checkpoint that this call of `train` resumes
     loss_is_scaled_for_ga = True  # the Trainer must not divide by the number of micro-batches again
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's `train`; refuses a checkpoint of another plan, or of steps of another number of packs.
 
         True resumes from the newest checkpoint that was written whole. Weights are restored by the names that this
-        version saves them under, and compared tensor by tensor before the first step. Every rank
+        version saves them under, and compared one by one before the first step, FSDP's and DeepSpeed's too. Every rank
         first checks that its own copy of the model keeps the samples of a pack apart; one that is loaded in pieces
         (FSDP, ZeRO-3) is not checked: call `verify_packing` on a copy of it, whole or with fewer layers.
         """
         trainer: Any = super()
-        folder = self._find_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else None
+        folder, self._kept = self._find_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else (None, None)
         model: Any = self.model  # type: ignore[attr-defined]
         if self._feed.verify and not sharded(model):
             prepare_packing(model, collator=self._feed.pack)
         return trainer.train(folder, *args, **kwargs)
 
-    def _find_checkpoint(self, given: str | Path | bool) -> str:
-        """The checkpoint to go on from, as the first rank finds it; raises on every rank where there is none."""
-        found: list[tuple[str, Exception | None]] = [("", None)]
+    def _find_checkpoint(self, given: str | Path | bool) -> tuple[str, dict[str, list[int]]]:
+        """The checkpoint to go on from and its weights, as the first rank finds it; raises on every rank."""
+        found: list[tuple[str, dict[str, list[int]], Exception | None]] = [("", {}, None)]
         if self.args.process_index == 0:  # type: ignore[attr-defined]
             folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
             try:
                 chosen = _newest_whole(folder) if given is True else _refuse_torn(Path(str(given)))
                 if self._feed.plan is not None:
                     _check_state(self._plan_sampler(self._feed.plan).deal, chosen / STATE_FILE)
-                found = [(str(chosen), None)]
+                found = [(str(chosen), _weights_in(chosen), None)]
             except PlanError as problem:
-                found = [("", problem)]
+                found = [("", {}, problem)]
         if dist.is_available() and dist.is_initialized():
             dist.broadcast_object_list(found)
-        path, raised = found[0]
+        path, weights, raised = found[0]
         if raised is not None:
             raise raised
-        return path
+        return path, weights
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The Trainer's own, but by the names under which this version saves, and compared tensor by tensor.
+        """The Trainer's own, but by the names under which this version saves.
 
-        Weights in pieces (FSDP) are loaded by the Trainer: they are stored by the names that they have, and must all
-        be there.
+        Adapters, and weights in pieces (FSDP), are stored by the names that they have: the Trainer loads them.
         """
-        trainer: Any = super()
-        target = self.model if model is None else model  # type: ignore[attr-defined]
-        inner, folder = unwrap(target), Path(resume_from_checkpoint)
-        if sharded(target) or getattr(self, "is_fsdp_enabled", False):
-            trainer._load_from_checkpoint(resume_from_checkpoint, model)
-        elif hasattr(target, "peft_config"):
-            trainer._load_from_checkpoint(resume_from_checkpoint, model)
-            check_adapters(target, folder)
+        target: Any = self.model if model is None else model  # type: ignore[attr-defined]
+        if sharded(target) or getattr(self, "is_fsdp_enabled", False) or hasattr(target, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         else:
-            restore_weights(inner, folder)
+            restore_weights(unwrap(target), Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        """`load_best_model_at_end`: the same."""
-        trainer: Any = super()
-        model, folder = self.model, self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        """`load_best_model_at_end`: the same, compared at once."""
+        trainer: Any = self
+        model, folder = trainer.model, Path(trainer.state.best_model_checkpoint)
         if sharded(model) or hasattr(model, "peft_config") or getattr(self, "is_deepspeed_enabled", False):
-            trainer._load_best_model()
+            super()._load_best_model()  # type: ignore[misc]
         else:
-            self._load_from_checkpoint(folder)
+            self._load_from_checkpoint(str(folder))
+        check_weights(model, _weights_in(folder), folder, trainer.args.device)
 
     def _plan_sampler(self, plan: PlanTables) -> TrainerPlanSampler:
         arguments = self.args  # type: ignore[attr-defined]
@@ -250,7 +257,7 @@ class PlannedTrainer:
         arguments, plan = trainer.args, self._feed.plan
         sampler = self._shared_sampler() if plan is None else self._plan_sampler(plan)
         trainer.remove_callback(_FollowEpochs)  # of an earlier call of train
-        trainer.add_callback(_FollowEpochs(sampler))
+        trainer.add_callback(_FollowEpochs(sampler, self._kept))
         trainer.remove_callback(_WatchRanks)
         trainer.add_callback(_WatchRanks())
         data = trainer.train_dataset
@@ -349,6 +356,14 @@ def _tear(folder: Path) -> str:
     return ""
 
 
+def _weights_in(folder: Path) -> dict[str, list[int]]:
+    try:
+        found: dict[str, list[int]] = json.loads((folder / STATE_FILE).read_bytes())["weights"]
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(folder / STATE_FILE, error) from None
+    return found
+
+
 def _check_state(deal: Deal, path: Path) -> None:
     """`PlanError` where the Trainer, which counts steps, would go on at another place than the checkpoint's."""
     state = json.loads(path.read_text(encoding="utf-8"))
@@ -375,12 +390,14 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
     hide the sampler from it, and the epoch would run in the order of epoch 0.
     """
 
-    def __init__(self, sampler: TrainerPlanSampler | SharedSampler) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: TrainerPlanSampler | SharedSampler, kept: dict[str, list[int]] | None) -> None:
+        self._sampler, self._kept = sampler, kept
         self._begins = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._begins = True
+        if self._kept is not None:
+            check_weights(kwargs["model"], self._kept, "the checkpoint", args.device)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         epoch, num_done = self._sampler.begin_at(state.global_step)
@@ -396,11 +413,12 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         if dist.is_available() and dist.is_initialized():
             dist.barrier()  # every rank has written its part
+        weights = weigh(kwargs["model"], args.device)
         if state.is_world_process_zero:
             folder = _checkpoint_of(args, state)
             place = self._sampler.state_at(state.global_step)
             files = {str(x.relative_to(folder)): x.stat().st_size for x in sorted(folder.rglob("*")) if x.is_file()}
-            write_atomically(folder / STATE_FILE, json.dumps({**place, "files": files}) + "\n")
+            write_atomically(folder / STATE_FILE, json.dumps({**place, "files": files, "weights": weights}) + "\n")
 
 
 class _WatchRanks(TrainerCallback):  # type: ignore[misc]
