@@ -15,7 +15,7 @@ from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, open_epoch
 from trimtab.plan.decide.members import default_global_batch
 from trimtab.plan.decide.search import Tiers, choose_setting
-from trimtab.plan.decide.setting import ChosenSetting
+from trimtab.plan.decide.setting import EQUAL, ChosenSetting
 from trimtab.plan.decide.sharing import VisionChosen, choose_vision, group_degree
 from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split
 from trimtab.plan.decide.work import band_sentence, host_sentences
@@ -34,6 +34,7 @@ _NARROWED = f"{ABOUT_SPLIT[1]}with the same packs, within what the framework of 
 
 
 _MOST_SHARED, _SHARING_GAINS = 4, 1.3  # settings that are tried with shared images, and what that may gain
+_SEARCH_GAINS = 1.05  # what the search on the epoch's own steps may gain for a pipeline, over its price at mean packs
 _MOST_DEVICES_A_SAMPLE = 128  # a replica of the model is no larger: tp 8 x pp 16
 
 
@@ -161,7 +162,9 @@ def _settle(
 ) -> _Settled:
     """The best setting; with `within` the best at which something of that fits.
 
-    Where images may be shared, settings that are slower without that are tried too, and the shortest epoch wins.
+    Where images may be shared, settings that are slower without that are tried too, and the shortest epoch wins. So is
+    the best pipeline where the best setting has none: it is searched on the epoch's own steps, which its price at mean
+    packs does not hold.
     """
     group = chosen.best.options.vision.group
     left, settled = list(chosen.by_preference), list[_Settled]()
@@ -170,6 +173,13 @@ def _settle(
         left = [x for x in left if group_degree(group, x.setting.dims) > 1] or left
     if group != "none":
         left = [x for x in left if x.samples_per_s * _SHARING_GAINS >= left[0].samples_per_s]
+    elif left[0].setting.dims.pp == 1:
+        near = [
+            x for x in left[1:] if x.setting.dims.pp > 1 and x.samples_per_s * _SEARCH_GAINS >= left[0].samples_per_s
+        ]
+        if near:
+            rival = max(near, key=lambda x: x.samples_per_s)
+            left, most = [left[0], rival, *(x for x in left[1:] if x is not rival)], 2
     for priced in left:
         case = pack_case(model, epoch, cluster, budget, priced.setting, priced.options)
         without = choose_split(case)
@@ -189,7 +199,9 @@ def _settle(
             f"none of {len(divisions)} divisions of the devices that fit can run as the framework would: "
             "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
         )
-    return min(settled, key=lambda x: x.vision.best.epoch_s)  # of equals the first
+    shortest = min(x.vision.best.epoch_s for x in settled)
+    alike = (1 + EQUAL) * shortest if group == "none" else shortest
+    return next(x for x in settled if x.vision.best.epoch_s <= alike)  # of those alike the first by preference
 
 
 def batch_assumption(
