@@ -73,11 +73,13 @@ def best_fit_two_columns(sizes: np.ndarray, limits: tuple[int, int], seed: int =
     return pack_of, num_packs
 
 
-def row_time(cost: np.ndarray, dp: int, *, is_sorted: bool) -> float:
-    """Sum over rows of the largest cost: rows of dp packs by cost, or of any."""
-    cost = np.sort(cost) if is_sorted else cost[np.random.default_rng(0).permutation(len(cost))]
+def row_time(cost: np.ndarray, dp: int, *, order: str = "given") -> float:
+    """Sum over rows of the largest cost: rows of dp packs as they are given, in random order, or sorted by cost."""
+    if order == "random":
+        cost = cost[np.random.default_rng(0).permutation(len(cost))]
     empty = np.zeros(-len(cost) % dp)
-    return float(np.concatenate([empty, cost] if is_sorted else [cost, empty]).reshape(-1, dp).max(axis=1).sum())
+    padded = np.concatenate([empty, np.sort(cost)]) if order == "sorted" else np.concatenate([cost, empty])
+    return float(padded.reshape(-1, dp).max(axis=1).sum())
 
 
 def show_packs(arguments: argparse.Namespace) -> None:
@@ -98,9 +100,13 @@ def show_packs(arguments: argparse.Namespace) -> None:
                 found.append(packed.packing.sums(cost))
             seconds.append(time.process_time() - start)
         over = ", ".join(f"{len(packs) / bound:.4f}" for packs in found)
+        alike = pack_samples(table, limits=limits, dp=dp, cost=cost, order="sorted").packing.sums(cost)
         times = [
-            ", ".join(f"{row_time(packs, dp, is_sorted=way) * dp / cost.sum():.4f}" for packs in found)
-            for way in (False, True)
+            ", ".join(f"{seconds * dp / cost.sum():.4f}" for seconds in of)
+            for of in (
+                [row_time(found[0], dp), *(row_time(packs, dp, order="random") for packs in found[1:])],
+                [row_time(alike, dp), *(row_time(packs, dp, order="sorted") for packs in found[1:])],
+            )
         ]
         spent = ", ".join(f"{s:.2f}" for s in seconds)
         each = len(table) / len(found[0])
@@ -200,7 +206,7 @@ def show_one_limit(arguments: argparse.Namespace) -> None:
                 ]
             starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])[:-1]])
             sums = np.add.reduceat(np.column_stack([sizes, cost])[np.concatenate(packs)], starts)
-            time_of_rows = row_time(sums[:, 2], 8, is_sorted=False) * 8 / cost.sum()
+            time_of_rows = row_time(sums[:, 2], 8, order="random") * 8 / cost.sum()
             over = (sums[:, 0] > limits[0]).mean()
             bound = lower_bound_packs(sizes, limits)
             print(

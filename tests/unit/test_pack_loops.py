@@ -1,11 +1,11 @@
-"""The loops under pack_samples (balance/: pair, window, stream, rng): each against brute force or by its invariants."""
+"""The loops under pack_samples (balance/: pair, rows, window, stream), by brute force or by their invariants."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from trimtab import compiled
-from trimtab.balance import pair, stream, window
+from trimtab.balance import pair, rows, schedule, stream, window
 
 
 def put(sizes, packs, i, p):
@@ -61,7 +61,7 @@ def test_sharing_many_samples_never_makes_it_worse():
     n = 60
     columns = np.column_stack([r.integers(0, 9, n), r.integers(1, 900, n), r.random(n)]).astype(float)
     packs = pair.make_packs(2, n, 3)
-    window.deal(columns, np.array([1 / 300, 1 / 30000, 1 / 40]), packs)
+    window.spread(columns, np.array([1 / 300, 1 / 30000, 1 / 40]), packs)
     none = np.zeros(3)
     goal = pair.make_goal(np.array([200.0, 20000.0, np.inf]), 1 / columns.sum(axis=0) ** 2, none, none, none)
     scratch = pair.make_scratch(2, n, 3)
@@ -226,3 +226,36 @@ def test_a_share_of_sizes_that_grow_is_found_behind_the_first_guess():
     assert stream._count_share(sizes, none_carried, 0, 0.5, left, np.inf) == 1500
     assert stream._count_share(sizes, none_carried, 0, 1.0, left, np.inf) == 2000
     assert stream._count_share(sizes, none_carried, 1500, 0.5, left, np.inf) == 500
+
+
+def test_levelled_rows_keep_samples_limits_and_every_largest():
+    """The largest cost of a row falls; no other column's rises further above its mean than it, or the cost, did."""
+    r = np.random.default_rng(0)
+    n, dp, limits = 1200, 8, (40, 4000)
+    columns = np.column_stack([r.integers(0, 9, n), r.integers(1, 900, n), r.random(n)]).astype(float)
+    columns[5] = 50, 100, 9.0  # alone above a limit
+    sizes = np.diff(np.append(np.sort(r.choice(np.arange(10, n), 269, replace=False)), n), prepend=6)
+    offsets = np.concatenate([[0, 5, 6], 6 + np.cumsum(sizes)])
+    sums = np.add.reduceat(columns, offsets[:-1])
+    cut = (sums[:, :2] > limits).any(axis=1)
+    keep = [p for p in range(len(sums)) if not cut[p] or (p == 1)]
+    groups = schedule.reorder(schedule.Groups(np.arange(n), offsets), np.array(keep))
+    own = columns[groups.members]
+    level = rows.level_rows(own, groups, dp, np.array([*limits, np.inf]), (0,))
+    before, after = (np.add.reduceat(columns[g.members], g.offsets[:-1]) for g in (groups, level))
+    assert groups.members[groups.offsets[1] : groups.offsets[2]].tolist() == [5]
+    assert level.members[level.offsets[1] : level.offsets[2]].tolist() == [5]
+    assert (np.delete(after, 1, axis=0)[:, :2] <= limits).all()
+    fell = 0
+    for first in range(0, len(before), dp):
+        old, new = (
+            np.delete(s, 1, axis=0)[first : first + dp - 1] if first == 0 else s[first : first + dp]
+            for s in (before, after)
+        )
+        for part in (groups, level):
+            start, end = part.offsets[first], part.offsets[min(first + dp, len(before))]
+            assert set(part.members[start:end]) == set(groups.members[start:end])
+        stood, stands = old.max(axis=0) / old.mean(axis=0), new.max(axis=0) / new.mean(axis=0)
+        assert (stands <= np.maximum(stood, [stood[2], stood[2], 0.0]) * (1 + 1e-9)).all()
+        fell += stands[2] < 0.9 * stood[2]
+    assert fell > 0.9 * len(before) / dp

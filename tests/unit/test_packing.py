@@ -145,8 +145,8 @@ def test_plan_of_a_known_input_stays_what_it_was():
     table = make_table(i * 7 % 6, 256 * (i * 7 % 6) + i * i * 31 % 701 + 20)
     result = pack_samples(table, limits=(18, 8192), dp=4, seed=0, order="tolerance")
     assert result.packing.num_packs == 72
-    assert result.packing.indices[:8].tolist() == [305, 342, 453, 95, 454, 402, 463, 172]
-    assert result.schedule.table[0, :, 0].tolist() == [0, 4, 7, 8]
+    assert result.packing.indices[:8].tolist() == [109, 21, 390, 20, 271, 35, 317, 470]
+    assert result.schedule.table[1, :, 0].tolist() == [4, 5, 6, 7]  # packs lie in the order in which they run
 
 
 def test_packs_are_many_windows_of_whole_steps(monkeypatch):

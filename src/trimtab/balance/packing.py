@@ -9,7 +9,15 @@ import numpy as np
 
 from trimtab.balance.cost import LinearCost, default_cost
 from trimtab.balance.metrics import BalanceReport, above_limits, report_balance
-from trimtab.balance.schedule import TOLERANCE, Groups, complete_rows, schedule_packs
+from trimtab.balance.schedule import (
+    TOLERANCE,
+    Groups,
+    check_order,
+    complete_rows,
+    fill_table,
+    order_packs,
+    reorder,
+)
 from trimtab.errors import PackingError, join_problems, refuse_type
 from trimtab.options import Order, Oversize, PackMethod
 from trimtab.specs import FloatArray, IntArray, Packing, SampleTable, Schedule
@@ -100,54 +108,39 @@ def pack_samples(
 
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
-    cost = default_cost(samples) if cost is None else cost
-    how = _How(
-        method=method,
+    check_order(order, dp, num_microbatches, tolerance)
+    large = _find_oversize(samples, limits) if method not in PADDED_METHODS else np.empty(0, np.int64)
+    if len(large) and oversize == "error":
+        raise PackingError(describe_oversize(samples, large, limits))
+    asked = _Asked(
+        samples=samples,
         limits=tuple(limits),
         dp=dp,
-        seed=seed,
-        epoch=epoch,
+        num_microbatches=num_microbatches,
+        method=method,
+        order=order,
+        cost=default_cost(samples) if cost is None else cost,
+        keys=(seed, epoch),
+        keeps_large=oversize == "alone",
         aim=fill,
-        rows_alike=order != "random",
+        tolerance=tolerance,
         filters=filters,
         iterations=iterations,
         batch_size=batch_size,
     )
-    know_limits = method not in PADDED_METHODS
-    large = _find_oversize(samples, limits) if know_limits else np.empty(0, np.int64)
-    if len(large) and oversize == "error":
-        raise PackingError(describe_oversize(samples, large, limits))
-
-    # 1. parts of the data set; one, unless it is large
+    # parts of the data set, one unless it is large; packs take the places of the samples that they hold
     num_parts = max(1, -(-len(samples) // SHARD_SAMPLES)) if method == "balanced" else 1
     rows, starts = scatter(len(samples), num_parts, seed, epoch)
-    counts, pack_sums = [np.empty(0, np.int32)], [np.empty((0, 3 if order != "random" or num_microbatches > 1 else 0))]
-    num_packed = 0
+    counts, num_packed, num_packs = [np.empty(0, np.int32)], 0, 0
     for part in range(num_parts):
-        # 2. its samples; those above a limit are packs of their own, or nobody's
         own = rows[starts[part] : starts[part + 1]].copy() if num_parts > 1 else rows
-        sizes, per_sample = read_sizes(samples, own), cost_column(samples, cost, own)
-        above = above_limits(sizes, limits) & know_limits
-        small, alone = np.flatnonzero(~above), np.flatnonzero(above & (oversize == "alone"))
-        columns, own_cost = (sizes[small], per_sample[small]) if above.any() else (sizes, per_sample)
-        # 3. packs
-        if part == 0 and num_parts > 1:  # the same aim for all parts
-            how = replace(how, aim=how.choose_aim(columns, own_cost))
-        groups = how.pack(columns, own_cost, num_others=len(alone), part=part)
-        groups = complete_rows(groups, small, alone, columns, limits, dp=dp, keys=(seed, epoch), shard=part)
-        # 4. in the place of the samples that they hold
+        groups, asked = _pack_part(asked, own, part, num_packs)
         rows[num_packed : num_packed + len(groups.members)] = own[groups.members]
-        num_packed += len(groups.members)
         counts.append(np.diff(groups.offsets).astype(np.int32))
-        if pack_sums[0].shape[1]:
-            summed = np.column_stack([sizes, per_sample])[groups.members]
-            pack_sums.append(np.add.reduceat(summed, groups.offsets[:-1]) if groups.num_packs else summed[:0])
+        num_packed, num_packs = num_packed + len(groups.members), num_packs + groups.num_packs
 
-    offsets = np.zeros(1 + sum(map(len, counts)), np.int64)
-    np.cumsum(np.concatenate(counts), out=offsets[1:])
-    del counts
     packing = Packing(
-        offsets=offsets,
+        offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)]),
         indices=rows[:num_packed],
         limits=tuple(limits),
         oversize=large if oversize == "skip" else np.empty(0, np.int64),
@@ -155,59 +148,102 @@ def pack_samples(
         seed=seed,
     )
     assert len(packing.indices) + len(packing.oversize) == len(samples), "a sample was lost"
-    sums = np.concatenate(pack_sums) if pack_sums[0].shape[1] else np.empty((packing.num_packs, 0))
-    when = {"num_microbatches": num_microbatches, "seed": seed, "epoch": epoch}
-    schedule = schedule_packs(sums, dp=dp, order=order, tolerance=tolerance, **when)
-    return PackResult(packing=packing, schedule=schedule)
+    return PackResult(packing=packing, schedule=fill_table(np.arange(num_packs), dp, num_microbatches, order))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _How:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Asked:
     """What `pack_samples` was given, for one part of the samples after the other."""
 
-    method: PackMethod
+    samples: SampleTable
     limits: tuple[int, ...]
     dp: int
-    seed: int
-    epoch: int
+    num_microbatches: int
+    method: PackMethod
+    order: Order
+    cost: LinearCost | FloatArray
+    keys: tuple[int, int]  # seed, epoch
+    keeps_large: bool  # samples above a limit are packs of their own, else nobody's
     aim: Aim | float | None  # a number: the fill
-    rows_alike: bool
+    tolerance: float
     filters: tuple[int, int] | None
     iterations: int
     batch_size: float
 
-    def choose_aim(self, columns: IntArray, cost: FloatArray) -> Aim | float | None:
-        """The aim of these samples, where there are any."""
-        from trimtab.balance.balanced import Aim, aim_for
 
-        if len(columns) == 0:
-            return self.aim
-        assert not isinstance(self.aim, Aim), "an aim is chosen once"
-        how = {"dp": self.dp, "seed": self.seed, "epoch": self.epoch}
-        return aim_for(columns, cost, limits=self.limits, fill=self.aim, rows_alike=self.rows_alike, **how)
+def _pack_part(asked: _Asked, own: IntArray, part: int, num_before: int) -> tuple[Groups, _Asked]:
+    """Packs of the rows `own`, by their places in it, in the order in which they run after `num_before` others.
 
-    def pack(self, columns: IntArray, cost: FloatArray, *, num_others: int, part: int) -> Groups:
-        """Packs of samples (n, 2) that each fit a pack alone."""
-        if len(columns) == 0:
-            return Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
-        keys = {"seed": self.seed, "epoch": self.epoch}
-        if self.method == "balanced":
-            from trimtab.balance.balanced import pack_balanced
+    And what is asked of the next part: the first one has chosen the aim of all.
+    """
+    # 1. the part's samples, without those above a limit
+    sizes, cost = read_sizes(asked.samples, own), cost_column(asked.samples, asked.cost, own)
+    above = above_limits(sizes, asked.limits) & (asked.method not in PADDED_METHODS)
+    small, alone = np.flatnonzero(~above), np.flatnonzero(above & asked.keeps_large)
+    # 2. packs of them, those above a limit somewhere among these
+    groups = Groups(np.empty(0, np.int64), np.zeros(1, np.int64))
+    keys = (*asked.keys, part) if part else asked.keys
+    if len(small):
+        columns, own_cost = (sizes[small], cost[small]) if above.any() else (sizes, cost)
+        groups, aim = _pack_small(asked, columns, own_cost, len(alone), keys)
+        asked = replace(asked, aim=aim)
+    groups = complete_rows(groups, small, alone, sizes, asked.limits, dp=asked.dp, keys=keys)
+    # 3. rows
+    work = np.column_stack([sizes.astype(np.float64), cost])
+    if asked.order != "random" or asked.num_microbatches > 1:
+        sums = np.add.reduceat(work[groups.members], groups.offsets[:-1]) if groups.num_packs else work[:0]
+        sequence = order_packs(
+            sums,
+            dp=asked.dp,
+            num_microbatches=asked.num_microbatches,
+            order=asked.order,
+            keys=keys,
+            tolerance=asked.tolerance,
+            num_before=num_before,
+        )
+        groups = reorder(groups, sequence)
+    if asked.method == "balanced":
+        from trimtab.balance.rows import level_rows
 
-            how = {"dp": self.dp, "num_others": num_others, "shard": part, **keys}
-            return pack_balanced(columns, cost, limits=self.limits, aim=self.aim, rows_alike=self.rows_alike, **how)
-        from trimtab.balance import published
+        groups = level_rows(work[groups.members], groups, asked.dp, np.array([*asked.limits, np.inf]), keys)
+    return groups, asked
 
-        if self.method == "isf":
-            how_often = {"iterations": self.iterations, **keys}
-            return published.pack_isf(columns, limits=self.limits, filters=self.filters, **how_often)
-        if self.method == "greedy":
-            return published.pack_greedily(columns, limits=self.limits, **keys)
-        lengths = columns[:, 1].astype(np.float64)
-        if self.method == "random":
-            return published.batch_randomly(len(lengths), batch_size=self.batch_size, dp=self.dp, **keys)
-        batch = published.batch_by_length if self.method == "length_group" else published.batch_by_device
-        return batch(lengths, batch_size=self.batch_size, dp=self.dp, **keys)
+
+def _pack_small(
+    asked: _Asked, columns: IntArray, cost: FloatArray, num_others: int, keys: tuple[int, ...]
+) -> tuple[Groups, Aim | float | None]:
+    """Packs of samples (n, 2) that each fit a pack alone, and the aim that they were made with."""
+    if asked.method == "balanced":
+        from trimtab.balance.balanced import pack_balanced
+
+        alike = asked.order != "random"
+        return pack_balanced(
+            columns,
+            cost,
+            limits=asked.limits,
+            dp=asked.dp,
+            keys=keys,
+            aim=asked.aim,
+            num_others=num_others,
+            rows_alike=alike,
+        )
+    from trimtab.balance import published
+
+    seed, epoch = asked.keys
+    if asked.method == "isf":
+        filters, iterations = asked.filters, asked.iterations
+        packs = published.pack_isf(
+            columns, limits=asked.limits, filters=filters, iterations=iterations, seed=seed, epoch=epoch
+        )
+        return packs, None
+    if asked.method == "greedy":
+        return published.pack_greedily(columns, limits=asked.limits, seed=seed, epoch=epoch), None
+    lengths = columns[:, 1].astype(np.float64)
+    batch = {"length_group": published.batch_by_length, "device_group": published.batch_by_device}.get(asked.method)
+    if batch is None:
+        packs = published.batch_randomly(len(lengths), batch_size=asked.batch_size, dp=asked.dp, seed=seed, epoch=epoch)
+        return packs, None
+    return batch(lengths, batch_size=asked.batch_size, dp=asked.dp, seed=seed, epoch=epoch), None
 
 
 def report_packing(

@@ -20,11 +20,9 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 BLOCK_STEPS = 512
 """Steps within which `tolerance` and `sorted` may move a pack: the reach of their disorder."""
 
-STEP_EMPHASIS = 4.0
-"""Within a step there are few packs to choose from: evenness of the cost, which decides its time, counts this much."""
-
-BLOCK_EMPHASIS = 1.5
-"""As `STEP_EMPHASIS`, within blocks of many packs; docs/packing.md has what other values give."""
+ALIKE_COST = 0.01
+"""Packs whose costs differ by more than this are grouped by cost, others by the column that differs most: rows wait for
+their cost, and below this little is to be seen of it."""
 
 TOLERANT_RANKS = 32
 """More ranks are not offered `tolerance`: at 64 and 256 its steps are 12 and 93 times less mixed by source than chance
@@ -54,6 +52,22 @@ def schedule_packs(
 
     Full rows but for the last, full steps but for the last; slots left over are -1.
     """
+    check_order(order, dp, num_microbatches, tolerance)
+    keys = (seed, epoch)
+    sequence = order_packs(
+        columns,
+        dp=dp,
+        num_microbatches=num_microbatches,
+        order=order,
+        keys=keys,
+        tolerance=tolerance,
+        block_steps=block_steps,
+    )
+    return fill_table(sequence, dp, num_microbatches, order)
+
+
+def check_order(order: Order, dp: int, num_microbatches: int, tolerance: float) -> None:
+    """Raise `PackingError` where packs cannot be put into such steps in this order."""
     if dp < 1 or num_microbatches < 1:
         raise PackingError(
             f"dp {dp} x {num_microbatches} micro-batches leaves no place for a pack: give 1 or more of both"
@@ -67,19 +81,13 @@ def schedule_packs(
         )
     if not tolerance >= 0:
         raise PackingError(f"tolerance {tolerance} is not a relative distance: give 0 or more (default {TOLERANCE})")
-    sequence = order_packs(
-        columns, dp=dp, order=order, seed=seed, epoch=epoch, tolerance=tolerance, block_steps=block_steps
-    )
-    if order == "random" and num_microbatches > 1 and columns.shape[1]:
-        _group_in_steps(columns, sequence, dp, dp * num_microbatches, (seed, epoch))
-    return fill_table(sequence, dp, num_microbatches, order)
 
 
-def _group_in_steps(columns: FloatArray, sequence: IntArray, dp: int, per_step: int, keys: tuple[int, int]) -> None:
+def _group_in_steps(columns: FloatArray, sequence: IntArray, dp: int, per_step: int, keys: tuple[int, ...]) -> None:
     """Rows of alike packs within each `per_step` packs in a row, which stay those packs; rows and ranks shuffled."""
     from trimtab.compiled import make_stream, shuffle
 
-    group_alike(columns, sequence, dp, STEP_EMPHASIS, run=per_step)
+    group_alike(columns, sequence, dp, run=per_step)
     state = make_stream(*keys, 0x7264)
     for start in range(0, len(sequence), per_step):
         packs = sequence[start : start + per_step]
@@ -106,20 +114,26 @@ def order_packs(
     columns: FloatArray,
     *,
     dp: int,
+    num_microbatches: int,
     order: Order,
-    seed: int = 0,
-    epoch: int = 0,
+    keys: tuple[int, ...],
     tolerance: float = TOLERANCE,
     block_steps: int = BLOCK_STEPS,
+    num_before: int = 0,
 ) -> IntArray:
-    """Packs in the order in which they run, row after row of dp."""
+    """Packs in the order in which they run, row after row of dp; `num_before` packs run ahead of them."""
     sequence = np.arange(len(columns), dtype=np.int64)
     if order != "random":
         block = max(1, block_steps) * dp
         for number, start in enumerate(range(0, len(columns), block)):
             part = sequence[start : start + block]
             chosen = part if order == "sorted" else _outliers(columns, part, dp, tolerance)
-            sequence[start : start + block] = _regroup(columns, part, chosen, dp, (seed, epoch, number))
+            sequence[start : start + block] = _regroup(columns, part, chosen, dp, (*keys, number))
+    elif num_microbatches > 1 and columns.shape[1]:
+        per_step = dp * num_microbatches
+        begun = -num_before % per_step  # packs that complete a step which others began
+        for part in (sequence[:begun], sequence[begun:]):
+            _group_in_steps(columns, part, dp, per_step, keys)
     return sequence
 
 
@@ -135,14 +149,14 @@ def _outliers(columns: FloatArray, packs: IntArray, dp: int, tolerance: float) -
     return packs[np.sort(furthest)]
 
 
-def _regroup(columns: FloatArray, packs: IntArray, chosen: IntArray, dp: int, keys: tuple[int, int, int]) -> IntArray:
+def _regroup(columns: FloatArray, packs: IntArray, chosen: IntArray, dp: int, keys: tuple[int, ...]) -> IntArray:
     """`packs` as rows of dp: rows of alike `chosen` packs at random places among the rows of the others, in order."""
     from trimtab.compiled import make_stream, shuffle
 
     state = make_stream(*keys, 0x6469)
     others = packs[~np.isin(packs, chosen)]
     grouped = chosen.copy()
-    group_alike(columns, grouped, dp, BLOCK_EMPHASIS)
+    group_alike(columns, grouped, dp)
     num_grouped = len(grouped) // dp
     whole = (len(packs) // dp) * dp
     rows = np.concatenate([grouped, others])
@@ -160,16 +174,14 @@ def _regroup(columns: FloatArray, packs: IntArray, chosen: IntArray, dp: int, ke
     return np.concatenate([rows[places].reshape(-1), ragged])
 
 
-def group_alike(
-    columns: FloatArray, packs: IntArray, group: int, emphasis: float = 1.0, *, run: int | None = None
-) -> None:
+def group_alike(columns: FloatArray, packs: IntArray, group: int, *, run: int | None = None) -> None:
     """Reorder `packs` in place so that each `group` in a row are alike in all columns; heuristic, no bound.
 
-    Halves the packs (at a multiple of `group`) along the column in which they spread most, relative to its mean, and
-    each half again. The spread of the last column, the cost, counts `emphasis` times. O(n log^2 n). With `run` each
-    `run` packs in a row are grouped for themselves, all of them in the same passes.
+    Halves the packs (at a multiple of `group`) along the last column, the cost, or where that spreads by less than
+    `ALIKE_COST` along the column in which they spread most, relative to its mean; and each half again. O(n log^2 n).
+    With `run` each `run` packs in a row are grouped for themselves, all of them in the same passes.
 
-    Example: tokens [9, 1, 8, 2] in groups of 2 spread over 8; sorted and cut in the middle: [1, 2] and [8, 9].
+    Example: tokens [9, 1, 8, 2] in groups of 2 spread over 8; sorted and cut in the middle: [9, 8] and [2, 1].
     """
     values = columns[packs]
     n = len(values)
@@ -189,11 +201,10 @@ def group_alike(
         spread = np.maximum.reduceat(values[rows], first) - np.minimum.reduceat(values[rows], first)
         mean = means[mean_of]
         relative = np.divide(spread, mean, out=np.zeros_like(spread), where=mean > 0)
-        relative[:, -1] *= emphasis
-        widest = np.argmax(relative, axis=1)
-        # 2. each run in the order of that column
+        widest = np.where(relative[:, -1] > ALIKE_COST, relative.shape[1] - 1, np.argmax(relative, axis=1))
+        # 2. each run in the order of that column, the largest first: a row that stays short gets the least
         number = np.repeat(np.arange(len(starts)), lengths)
-        order = rows[np.lexsort((values[rows, widest[number]], number))]
+        order = rows[np.lexsort((-values[rows, widest[number]], number))]
         values[rows], packs[rows] = values[order], packs[order]
         # 3. halves of whole groups
         middle = starts + group * (-(-lengths // group) // 2)
@@ -267,25 +278,23 @@ def complete_rows(
     limits: tuple[int, ...],
     *,
     dp: int,
-    keys: tuple[int, int],
-    shard: int = 0,
+    keys: tuple[int, ...],
 ) -> Groups:
     """Packs of all samples, a multiple of dp where there are samples enough.
 
-    `groups` packs the rows of `small`, whose columns are `sizes`; each of `large` is a pack alone, somewhere among the
-    others: where a shuffle would put it.
+    `groups` packs the samples `small`; each of `large` is a pack alone, somewhere among the others: where a shuffle
+    would put it. `sizes` are the columns of all samples.
     """
     num_alone = len(large)
+    groups = Groups(small[groups.members], groups.offsets)
     missing = -(groups.num_packs + num_alone) % dp  # packs short of whole rows: balanced plans for them, others do not
     if missing:
         groups = split_packs(groups, sizes, limits, missing)
-    groups = Groups(small[groups.members], groups.offsets)
     if num_alone:
         from trimtab.compiled import permutation
 
-        keys_of_shard = (*keys, shard) if shard else keys
-        slots = np.sort(permutation(groups.num_packs + num_alone, *keys_of_shard, 3)[:num_alone])
-        shuffled = large[permutation(num_alone, *keys_of_shard, 4)]
+        slots = np.sort(permutation(groups.num_packs + num_alone, *keys, 3)[:num_alone])
+        shuffled = large[permutation(num_alone, *keys, 4)]
         groups = insert_singles(groups, shuffled, slots - np.arange(num_alone))
     return groups
 

@@ -14,7 +14,8 @@ from trimtab.balance.cost import LinearCost
 from trimtab.balance.metrics import above_limits, lower_bound_packs, sum_columns
 from trimtab.balance.packing import MOST_LIMIT, PackResult, check_costs, cost_column, describe_oversize, find_problems
 from trimtab.balance.pair import Goal, Packs, Scratch, make_goal, make_packs, make_scratch, share_pairs
-from trimtab.balance.window import deal, pair_extremes, repair
+from trimtab.balance.rows import level_worst
+from trimtab.balance.window import pair_extremes, repair, spread
 from trimtab.compiled import UIntArray, below, compiled, inner, make_stream, next_u64, permutation
 from trimtab.errors import PackingError, join_problems
 from trimtab.options import Oversize
@@ -228,7 +229,7 @@ def _share(columns: FloatArray, bounds: FloatArray, dp: int, M: int, state: UInt
     ranks = make_packs(dp, n, D)
     share = np.zeros(D)
     share[-1] = 1.0 / target
-    deal(columns, share, ranks)
+    spread(columns, share, ranks)
     goal = make_goal(bounds * M, weights / mean**2, penalties / M, aim, slopes)
     _even_out(columns, ranks, goal, target, state, scratch)
     # 3. the samples of each rank to its packs
@@ -259,7 +260,7 @@ def _even_out(sizes: FloatArray, packs: Packs, goal: Goal, target: float, state:
         num_pairs = pair_extremes(packs.sums, direction, scratch.failures, np.int64(1 << 30), 0.0, scratch.pairs)
         share_pairs(sizes, packs, num_pairs, goal, 1.0, np.int64(10), state, scratch)
     # 2. the most expensive rank with others; where it stays, some ranks are mixed and the best of all trials is kept
-    best = _level_worst(sizes, packs, goal, target, state, scratch)
+    best = _level(sizes, packs, goal, target, state, scratch)
     head, after = packs.head.copy(), packs.after.copy()
     num_held, sums = packs.num_held.copy(), packs.sums.copy()
     for _kick in range(NUM_KICKS):
@@ -269,13 +270,23 @@ def _even_out(sizes: FloatArray, packs: Packs, goal: Goal, target: float, state:
             scratch.pairs[i, 0] = _most_expensive(packs) if i == 0 else below(state, P)
             scratch.pairs[i, 1] = below(state, P)
         share_pairs(sizes, packs, np.int64(MIXED_PAIRS), goal, -1.0, np.int64(8), state, scratch)
-        found = _level_worst(sizes, packs, goal, target, state, scratch)
+        found = _level(sizes, packs, goal, target, state, scratch)
         if found < best:
             best = found
             head[:], after[:], num_held[:], sums[:] = packs.head, packs.after, packs.num_held, packs.sums
         else:
             packs.head[:], packs.after[:], packs.num_held[:], packs.sums[:] = head, after, num_held, sums
     packs.head[:], packs.after[:], packs.num_held[:], packs.sums[:] = head, after, num_held, sums
+
+
+@inner
+def _level(sizes: FloatArray, packs: Packs, goal: Goal, target: float, state: UIntArray, scratch: Scratch) -> float:
+    """Share the most expensive rank with others until it is near `target` or none helps; what it then costs."""
+    led, tried, free = packs.sums.shape[1] - 1, np.int64(MAX_PARTNERS), np.int64(12)
+    level_worst(sizes, packs, goal, led, target, CLOSEST, np.int64(MORE_TRIALS), tried, free, state, scratch)
+    num_left = np.int64(MAX_TRIALS - MORE_TRIALS)
+    most: float = level_worst(sizes, packs, goal, led, target, CLOSE, num_left, tried, free, state, scratch)
+    return most
 
 
 @inner
@@ -286,42 +297,6 @@ def _most_expensive(packs: Packs) -> np.int64:
         if packs.sums[p, D - 1] > packs.sums[worst, D - 1]:
             worst = np.int64(p)
     return worst
-
-
-@inner
-def _level_worst(
-    sizes: FloatArray, packs: Packs, goal: Goal, target: float, state: UIntArray, scratch: Scratch
-) -> float:
-    """Share the most expensive rank with others, the cheapest first, until it is near `target` or none helps.
-
-    Returns the cost of what is then the most expensive rank.
-    """
-    P, D = packs.sums.shape
-    cost = np.empty(P)
-    for trial in range(MAX_TRIALS):
-        worst = _most_expensive(packs)
-        before = packs.sums[worst, D - 1]
-        if before <= target * (1.0 + (CLOSEST if trial < MORE_TRIALS else CLOSE)):
-            break
-        for p in range(P):
-            cost[p] = packs.sums[p, D - 1]
-        cost[worst] = np.inf
-        better = False
-        for _partner in range(min(P - 1, MAX_PARTNERS)):
-            other = np.int64(0)
-            for p in range(P):
-                if cost[p] < cost[other]:
-                    other = np.int64(p)
-            cost[other] = np.inf
-            scratch.pairs[0, 0], scratch.pairs[0, 1] = worst, other
-            share_pairs(sizes, packs, np.int64(1), goal, 1.0, np.int64(12), state, scratch)
-            if max(packs.sums[worst, D - 1], packs.sums[other, D - 1]) < before * (1.0 - 1e-7):
-                better = True
-                break
-        if not better:
-            break
-    largest: float = packs.sums[_most_expensive(packs), D - 1]
-    return largest
 
 
 @compiled

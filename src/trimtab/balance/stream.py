@@ -16,10 +16,10 @@ from trimtab.balance.window import (
     Effort,
     Pull,
     arrange,
-    deal,
     even_packs,
     evict,
     fit,
+    spread,
     unload,
 )
 from trimtab.compiled import UIntArray, permute
@@ -276,7 +276,7 @@ def pack_window(
     # in dealing, the cost counts as if the mean pack were as full of it as of the fullest column
     share = np.append(1.0 / bounds[:k], min(1.0, float((total[:k] / bounds[:k]).max()) / P) / mean[k])
     packs, scratch = make_packs(P, n, D), make_scratch(P, n, D)
-    deal(window, share, packs)
+    spread(window, share, packs)
     arrange(window, packs, goal, last_goal, effort, state, scratch)
     out = evict(window, packs, goal, age)
     if len(out) == 0 or n <= P or not (hold_all or age[out].max() >= MAX_AGE):

@@ -1,4 +1,4 @@
-"""One window of `balanced`: deal samples to packs, improve pairs of packs round by round, send back what does not fit.
+"""One window of `balanced`: samples to packs, pairs of packs improved round by round, what does not fit sent back.
 
 What goes through samples or pairs one by one is compiled; rounds are NumPy's. Symbols as in `pair`: D columns, the last
 of them the cost; P packs.
@@ -18,7 +18,7 @@ NUM_BUCKETS = 4096
 BLOCK = 32  # packs that `fit` looks at, or leaves out, together
 ALL_AGAIN = 8  # every eighth round packs that nothing could improve are tried again
 REPAIR_PASSES = 4
-REPAIR_PARTNERS = 8  # of each pack above its limit, in each pass
+REPAIR_PARTNERS, SHARED_PARTNERS = 8, 2048  # of each pack above its limit, in each pass; more where they are few
 MOST_REPAIRED = 0.125  # share of the packs that a pass looks at; where more are above a limit, samples are carried on
 SHAKEN_PAIRS = 4  # pairs with room that are shaken for each pack that stays above a limit
 SHAKE_FREE = 8
@@ -80,7 +80,7 @@ def _sort_by_buckets(key: FloatArray, chosen: IntArray, n: int, out: IntArray, s
 
 
 @compiled
-def deal(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
+def spread(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
     """Largest sample first (about), each to the emptiest pack (about), by the fullest of its columns.
 
     `fill` turns a column into a share of a pack. Packs wait in buckets of equal fullness, in each the one that has
@@ -332,6 +332,10 @@ def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratc
     P = len(packs.head)
     one, pair = np.int64(1), scratch.pairs[0]
     for attempt in range(REPAIR_PASSES):
+        num_above = np.int64(0)
+        for p in range(P):
+            num_above += np.int64(_is_above(packs.sums, p, goal))
+        num_partners = REPAIR_PARTNERS + SHARED_PARTNERS // (num_above + 1)
         num_left = np.int64(max(1.0, MOST_REPAIRED * P))
         for p in range(P):
             if num_left == 0:
@@ -340,7 +344,7 @@ def repair(sizes: FloatArray, packs: Packs, goal: Goal, state: UIntArray, scratc
                 continue
             num_left -= 1
             # 1. with packs that have room for the excess
-            for _partner in range(REPAIR_PARTNERS):
+            for _partner in range(num_partners):
                 q = _next_with_room(packs.sums, p, goal, below(state, P))
                 if q < 0:
                     break

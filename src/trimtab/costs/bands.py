@@ -89,22 +89,22 @@ _EDGE = _NORMAL.inv_cdf(0.95)  # standard deviations from the middle to either e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBand:
-    """What is expected beside the counted bytes, and how far the truth may be from the expectation."""
+    """What is expected next to the counted bytes, and how far the truth may be from the expectation."""
 
     half_width: float  # of the expected bytes: 5 % of devices need more, 5 % less
     slack: float = 0.0  # of the counted bytes
     outside: float = 0.0  # of the device's memory
 
     def largest_share(self, risk: float) -> float:
-        """Of a memory that may be expected to fill, if the chance that it does not suffice is to be `risk`."""
+        """Return the share of a memory that may be expected to fill, where it does not suffice with chance `risk`."""
         return 1.0 / (1.0 + self.half_width / _EDGE * _NORMAL.inv_cdf(1.0 - risk))
 
     def largest_counted(self, risk: float) -> float:
-        """The same of the bytes that are counted."""
+        """Return the same share of the bytes that are counted."""
         return (self.largest_share(risk) - self.outside) / (1.0 + self.slack)
 
     def misfit_chance(self, share: float) -> float:
-        """That a device which is expected to fill `share` of its memory needs more than all of it."""
+        """Return the chance that a device expected to fill `share` of its memory needs more than all of it."""
         if share <= 0:
             return 0.0
         return 1.0 - _NORMAL.cdf((1.0 / share - 1.0) * _EDGE / self.half_width)
@@ -138,7 +138,7 @@ def memory_band(profile: Profile | None) -> MemoryBand:
 
 
 def measured_band(*, allocator: bool) -> MemoryBand:
-    """Of a peak that was measured on the device itself; `allocator`: by what CUDA's held, without its slack."""
+    """Return the band of a peak measured on the device; `allocator`: by what CUDA's held, without its slack."""
     if not allocator:
         return MemoryBand(half_width=COUNTED_ERROR)
     return MemoryBand(slack=SLACK, half_width=math.hypot(COUNTED_ERROR, SLACK_ERROR))

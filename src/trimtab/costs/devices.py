@@ -130,7 +130,7 @@ DEVICES = MappingProxyType(
 
 # GB/s of one device to other nodes, one direction, in the node that its vendor describes; 25 for others.
 _NODE_LINK = {
-    "A100-80GB": (25, "NVIDIA DGX A100: eight ports of 200 Gbit/s beside eight devices"),
+    "A100-80GB": (25, "NVIDIA DGX A100: eight ports of 200 Gbit/s for eight devices"),
     "H100-80GB": (50, "NVIDIA DGX H100: eight ports of 400 Gbit/s"),
     "H200": (50, "NVIDIA DGX H200: eight ports of 400 Gbit/s"),
     "B200": (50, "NVIDIA DGX B200: eight ports of 400 Gbit/s"),
@@ -170,13 +170,16 @@ def find_device(name: str, *, beside: DeviceSpec | None = None) -> DeviceSpec:
     refuse_type("name", name, str, 'one as in "H100"')
     if name.lower().endswith(_FILE):
         return read_device(name)
+    # a whole name first, so that "H100-PCIe" is never taken for the beginning of another
     wanted = _squeeze(name)
     for device in (*DEVICES.values(), *([] if beside is None else [beside])):
         if _squeeze(device.name) == wanted:
             return device
+    # then a beginning, if all that begin so are of one kind
     found = [device for device in DEVICES.values() if wanted and _squeeze(device.name).startswith(wanted)]
     if found and len({device.name.split("-")[0] for device in found}) == 1:
         return found[0]
+    # else name what may have been meant
     near = difflib.get_close_matches(wanted, map(_squeeze, DEVICES), n=3, cutoff=0.5)
     meant = [device.name for device in DEVICES.values() if device in found or _squeeze(device.name) in near]
     raise TrimtabError(
@@ -191,7 +194,7 @@ _MOST_DEVICES = 1_000_000
 
 
 def read_device(path: str | Path) -> DeviceSpec:
-    """A device that is in no table, from a YAML or JSON file with the fields of `DeviceSpec`.
+    """Read a device that is in no table from a YAML or JSON file with the fields of `DeviceSpec`.
 
     Sizes may carry a unit: `memory_bytes: 64GiB`; rates are numbers in flop/s or bytes/s: `peak_flops: 300e12`.
     """
@@ -210,7 +213,7 @@ def read_device(path: str | Path) -> DeviceSpec:
 def parse_cluster(
     text: str, *, devices_per_node: int = 8, node_link: str | None = None, beside: DeviceSpec | None = None
 ) -> ClusterSpec:
-    """A cluster from "32xA100-80GB", "4 x H200", "H100" (one device) or "8xmy.yaml" (see `find_device`).
+    """Make a cluster of "32xA100-80GB", "4 x H200", "H100" (one device) or "8xmy.yaml" (see `find_device`).
 
     Use it for the cluster that `make_plan` takes. Raises `TrimtabError` for what is no cluster.
 
@@ -223,6 +226,7 @@ def parse_cluster(
     (4, 8)
     """
     refuse_type("cluster", text, str, 'one as in "32xA100-80GB"')
+    # a mixture is understood, to be refused by name
     kinds = [kind.strip() for kind in re.split(r"[+,]", text)]
     if len(kinds) > 1 and all(_CLUSTER.match(kind) for kind in kinds):
         raise TrimtabError(
@@ -234,6 +238,7 @@ def parse_cluster(
         raise TrimtabError(
             f"{text!r} names no cluster: write the number and the kind of its devices, for example 32xA100-80GB"
         )
+    # whole nodes, or one smaller node
     device = find_device(match.group(2), beside=beside)
     count = int(match.group(1) or 1)
     if count < 1 or devices_per_node < 1:
@@ -247,6 +252,7 @@ def parse_cluster(
             f"{count} devices do not fill nodes of {devices_per_node}: give a multiple of {devices_per_node}, "
             "or another number of devices per node"
         )
+    # the network: as given, else as the vendor builds the node
     per_node = min(count, devices_per_node)
     if node_link is None:
         gigabytes, _ = _NODE_LINK.get(device.name, (_OTHER_NODE_LINK, ""))
@@ -275,6 +281,7 @@ def parse_node_link(text: str, *, devices_per_node: int) -> float:
             f"{text!r} is no link between nodes: write the ports of a node and their rate, as in 8x400Gb (gigabits a "
             "second) or 8x50GB (gigabytes)"
         )
+    # all ports of the node, shared by its devices
     bits = 1e9 if match["unit"] == "B" else 1e9 / 8
     return rate * bits * ports / devices_per_node
 

@@ -69,7 +69,8 @@ def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profi
 
 
 def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> Profile:
-    """`profile_model` under given settings."""
+    """Price a model under given settings, as `profile_model` does."""
+    # what cannot be priced is refused, all of it at once
     problems = _precision_problems(device, settings)  # alone: they are those of every model and degree
     if not problems:
         problems = _cross_attention_problems(model) + _unpriced_problems(model) + _unlike_problems(model, settings.dims)
@@ -78,6 +79,7 @@ def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) ->
     frozen, lora = settings.frozen_towers, settings.lora
     if lora is not None:
         refuse_unknown_targets(model, lora)
+    # layers alike are priced once
     groups, gradients = group_layers(model, frozen, lora), find_gradients(model.layers, frozen, lora)
     first = {group: i for i, group in reversed(list(enumerate(groups)))}  # layers of one group cost the same
     costs = {g: cost_layer(model.layers[i], gradients[i], device, settings, group=g) for g, i in first.items()}
@@ -100,7 +102,7 @@ def price_model(model: ModelSpec, device: DeviceSpec, settings: CostSettings) ->
 
 
 def group_layers(model: ModelSpec, frozen_towers: frozenset[Tower], lora: Lora | None = None) -> list[int]:
-    """For each layer the number of its kind: equal where layers cost the same."""
+    """Number the kind of each layer: equal where layers cost the same."""
     kinds = [
         (*layer.alike, layer.output_size, layer.rows_out_per_input, gradients, adapt_layer(layer, lora, 1))
         for layer, gradients in zip(model.layers, find_gradients(model.layers, frozen_towers, lora), strict=True)
@@ -180,6 +182,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
         data = parse_json(content)
     except ValueError as error:
         raise TrimtabError(f"{origin} is no profile: {error}; write it again with save_profile") from None
+    # a file of another format is not guessed at
     found = data.pop("format", None) if isinstance(data, dict) else None
     if found != FORMAT:
         raise TrimtabError(
@@ -187,6 +190,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
         )
     problems: list[str] = []
     unknown: list[str] = []
+    # every field is named and typed
     profile = read_typed(
         Profile,
         data,
@@ -197,6 +201,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
         unknown=unknown,
     )
     problems += [f"{place}: unknown" for place in unknown]
+    # and every tuple has a figure for each term
     if not problems:
         assert isinstance(profile, Profile)
         problems = [
@@ -216,7 +221,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
 
 
 def _absurd_times(profile: Profile) -> list[str]:
-    """A problem for times that no device takes: what is planned with them would be believed."""
+    """Find times that no device takes: what is planned with them would be believed."""
     largest = [max(map(abs, (*layer.forward_s, *layer.backward_s))) for layer in profile.layers]
     problems = [
         f"layers.{i} ({layer.name}): {value:.3g} s for one token or patch, where no device takes {_MOST_S:g} s"
@@ -278,7 +283,7 @@ def _unpriced_problems(model: ModelSpec) -> list[str]:
 
 
 def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> list[str]:
-    """What a reader of the plan must know, in sentences."""
+    """List what a reader of the plan must know, in sentences."""
     e, tp = settings.efficiency_on(device), settings.dims.tp
     said = [
         "Seconds come from formulas: "
@@ -287,6 +292,7 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
         f"peak memory bandwidth, {e.link:.0%} of the link; nothing overlaps.",
         _about_host(settings),
     ]
+    # heads that tp pads or copies
     for tower in ("vision", "language"):
         heads = {x.attention.num_heads for x in model.layers if x.tower == tower and x.attention is not None}
         for count in sorted(heads):
@@ -301,17 +307,19 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
             f"With {settings.attention} attention a pack computes the pairs between its samples too; "
             "these are not counted: use flash attention for packed samples."
         )
+    # layers without a formula
     measured = [x.name for x in model.layers if x.measured is not None and x.tower != "audio"]
     if measured:
         said.append(
             f"Work of {len(measured)} layers, {measured[0]} the first, is what Transformers' own code was seen to do "
             "(matrix products and kept bytes); kernels made for such layers do and keep less."
         )
+    # degrees that share experts or tokens
     if settings.dims.is_folded:
         said.append(
             f"The busiest device of {settings.dims.ep} that share experts gets {settings.expert_imbalance:g} times the "
             f"mean's rows; rows are sent by {settings.dispatcher}, "
-            + ("beside products: switch overlap on." if settings.ep_overlap else "not overlapped: an upper bound.")
+            + ("next to products: switch overlap on." if settings.ep_overlap else "not overlapped: an upper bound.")
         )
     if settings.dims.cp > 1:
         said.append(
@@ -319,6 +327,7 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
             f"cp {settings.dims.cp}; keys and values go round, not overlapped with computing: an upper bound. Every "
             "device of cp runs the whole vision tower."
         )
+    # what must be switched on in the launcher, or is not overlapped
     if settings.tp_overlap and tp > 1:
         said.append(f"Of tensor-parallel messages one part in {tp} is waited for: switch overlap on in your launcher.")
     if settings.in_8_bits:
@@ -329,6 +338,7 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
             said.append(
                 "ZeRO-3 gathers every expert for a loop over them: a published run took 9.5 times as long as Megatron."
             )
+    # what is trained
     if settings.frozen_towers:
         said.append(f"Frozen: {', '.join(sorted(settings.frozen_towers))}.")
     if settings.lora is not None:
@@ -351,7 +361,7 @@ def _about_host(settings: CostSettings) -> str:
 
 
 def _about_lora(model: ModelSpec, settings: CostSettings, lora: Lora) -> list[str]:
-    """What is trained, and in which form the rest lies."""
+    """Say what is trained, and in which form the rest lies."""
     count = count_adapters(model, lora)
     kept = "each holds a copy of its input in the model's dtype, cast from fp32 under autocast (weights=same: none)"
     said = [
@@ -379,6 +389,7 @@ def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
     Only transient bytes may fall below 0 in single terms: a traced one is a line through two sizes, right between them.
     """
     below = "transient_bytes." in place
+    # whole numbers of 64 bits, rates above 0, all else finite
     if kind is int and abs(value) >= 2**63:
         problems.append(f"{place}: expected a whole number of 64 bits")
     elif not (-math.inf if below else 0) <= value < math.inf or value == -math.inf:
@@ -395,6 +406,7 @@ def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
 
 def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
     """The tier of each of the stage's layers, in order; layers that no choice names are on their first."""
+    # layers that no choice names keep their activations
     names = tiers_of(stage)
     found = []
     for i, layer in enumerate(profile.layers[stage.start : stage.stop], stage.start):
@@ -451,7 +463,7 @@ def pass_seconds(layer: LayerCost, tier: RecomputeTier, work: FloatArray) -> Sec
 def stage_seconds(profile: Profile, stage: Stage, work: FloatArray) -> Seconds:
     """Return the sum of `pass_seconds` over the stage's layers, each on its tier."""
     layers = profile.layers[stage.start : stage.stop]
-    # layers of one kind share their tuples: told apart by identity, which costs less than by value
+    # layers of one kind share their tuples: compared by identity, which costs less than by value
     kinds, number = dict[tuple[object, ...], tuple[LayerCost, RecomputeTier]](), Counter[tuple[object, ...]]()
     for layer, tier in zip(layers, chosen_tiers(profile, stage), strict=True):
         shared = map(id, (layer.forward_s, layer.backward_s, layer.weight_s, tier))

@@ -25,7 +25,7 @@ class Kept:
     row_bytes: float = 0.0
     pair_bytes: float = 0.0  # for each (query row, key row) pair: only unfused attention
     for_weights: bool = False  # needed only for the gradient of a weight, so not kept where the weight is frozen
-    entered: tuple[str, ...] = ()  # products that it is the input of: adapters beside these need it too
+    entered: tuple[str, ...] = ()  # products that it is the input of: adapters next to these need it too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +51,20 @@ def uses_dense_pairs(layer: LayerSpec, settings: CostSettings) -> bool:
 
 
 def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
-    """Every tensor the layer keeps when nothing is recomputed.
+    """Return every tensor that the layer keeps when nothing is recomputed.
 
     Not counted: rotary tables, masks and indices shared by all layers; dropout masks; random-number state; where SDPA
     follows a partial rotary embedding (GLM, Phi-3) the copy of its result, w H d; the fp32 input of GLM's router.
     """
     w = settings.item_bytes
+    # work that was counted; else what each operation needs for its backward
     if layer.measured is not None:  # counted in 16 bits
         terms = measured_terms(layer)
         wide = w / 2
         return (Kept(name="measured", row_bytes=wide * terms.row_bytes, pair_bytes=wide * terms.pair_bytes),)
     if layer.kind == "block":
         return tuple(_kept_by_block(layer, settings))
+    # projector: its norm, its input, and both sides of each activation
     if layer.kind == "projector":
         first, *others = layer_matmuls(layer, settings.dims.tp)
         kept = _kept_by_norm(layer, layer.hidden_size, settings) if layer.norm is not None else []
@@ -75,6 +77,7 @@ def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
                 )
             )
         return tuple(kept)
+    # head: its input, and what the loss keeps for each vocabulary entry
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
         width = layer.hidden_size / settings.row_share(layer.tower)
@@ -84,6 +87,7 @@ def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
         return (*kept, Kept(name="log-softmax", row_bytes=4 * product.out_width))
     if layer.kind == "norm":
         return tuple(_kept_by_norm(layer, layer.hidden_size, settings, share=settings.row_share(layer.tower)))
+    # embeddings: what is looked up or multiplied
     if layer.tower == "vision":  # patch embedding: the pixels
         return tuple(
             Kept(name="pixels", row_bytes=w * p.in_width, for_weights=True, entered=(p.name,))
@@ -93,7 +97,7 @@ def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
 
 
 def kept_when(layer: LayerSpec, settings: CostSettings, *, weights: bool) -> tuple[Kept, ...]:
-    """`kept_by_layer`, of a layer whose own weights are trained or frozen, with what its adapters keep.
+    """Return `kept_by_layer` of a layer whose own weights are trained or frozen, with what its adapters keep.
 
     An adapter keeps its input, for A, and A's result, for B. Its input is that of its layer, kept once for all that it
     enters; where the adapters are fp32 and the model is not, each casts a copy of its own, which autocast keeps in the
@@ -122,7 +126,7 @@ def adapter_item_bytes(settings: CostSettings) -> int:
 
 
 def _likely(layer: LayerSpec, adapter: Adapted) -> tuple[str, ...]:
-    """What enters a linear layer that no product stands for: either of a block's inputs, where it is as wide."""
+    """Return what may enter a linear layer that no product stands for: the block's inputs, where it is as wide."""
     return ("q", "gate") if layer.kind == "block" and adapter.in_width == layer.hidden_size else ()
 
 
@@ -135,6 +139,7 @@ def selective_bytes(layer: LayerSpec, settings: CostSettings) -> float:
     attention is recomputed whole: its scores would be quadratic.
     """
     w, share = settings.item_bytes, settings.row_share(layer.tower)
+    # the layer's input and every product's result
     total = w * layer.hidden_size / share
     for product in layer_matmuls(layer, settings.dims):
         busiest = settings.busiest_experts if product.name.startswith("expert ") else 1.0
@@ -142,6 +147,7 @@ def selective_bytes(layer: LayerSpec, settings: CostSettings) -> float:
     total += w * sum(
         factor.out_width for x in adapt_layer(layer, settings.lora, settings.dims.tp) for factor in x.factors
     )
+    # rows that other devices sent cannot be asked for again
     if layer.mlp is not None and layer.mlp.num_experts is not None and settings.dims.ep > 1:
         total += w * layer.hidden_size * settings.visits(layer.mlp)  # rows of other devices
     if layer.attention is not None and settings.attention != "eager":
@@ -177,10 +183,11 @@ def layer_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, ..
 
 
 def adapter_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, ...]:
-    """Of a block's adapters, forward: B's result scaled (read, written) and added to the layer's (two read, written).
+    """Return the traffic of adapters, forward: B's result is scaled and added to the layer's (5 values moved).
 
     Where inputs are cast (`casts_inputs`): to fp32 and back. bitsandbytes' layers copy their result before.
     """
+    # casts to fp32 and back where adapters are fp32; bitsandbytes copies its result
     adapters, w = adapt_layer(layer, settings.lora, settings.dims.tp), settings.item_bytes
     casts, copies = casts_inputs(settings), quantised_params(layer, settings.lora, 1) > 0
     return tuple(
@@ -197,6 +204,7 @@ def _kept_by_block(layer: LayerSpec, settings: CostSettings) -> list[Kept]:
     w, h, share = settings.item_bytes, layer.hidden_size, settings.row_share(layer.tower)
     entering = settings.input_bytes * h / share
     kept: list[Kept] = []
+    # in the order of the forward: norms, attention, layer scales, MLP
     for _ in range(layer.num_norms if layer.norm is not None else 0):
         kept += _kept_by_norm(layer, h, settings, share=share)
     if layer.attention is not None:
@@ -212,7 +220,7 @@ def _kept_by_block(layer: LayerSpec, settings: CostSettings) -> list[Kept]:
 
 
 def _kept_by_norm(layer: LayerSpec, width: float, settings: CostSettings, *, share: int = 1) -> list[Kept]:
-    """A norm over `width` values, without its result (which the product after it keeps).
+    """Return what a norm over `width` values keeps, without its result (which the product after it keeps).
 
     LayerNorm and fused norms keep their input and fp32 statistics. RMSNorm in PyTorch operations keeps the fp32 copy
     (squared, and scaled by the rsqrt) and the normed values that the weight multiplies.
@@ -232,11 +240,13 @@ def _kept_by_attention(layer: LayerSpec, a: AttentionSpec, settings: CostSetting
     q, k, v = heads.query * a.head_dim, heads.kv * a.head_dim, heads.kv * a.value_head_dim
     result = heads.query * a.value_head_dim
     kept: list[Kept] = []
+    # norms of q and k
     if a.qk_norm:
         per_head = layer.tower == "language"  # InternViT norms all heads together
         for width, count in ((q, heads.query), (k, heads.kv)):
             num = count if per_head else 1
             kept += _kept_by_norm(_with_rms_norm(layer), width / num, settings) * num
+    # q, k and v: apart, as one tensor that v views, or copied to every query head
     repeats = settings.attention == "eager" or uses_dense_pairs(layer, settings)
     if repeats and heads.kv != heads.query:  # a mask, or unfused attention, needs k and v copied to every query head
         k, v = q, heads.query * a.value_head_dim
@@ -245,6 +255,7 @@ def _kept_by_attention(layer: LayerSpec, a: AttentionSpec, settings: CostSetting
         kept += [Kept(name="q, k", row_bytes=w * (q + k)), Kept(name="qkv that v views", row_bytes=w * (q + k + v))]
     else:
         kept.append(Kept(name="q, k, v", row_bytes=w * (q + k + v)))
+    # scores, or the result of fused attention
     if settings.attention == "eager":
         # softmax in fp32, then cast to the dtype of the values; one kernel keeps no copy, nor does InternViT upcast
         upcast = 4 if w < 4 and not layer.layer_scale and not settings.fused_kernels else 0
@@ -263,6 +274,7 @@ def _kept_by_mlp(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> list[K
     w, kept = settings.item_bytes, []
     if m.num_experts is None:
         return _kept_by_activation("mlp", m, m.intermediate_size / settings.dims.tp, settings)
+    # routed rows count once for each expert that they visit on this device
     visits, k = settings.visits(m), m.experts_per_token or 1
     kept.append(Kept(name="router", row_bytes=4 * m.num_experts + 16 * k))  # softmax; indices and weights
     entering = settings.input_bytes * layer.hidden_size * visits
@@ -275,7 +287,7 @@ def _kept_by_mlp(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> list[K
 
 
 def _kept_by_activation(name: str, m: MlpSpec, width: float, settings: CostSettings) -> list[Kept]:
-    """Activation and gate over `width` values, and the input of the product after them."""
+    """Return what activation and gate over `width` values keep, and the input of the product after them."""
     bytes_ = settings.item_bytes * width
     kept = [Kept(name=f"{name} activation input", row_bytes=bytes_)]
     if m.gated:
@@ -321,6 +333,7 @@ def _norm_traffic(layer: LayerSpec, width: float, settings: CostSettings) -> Tra
 
 def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
     w, share, fused = settings.item_bytes, settings.row_share(layer.tower), settings.fused_kernels
+    # residuals and norms, rows shared over tp under sequence parallelism
     h = layer.hidden_size / share
     moved = [Traffic(name="residual", row_bytes=2 * 3 * w * h, num_kernels=2)]
     if layer.norm is not None:
@@ -332,6 +345,7 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
         rotated = (heads.query + heads.kv) * a.head_dim
         if a.qk_norm:
             moved.append(_norm_traffic(_with_rms_norm(layer), rotated, settings))
+        # rotary positions of q and k
         if layer.tower == "language" or a.fused_qkv:  # towers with separate q, k, v add positions to their patches
             # two products, rotate (negate half, join), add; towers of the Qwen-VL kind do it in fp32
             unfused = 9 * w if layer.tower == "language" else 36 + 2 * (w + 4)
@@ -343,6 +357,7 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
             # scores written; scaled; masked; softmax to fp32; cast; read. Megatron-Core scales, masks and norms at once
             steps = 4 * w if fused else 6 * w + (w + 4) + (4 + w)
             moved.append(Traffic(name="scores", pair_bytes=heads.query * steps, num_kernels=2 if fused else 5))
+    # 8-bit copies, then activation and gate, then what experts move
     if settings.in_8_bits:
         moved.append(_casts(layer, settings))
     if (m := layer.mlp) is not None:
@@ -357,7 +372,7 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
 
 
 def _biased_experts(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffic:
-    """What Megatron-Core runs unfused where experts have biases and a clamped gate (0.16, transformer/moe/experts.py).
+    """Return what Megatron-Core runs unfused for biases and a clamped gate of experts (0.16, moe/experts.py).
 
     Gate and up are clamped (both read and written) and joined again: 8 values for each of an expert's columns. Biases
     after the last product are weighed by the router, added expert by expert, and joined: 6 for each of its width.
@@ -382,7 +397,7 @@ def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffi
 
 
 def _casts(layer: LayerSpec, settings: CostSettings) -> Traffic:
-    """8-bit copies of what enters products: bf16 read, a copy for the product and one for its weights' gradient.
+    """Return the traffic of 8-bit copies: bf16 read, a copy for the product and one for its weights' gradient.
 
     Fused norms and gates write theirs in place of the bf16 result, which leaves attention's own (with MXFP8 none does:
     its blocks differ between the two copies). Copies of weights are not counted: once a step where they are kept.

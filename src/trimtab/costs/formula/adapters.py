@@ -1,4 +1,4 @@
-"""LoRA: the linear layers of a model, the adapters beside them, and what those and a 4-bit base take.
+"""LoRA: the linear layers of a model, the adapters next to them, and what those and a 4-bit base take.
 
 Symbols: K and M widths of a linear layer, r rank, w bytes of an activation, N rows.
 """
@@ -41,7 +41,7 @@ class Adapted:
 
     @property
     def factors(self) -> tuple[Matmul, Matmul]:
-        """A and B, as matrix products."""
+        """Return A and B as matrix products."""
         return (
             Matmul(name="A", in_width=self.in_width, out_width=self.rank),
             Matmul(name="B", in_width=self.rank, out_width=self.out_width),
@@ -55,10 +55,12 @@ def layer_linears(layer: LayerSpec) -> tuple[Linear, ...]:
     """
     if layer.kind == "head" or layer.tower == "audio":
         return ()
+    # as the library built them
     if layer.linears is not None:
         return layer.linears
     if layer.kind not in ("block", "projector") or layer.measured is not None:
         return ()
+    # else one for each product, where q, k and v may share a matrix
     products = {p.name: p for p in layer_matmuls(layer, 1) if p.name in _NAMES}
     fused: tuple[Linear, ...] = ()
     if layer.attention is not None and layer.attention.fused_qkv:
@@ -68,6 +70,7 @@ def layer_linears(layer: LayerSpec) -> tuple[Linear, ...]:
             Linear(name="attn.qkv", in_width=layer.hidden_size, out_width=round(joined)),
             Linear(name="attn.proj", in_width=round(o.in_width), out_width=round(o.out_width)),
         )
+    # names as Transformers spells them, of gated MLPs and of plain ones
     names = _NAMES if layer.mlp is None or layer.mlp.gated else {**_NAMES, "up": "mlp.fc1", "down": "mlp.fc2"}
     return fused + tuple(
         Linear(name=names[p.name], in_width=round(p.in_width), out_width=round(p.out_width)) for p in products.values()
@@ -95,6 +98,7 @@ def quantised_params(layer: LayerSpec, lora: Lora | None, tp: int) -> float:
 def refuse_unknown_targets(model: ModelSpec, lora: Lora) -> None:
     """`PlanError` with a sentence for each target that no linear layer of the towers is called, naming those there."""
     layers = [x for x in model.layers if x.tower in lora.towers]
+    # names that could have been meant, by their last part
     names = [linear.name for x in layers for linear in layer_linears(x)]
     there = list(dict.fromkeys(name.rpartition(".")[2] for name in names if name))
     towers = " and ".join(lora.towers)
@@ -132,7 +136,7 @@ def _is_target(name: str, layer: LayerSpec, lora: Lora) -> bool:
 
 
 def _names(target: str, layer: LayerSpec, name: str) -> bool:
-    """As PEFT's `target_modules`: the whole path, or its end after a dot."""
+    """Match as PEFT's `target_modules` do: the whole path, or its end after a dot."""
     path = f"{layer.name}.{name}" if name else layer.name
     return target == ALL_LINEAR or path == target or path.endswith(f".{target}")
 
@@ -141,10 +145,12 @@ def _on_device(layer: LayerSpec, rank: int, tp: int) -> list[Adapted]:
     """Linear layers at their widths on one device, each with the products that its widths say it computes."""
     linears = layer_linears(layer)
     left, local = list(layer_matmuls(layer, 1)), {p.name: p for p in layer_matmuls(layer, tp)}
+    # match each linear layer with the products that it stands for
     runs: dict[str, Sequence[Matmul]] = {}
     for linear in sorted(linears, key=lambda x: -x.out_width):  # joined ones first; q before o, as modules have them
         runs[linear.name] = _matching(linear, left)
         left = [p for p in left if p not in runs[linear.name]]
+    # its widths on one device are those of its products there
     found = []
     for linear in linears:
         run = [local[p.name] for p in runs[linear.name]]

@@ -103,12 +103,13 @@ _ARCHITECTURES = (
 
 
 def efficiency_of(device: DeviceSpec, attention_kernel: AttentionKernel = "fa2") -> Efficiency:
-    """What kernels reach on `device`, from published benchmarks.
+    """Return what kernels reach on `device`, from published benchmarks.
 
     >>> from trimtab import find_device
     >>> round(efficiency_of(find_device("A100")).product_share(9225, 3200, 6400), 2)
     0.79
     """
+    # the first row whose names begin so; waves of tiles grow with the peak, writing with peak / bandwidth
     row = next((row for row in _ARCHITECTURES if device.name.startswith(row.names)), _Architecture(names=()))
     return Efficiency(
         matmul=row.matmul,
@@ -128,6 +129,7 @@ def product_rates(e: Efficiency, peak_flops: float, dtype: str) -> tuple[Efficie
     """
     if dtype == "fp32":
         return e, 0.5 * peak_flops
+    # 8-bit operands: the same outputs are written in less time
     faster = {"fp8": e.fp8, "mxfp8": e.mxfp8}.get(dtype)
     if faster is None:
         return e, peak_flops

@@ -48,12 +48,14 @@ def all_to_all_s(layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -
     m, dims = layer.mlp, settings.dims
     if m is None or m.num_experts is None or dims.ep == 1:
         return 0.0
+    # how many copies of a row stay in the node, and how many leave it
     here = min(dims.ep, settings.ep_in_node or dims.ep)  # devices of a node, among those that share experts
     k, nodes = m.experts_per_token or 1, dims.ep / here
     inside, outside = k * (here - 1) / dims.ep, k * (dims.ep - here) / dims.ep
     if settings.dispatcher == "deepep":
         inside = settings.reached(m, dims.ep) * (here - 1) / here
         outside = settings.reached(m, nodes) * (nodes - 1) / nodes
+    # both ways at once: the slower decides
     ports = settings.ep_bytes_per_s or device.link_bytes_per_s
     row = 2.0 * layer.hidden_size * settings.item_bytes / dims.tp * settings.busiest_experts
     return row * max(inside / device.link_bytes_per_s, outside / ports) / settings.efficiency_on(device).link

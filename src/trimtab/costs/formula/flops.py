@@ -32,11 +32,11 @@ class Matmul:
         return self._visited(product_line(self.in_width, self.out_width, e, peak_flops))
 
     def backward_line(self, e: Efficiency, peak_flops: float) -> Line:
-        """Of the gradient of its rows: the weights turned round."""
+        """Return seconds for the gradient of its rows: the weights turned round."""
         return self._visited(product_line(self.out_width, self.in_width, e, peak_flops))
 
     def weight_line(self, e: Efficiency, peak_flops: float) -> Line:
-        """Of the gradient of its weights."""
+        """Return seconds for the gradient of its weights."""
         return self._visited(weight_line(self.in_width, self.out_width, e, peak_flops))
 
     def _visited(self, line: Line) -> Line:
@@ -65,11 +65,13 @@ def find_tp_problems(layer: LayerSpec, tp: int) -> list[str]:
     a, m = layer.attention, layer.mlp
     if layer.measured is not None and tp > 1:
         return [f"tp {tp} cannot share {layer.name}: its work was measured whole, no formula divides it: use tp 1"]
+    # key/value heads are divided or copied; query heads are padded, which is no problem
     if a is not None and a.num_kv_heads != a.num_heads and a.num_kv_heads % tp and tp % a.num_kv_heads:
         problems.append(
             f"tp {tp} cannot share the {a.num_kv_heads} key/value heads of {layer.name}: "
             f"use a tp that divides {a.num_kv_heads} or is a multiple of it"
         )
+    # columns of the MLP are cut into equal parts
     if m is not None and layer.kind == "block":
         for width in {m.intermediate_size, m.shared_intermediate_size}:
             if width % tp:
@@ -103,10 +105,12 @@ def find_ep_problems(layer: LayerSpec, dims: ParallelDims) -> list[str]:
     if m is None or m.num_experts is None:
         return []
     problems = []
+    # whole experts on each device
     if m.num_experts % dims.ep:
         problems.append(
             f"ep {dims.ep} cannot share the {m.num_experts} experts of {layer.name}: use an ep that divides them"
         )
+    # columns of one expert among etp devices
     if layer.measured is not None and dims.expert_tp > 1:
         problems.append(f"etp {dims.etp} cannot share {layer.name}: its work was measured whole: use etp 1")
     elif m.intermediate_size % dims.expert_tp:
@@ -173,7 +177,7 @@ class MeasuredTerms:
 
 
 def measured_terms(layer: LayerSpec) -> MeasuredTerms:
-    """`LayerSpec.measured` in the two columns that the layer's tower has."""
+    """Return `LayerSpec.measured` in the two columns that the layer's tower has."""
     assert layer.measured is not None, "only a layer that was measured has these"
     tower = "tokens" if layer.tower == "language" else "patches"
     pairs = [WORK_TERMS.index(f"{tower}_{x}") for x in ("sq", "windowed")]
@@ -206,11 +210,12 @@ def _block_matmuls(layer: LayerSpec, dims: ParallelDims) -> tuple[Matmul, ...]:
 
 
 def _explained_matmuls(layer: LayerSpec, dims: ParallelDims) -> list[Matmul]:
-    """Of E experts a device has E / ep, each cut into etp parts.
+    """List the products that shapes explain; of E experts a device has E / ep, each cut into etp parts.
 
     It gets the rows of etp devices of tp, so that the work of a device is the same whatever ep and etp are.
     """
     h, tp, products = layer.hidden_size, dims.tp, list[Matmul]()
+    # attention: three products in, one out whose result is summed over tp
     if (a := layer.attention) is not None:
         heads = local_heads(a, tp)
         products += [
@@ -219,6 +224,7 @@ def _explained_matmuls(layer: LayerSpec, dims: ParallelDims) -> list[Matmul]:
             Matmul(name="v", in_width=h, out_width=heads.kv * a.value_head_dim),
             Matmul(name="o", in_width=heads.query * a.value_head_dim, out_width=h, reduced=True),
         ]
+    # the MLP: dense, or routed experts, each row visiting k of them
     if (m := layer.mlp) is not None:
         names = ("gate", "up") if m.gated else ("up",)
         if m.num_experts is None:
@@ -230,6 +236,7 @@ def _explained_matmuls(layer: LayerSpec, dims: ParallelDims) -> list[Matmul]:
             products.append(Matmul(name="router", in_width=h, out_width=m.num_experts))
             products += [Matmul(name=f"expert {name}", in_width=h, out_width=f, visits=k) for name in names]
             products.append(Matmul(name="expert down", in_width=f, out_width=h, visits=k, reduced=not dims.is_folded))
+            # shared experts are visited by all rows, and divided as a dense MLP
             if s := m.shared_intermediate_size / tp:
                 products += [Matmul(name=f"shared {name}", in_width=h, out_width=s) for name in names]
                 products.append(Matmul(name="shared down", in_width=s, out_width=h, reduced=True))

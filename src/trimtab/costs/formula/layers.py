@@ -70,7 +70,7 @@ class WorkColumns:
 
 
 def find_gradients(layers: Iterable[LayerSpec], frozen: frozenset[str], lora: Lora | None = None) -> list[Gradients]:
-    """What each layer's backward computes, given the towers that do not train; with LoRA adapters alone do.
+    """Return what each layer's backward computes, given the towers that do not train; with LoRA adapters alone do.
 
     Pixels and token ids have no gradient, and a frozen layer passes none on to nothing: a frozen tower with nothing
     trainable before it has no backward at all, one after trainable layers has the half for its inputs.
@@ -94,7 +94,7 @@ def cost_layer(
     backward = products once for the inputs and once for the weights (`weight_line`), whose gradient is added to what
         earlier micro-batches left + attention x 2.5 (fused: scores computed again; unfused 2) + twice the traffic
         + collectives; its part for the weights alone is their products.
-    With LoRA (`CostSettings.lora`) the weights are those of the adapters, two narrow products beside each matrix.
+    With LoRA (`CostSettings.lora`) the weights are those of the adapters, two narrow products next to each matrix.
     4-bit weights are unpacked before each product, forward and backward: bytes read and written, assumed to take the
     memory's bandwidth.
     A layer of measured work has no tiers between "none" and "full". An audio tower takes only its state: no sample
@@ -106,6 +106,7 @@ def cost_layer(
     """
     assert layer.attention is None or not layer.attention.cross, "it has no price: profile_model refuses it"
     runs_backward = gradients.any and not layer.unread and layer.tower != "audio"
+    # seconds: forward, the same once more for recompute, backward
     columns = find_columns(layer, settings)
     seconds = _LayerSeconds.of(layer, device, settings)
     host_s = 0.0 if layer.tower == "audio" else host_seconds(layer, settings)
@@ -115,6 +116,7 @@ def cost_layer(
     silent = layer.tower == "audio"
     forward = columns.terms() if silent else columns.terms(rows=rows, pairs=pairs, once=seconds.once + seconds.gather)
     again = columns.terms(rows=rows, pairs=pairs, once=seconds.once)
+    # backward: gradients of inputs and of weights, whichever are needed
     backward = weight = columns.terms()
     if runs_backward and gradients.weights:
         weight = columns.terms(rows=seconds.weights.row, once=seconds.weights.once + seconds.scatter)
@@ -132,6 +134,7 @@ def cost_layer(
             + seconds.gather
             + (seconds.scatter if gradients.weights else 0.0),
         )
+    # bytes: what is kept, what recompute keeps, what lives while backward runs
     none_bytes = columns.terms()
     if runs_backward:
         kept = kept_when(layer, settings, weights=gradients.weights and settings.lora is None)
@@ -140,6 +143,7 @@ def cost_layer(
     if runs_backward and layer.kind == "block":
         tiers += _recompute_tiers(layer, settings, seconds, columns, again)
     transients = _transients(layer, settings, columns, none_bytes) if runs_backward else (columns.terms(),)
+    # state, and weights that ZeRO-3 gathers for this layer and the next
     shares = shares_of(layer, device, settings, trainable=gradients.weights)
     gathered = 2.0 * sum(share.stored_bytes for share in shares if settings.zero_stage == 3)  # with the next layer's
     transients = tuple(_add(moment, columns.terms(once=gathered)) for moment in transients)
@@ -199,7 +203,7 @@ class _Workspace:
 
 
 def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _Workspace]:
-    """At the MLP's last product and at its gate; N rows.
+    """Return the bytes at the MLP's last product and at its gate, for N rows.
 
     At the last product, where nothing kept is freed yet: gradient of the block's output (it goes on along the residual)
     w N h, gradient of the product's input w N f, gradient of its weight w f h. At the gate (or a GELU in separate
@@ -212,7 +216,7 @@ def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _
     about half the width, and by less than w h f. Unfused attention: see `_transients`.
 
     LoRA: no gradient of a frozen weight, but of 4 bits the matrix is unpacked, w f h, while the gradient of its rows is
-    made. An adapter beside the last product makes a second gradient of the product's input before both are added, in
+    made. An adapter next to the last product makes a second gradient of the product's input before both are added, in
     fp32 first where its input is cast.
     The product's input is freed only where an adapter (or a gradient of the weight) kept it.
 
@@ -223,14 +227,17 @@ def _workspaces(layer: LayerSpec, settings: CostSettings) -> tuple[_Workspace, _
     if m is None:
         return _Workspace(rows=0.0, once=0.0), _Workspace(rows=0.0, once=0.0)
     f, leaving = m.intermediate_size / settings.dims.tp, h / settings.row_share(layer.tower)
+    # the gradient of a matrix; of a frozen one in 4 bits its unpacked copy
     lora = settings.lora
     matrix = w * f * h if lora is None or quantised_params(layer, lora, 1) else 0.0
     adapted = lora is not None and any("down" in x.products for x in adapt_layer(layer, lora, 1))
+    # experts: every visited row, and one gradient for all experts' weights
     if m.num_experts is not None:
         v, f = settings.visits(m), m.intermediate_size / settings.dims.expert_tp
         own = m.num_experts / settings.dims.ep if lora is None else 0.0  # experts stay frozen, in 16 bits
         last = _Workspace(rows=w * (leaving + 2 * v * h + v * f), once=w * f * h * own)
         return last, _Workspace(rows=w * (leaving + 3 * v * h), once=0.0)
+    # a dense MLP: at its last product, and at its gate
     separate = m.gated or (m.quick_gelu and not settings.fused_kernels)
     cast = 4.0 * f if adapted and casts_inputs(settings) else 0.0
     last = _Workspace(rows=w * (leaving + (2 * f if adapted else f)) + cast, once=matrix)
@@ -272,11 +279,13 @@ class _LayerSeconds:
         products, peak = product_rates(e, device.peak_flops, "bf16" if stays else settings.dtype)
         plain_peak = min(peak, device.peak_flops)  # of adapters and attention, which 8-bit recipes leave alone
         bandwidth, link = device.memory_bytes_per_s * e.memory, device.link_bytes_per_s * e.link
+        # products and small kernels of one device
         matmuls = busiest_matmuls(layer, settings)
         traffic = (*layer_traffic(layer, settings), *adapter_traffic(layer, settings))
         num_collectives = sum(p.reduced for p in matmuls) if tp > 1 else 0
         if tp > 1 and layer.kind in ("embed", "head") and layer.tower == "language":
             num_collectives = 1  # embedding: sum in forward; head: sum of the input's gradient in backward
+        # messages: over tp, from ZeRO-3's shares, round the ring of cp, among experts
         # ring all-reduce of b bytes moves 2 b (tp - 1) / tp through each link; reduce-scatter + all-gather the same
         row = w * (layer.output_size if layer.kind != "head" else layer.hidden_size)
         ring = 2.0 * row * (tp - 1) / tp / link / (tp if settings.tp_overlap else 1)
@@ -291,6 +300,7 @@ class _LayerSeconds:
         num_messages = num_collectives + 2 * (all_to_all > 0) + 2 * (gathered > 0)
         ring_sent = ring_bytes(layer, settings)
         num_messages += dims.cp - 1 if ring_sent else 0
+        # backward: two gradients a product, of adapters alone where they alone are trained
         entering = {"q", "k", "v"} if layer.kind == "block" else {p.name for p in matmuls[:1]}
         backward = [(p.name in entering, p.backward_line(products, peak)) for p in matmuls]
         for adapter, (a, b) in ((x, x.factors) for x in adapters):  # the gradient of A asks for that of B's rows
@@ -305,6 +315,7 @@ class _LayerSeconds:
         forward = own + [p.forward_line(*narrow) for p in factors]
         launched = expert_launches(layer, settings) * settings.of_host.expert_s if settings.of_host.takes_turns else 0.0
         of_experts = all_to_all + gathered / link
+        # what hides behind products is not waited for
         if settings.ep_overlap:  # both directions hide behind products and traffic, three forwards of them in all
             hidden = 1.5 * (sum(forward, Line()).row + sum(t.row_bytes for t in traffic) / bandwidth)
             of_experts = max(0.0, of_experts - hidden)
@@ -330,7 +341,7 @@ class _LayerSeconds:
 
 
 def busiest_matmuls(layer: LayerSpec, settings: CostSettings) -> tuple[Matmul, ...]:
-    """`layer_matmuls` of the device whose experts have most rows."""
+    """Return `layer_matmuls` of the device whose experts have most rows."""
     more = settings.busiest_experts
     return tuple(
         replace(p, visits=p.visits * more) if more > 1 and p.name.startswith("expert ") else p
@@ -351,7 +362,7 @@ def _backward_products(seconds: _LayerSeconds, layer: LayerSpec, gradients: Grad
 
 
 def _output_bytes(layer: LayerSpec, columns: WorkColumns, settings: CostSettings) -> tuple[float, ...]:
-    """Of the rows that leave, per device: split over cp, over tp only under sequence parallel."""
+    """Return bytes of the rows that leave a device: split over cp, over tp only under sequence parallel."""
     values = [0.0] * NUM_WORK_TERMS
     share = settings.row_share(layer.tower) * settings.token_share(layer.tower)
     values[columns.rows] = float(layer.rows_out_per_input * layer.output_size * settings.item_bytes / share)
@@ -368,12 +379,14 @@ def _recompute_tiers(
     result: 0.71-0.86 of a forward.
     """
     row = settings.item_bytes * layer.hidden_size / settings.row_share(layer.tower)
+    # checkpoints of PyTorch stop before the last product, unless its result is needed
     if settings.early_stop and not layer.layer_scale and layer.num_norms <= 2:
         left = columns.terms(rows=seconds.last.row, once=seconds.last.once)
         again = tuple(max(0.0, a - b) for a, b in zip(again, left, strict=True))
     full = RecomputeTier(name="full", extra_backward_s=again, saved_bytes=columns.terms(rows=row))
     if layer.measured is not None:
         return [full]
+    # "selective": small kernels again, and unfused attention whole
     eager = settings.attention == "eager"
     extra = columns.terms(
         rows=seconds.traffic,
@@ -387,16 +400,17 @@ def _recompute_tiers(
 def _transients(
     layer: LayerSpec, settings: CostSettings, columns: WorkColumns, none_bytes: tuple[float, ...]
 ) -> tuple[tuple[float, ...], ...]:
-    """What is live only while the layer runs backward, at one or two moments of which the larger counts.
+    """Return what is live only while the layer runs backward, at one or two moments; the larger counts.
 
     Blocks: `_workspaces`; with unfused attention also its scores once more, for their gradients (twice where
     softmax keeps one copy): an upper bound, up to three times the truth. A layer that recomputes holds what it computed
-    again as well: `SplitProblem.assess` adds that. Head: beside logits and log-softmax (kept), the fp32 gradients
+    again as well: `SplitProblem.assess` adds that. Head: next to logits and log-softmax (kept), the fp32 gradients
     before and after the softmax, 8 bytes for each vocabulary entry and token. Fused, the softmax becomes its own
-    gradient: beside it (kept) that gradient as the head's product takes it, then, the softmax gone, the gradients of
+    gradient: next to it (kept) that gradient as the head's product takes it, then, the softmax gone, the gradients of
     weight and input. Not counted: projectors, norms, random states (16 bytes a layer on a GPU), the vision tower's
     gather under vision data parallel.
     """
+    # blocks: their workspaces, with the scores' gradients where attention is unfused
     if layer.kind == "block":
         scores = [0.0] * NUM_WORK_TERMS
         if settings.attention == "eager" and layer.attention is not None:
@@ -408,6 +422,7 @@ def _transients(
             _add(columns.terms(rows=moment.rows, once=moment.once), tuple(scores))
             for moment in _workspaces(layer, settings)
         )
+    # head: gradients of the logits
     if layer.kind == "head":
         (product,) = layer_matmuls(layer, settings.dims.tp)
         V, h, w = product.out_width, layer.hidden_size, settings.item_bytes

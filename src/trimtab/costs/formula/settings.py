@@ -44,8 +44,8 @@ class CostSettings:
     fused_kernels: bool = False  # norms, rotary and gates as single kernels (Liger, Transformer Engine); else PyTorch's
     sequence_parallel: bool = False  # of the language model, over the tp devices
     vision_sequence_parallel: bool = False  # of vision tower and projector; Megatron-Core's own do without
-    tp_overlap: bool = False  # its messages go in tp parts beside the products: one part in tp is waited for
-    ep_overlap: bool = False  # experts' rows of one micro-batch are sent beside the products of another
+    tp_overlap: bool = False  # its messages go in tp parts next to the products: one part in tp is waited for
+    ep_overlap: bool = False  # experts' rows of one micro-batch are sent next to the products of another
     frozen_towers: frozenset[Tower] = frozenset()
     lora: Lora | None = None  # only adapters are trained
     dp_bytes_per_s: float | None = None  # to data-parallel neighbours, read by ZeRO-3; None: those of its own node
@@ -65,6 +65,7 @@ class CostSettings:
 
     def __post_init__(self) -> None:
         problems: list[str] = []
+        # words that have a formula
         for what, value, known in (
             ("dtype", self.dtype, get_args(Precision)),
             ("grad_dtype", self.grad_dtype, get_args(DType)),
@@ -82,6 +83,7 @@ class CostSettings:
             problems.append(f"zero_stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
         for tower in sorted(self.frozen_towers - set(get_args(Tower))):
             problems.append(f"tower {tower!r} cannot be frozen: models have {', '.join(get_args(Tower))}")
+        # figures that a run can have
         for name in ("dp_bytes_per_s", "expert_dp_bytes_per_s", "cp_bytes_per_s", "ep_bytes_per_s"):
             rate = getattr(self, name)
             if rate is not None and rate <= 0:
@@ -125,7 +127,7 @@ class CostSettings:
         return 1 if self.in_8_bits else self.item_bytes
 
     def efficiency_on(self, device: DeviceSpec) -> Efficiency:
-        """What kernels reach on `device`: as given, else as published benchmarks show."""
+        """Return what kernels reach on `device`: as given, else as published benchmarks show."""
         return self.efficiency or efficiency_of(device, self.attention_kernel)
 
     def visits(self, m: MlpSpec) -> float:
@@ -133,7 +135,7 @@ class CostSettings:
         return (m.experts_per_token or 1) * self.dims.expert_tp / self.dims.tp * self.busiest_experts
 
     def reached(self, m: MlpSpec, parts: float) -> float:
-        """Of `parts` that hold equal shares of the experts, how many have some of a row's k, in the mean.
+        """Return how many of `parts` with equal shares of the experts have some of a row's k, in the mean.
 
         One has none in C(E - E / parts, k) of C(E, k) equally likely choices.
         """

@@ -19,7 +19,7 @@ class Share:
     """Parameters of a layer on one device, and with whom it shares their gradients and state."""
 
     params: float  # of the model
-    trained: float  # of the model, or of adapters beside frozen ones
+    trained: float  # of the model, or of adapters next to frozen ones
     stored_bytes: float  # weights as they lie in memory, adapters too: what ZeRO-3 gathers
     trained_bytes: float  # the part of them that is trained
     replicas: int  # devices that hold the same parameters
@@ -33,14 +33,16 @@ class Share:
 def shares_of(layer: LayerSpec, device: DeviceSpec, settings: CostSettings, *, trainable: bool) -> tuple[Share, ...]:
     """Dense weights, then routed experts where their copies are elsewhere (`ParallelDims.expert_replicas`).
 
-    Under LoRA the adapters are trained, whatever `trainable`, which lie beside dense weights; those are stored in 4
+    Under LoRA the adapters are trained, whatever `trainable`, which lie next to dense weights; those are stored in 4
     bits where they are quantised.
     """
     dims, params = settings.dims, local_params(layer, settings.dims.tp)
+    # a tied head on another stage holds a copy of the embedding
     if layer.kind == "head" and params == 0.0 and dims.pp > 1:
         params = tied_copy_params(layer, dims.tp)
     link = settings.dp_bytes_per_s or device.link_bytes_per_s
     experts = num_expert_params(layer)
+    # one share where experts are divided as dense layers are, else theirs apart
     if experts == 0 or not dims.is_folded:
         return (_share(layer, params, settings, trainable, replicas=dims.replicas, link=link),)
     return (
@@ -60,6 +62,7 @@ def _share(
 ) -> Share:
     if settings.lora is None:
         return _plain_share(params, settings, trainable, replicas=replicas, link=link)
+    # adapters are trained; what lies under them is frozen, in 16 bits or in 4
     adapters = sum(x.num_params for x in adapt_layer(layer, settings.lora, settings.dims.tp))
     quantised = min(params, quantised_params(layer, settings.lora, settings.dims.tp))
     frozen_bytes = (params - quantised) * settings.item_bytes + quantised * NF4_BYTES
@@ -134,7 +137,7 @@ def adapter_settings(settings: CostSettings) -> CostSettings:
 
 
 def state_bytes(share: Share, settings: CostSettings) -> float:
-    """Of the share's weights, with gradients and optimizer state of those that are trained."""
+    """Return bytes of the share's weights, with gradients and optimizer state of those that are trained."""
     frozen = (share.stored_bytes - share.trained_bytes) / (share.replicas if settings.zero_stage == 3 else 1)
     per_param = bytes_per_param(adapter_settings(settings), trainable=True, replicas=share.replicas)
     return frozen + share.trained * per_param
@@ -177,6 +180,7 @@ def _column_biases(layer: LayerSpec, tp: int) -> float:
     one choice among q, k, v / attention's output / MLP in / MLP out adds up to it. Where none or several do: 0, so
     that they count whole on each device.
     """
+    # what weights leave of the parameters: biases and norms
     whole = {p.name: p for p in layer_matmuls(layer, 1)}
     local = {p.name: p for p in layer_matmuls(layer, tp)}
     rest = layer.num_params - _weights(layer, 1)
@@ -186,6 +190,7 @@ def _column_biases(layer: LayerSpec, tp: int) -> float:
     if layer.kind != "block" or (layer.mlp is not None and layer.mlp.num_experts is not None):
         return 0.0
     rest -= _norm_params(layer)
+    # try every choice of products that may have biases; one that adds up alone is the truth
     groups = [[n for n in names if n in whole] for names in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))]
     found: set[tuple[str, ...]] = set()
     for chosen in itertools.product((False, True), repeat=len(groups)):

@@ -83,7 +83,7 @@ class _Work:
     tokens_per_sample: float | None = None
 
     def row(self) -> list[float]:
-        """In WORK_TERMS."""
+        """Return it in WORK_TERMS."""
         values = {"microbatches": 1.0, **{name: x for name, x in asdict(self).items() if x is not None}}
         for rows, segment in (("patches", "patches_per_image"), ("tokens", "tokens_per_sample")):
             square = values.setdefault(f"{rows}_sq", values[rows] * values.get(segment, values[rows]))
@@ -147,11 +147,12 @@ def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings
     found = data.get("format") if isinstance(data, dict) else None
     entries = data.get("runs") if isinstance(data, dict) else None
     if found != FORMAT or not isinstance(entries, list) or not entries:
-        told = "" if found == FORMAT else f" (its format is {found!r})"
+        seen = "" if found == FORMAT else f" (its format is {found!r})"
         raise TrimtabError(
-            f'{path} lists no runs of format {FORMAT!r}{told}: write {{"format": "{FORMAT}", '
+            f'{path} lists no runs of format {FORMAT!r}{seen}: write {{"format": "{FORMAT}", '
             '"runs": [...]} with one run or more'
         )
+    # every run is read before any is refused, so that all problems are named at once
     problems: list[str] = []
     runs = [_read_run(entry, number, model, device, settings, problems) for number, entry in enumerate(entries, 1)]
     names = [run.name for run in runs if run is not None]
@@ -175,6 +176,7 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
             "a stage holds no block: give every stage one or more, but the first, which has the embedding, and the "
             "last, which has the head"
         )
+    # no more blocks than the model has, and vision in front
     for tower, total in totals.items():
         declared = len(model.indices(tower, "block"))
         if total > declared:
@@ -182,6 +184,7 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
     towers = [tower for stage in counts for tower in _COUNTED for _ in range(stage.get(tower, 0))]
     if sorted(towers, key=_COUNTED.index) != towers:
         raise TrimtabError("a stage has vision blocks after a stage with language blocks: the vision tower runs first")
+    # keep the first blocks of each tower; a tower without blocks loses all its layers
     kept, left = [], dict(totals)
     for layer in model.layers:
         if layer.kind == "block" and layer.tower in left:
@@ -193,6 +196,7 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
         kept.append(layer)
     if len(kept) != len(model.layers):
         model = replace(model, layers=tuple(kept), forbidden_cuts=frozenset(), tied=())
+    # cuts lie between blocks
     blocks = [i for i, layer in enumerate(kept) if layer.kind == "block" and layer.tower in _COUNTED]
     ends = np.cumsum([sum(stage.values()) for stage in counts])[:-1]
     # after the previous stage's last block, or in front of the first of all
@@ -202,7 +206,8 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
 def _read_run(
     entry: Any, number: int, model: ModelSpec, device: DeviceSpec, settings: dict[str, Any], problems: list[str]
 ) -> LoggedRun | None:
-    """One entry of the file; what is wrong with it is appended to `problems`, a sentence each."""
+    """Read one entry of the file; append what is wrong with it to `problems`, a sentence each."""
+    # a mean micro-batch may stand without its list
     given = dict(entry) if isinstance(entry, dict) else entry
     name, own, run = f"run {number}", list[str](), None
     if isinstance(given, dict):
@@ -212,6 +217,7 @@ def _read_run(
     read = read_typed(_Entry, given, "", own, read_number=_read_number)
     if read is not None:
         own += _find_problems(read)
+    # only a sound entry is priced
     if not own:
         try:
             run = _price(read, model, device, settings)
@@ -230,16 +236,18 @@ def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
 
 
 def _find_problems(read: _Entry) -> Iterator[str]:
-    """Of values that are sound by themselves."""
+    """Find what contradicts itself among values that are sound alone."""
     num_stages = len(read.stages)
     if num_stages == 0:
         yield 'stages are empty: give for each stage its blocks, as in {"vision": 10, "language": 4}'
+    # one number for each stage
     for key in ("stage_s", "peak_bytes", "recompute"):
         values = getattr(read, key)
         if values is not None and len(values) != num_stages:
             yield f"{key} has {len(values)} numbers for {num_stages} stages: give one for each stage"
     if read.iteration_s is None and read.stage_s is None:
         yield "neither iteration_s nor stage_s is given: give the seconds of a step, or of each stage"
+    # and each micro-batch, or their mean
     if len(read.work) not in (1, read.num_microbatches):
         yield f"work lists {len(read.work)} micro-batches of {read.num_microbatches}: give each, or one mean object"
 
@@ -349,12 +357,14 @@ def fit_runs(target: Profile, runs: Sequence[LoggedRun], simulate_step: Simulate
     """
     if not runs:
         raise TrimtabError("no run was given to fit: log one step or more")
+    # the factors, and how sure each is
     terms, theta = _choose_terms(runs, simulate_step)
     errors = _term_errors(runs, terms, theta, simulate_step)
     found = tuple(
         TermFit(name=name, value=float(value), error=error)
         for name, value, error in zip(terms, theta, errors, strict=True)
     )
+    # what the fit says of each run
     fitted = tuple(
         RunFit(
             name=run.name,
@@ -363,6 +373,7 @@ def fit_runs(target: Profile, runs: Sequence[LoggedRun], simulate_step: Simulate
         )
         for run in runs
     )
+    # a profile with these factors, and what they do not settle
     warnings = (*_unsettled(found), *_unexplained(fitted))
     calibrated = replace(
         apply_terms(target, found),
@@ -401,7 +412,7 @@ class _Part(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _parts_of(run: LoggedRun) -> tuple[tuple[_Part, ...], ...]:
-    """Of each stage: a fit asks for the same layers a thousand times."""
+    """Return the parts of each stage: a fit asks for the same layers a thousand times."""
     stages = []
     for stage in run.stages:
         parts = dict[tuple[object, ...], _Part]()
@@ -409,6 +420,7 @@ def _parts_of(run: LoggedRun) -> tuple[tuple[_Part, ...], ...]:
         for layer, tier in zip(layers, chosen_tiers(run.profile, stage), strict=True):
             again_s = host_again_s(layer, tier)
             seconds = (layer.forward_s, layer.backward_s, tier.extra_backward_s)
+            # layers alike are counted once, with their number
             key = (layer.tower, *map(id, seconds), layer.host_forward_s, layer.host_backward_s, again_s)
             if key in parts:
                 parts[key] = parts[key]._replace(number=parts[key].number + 1)
@@ -428,6 +440,7 @@ def _times_under(run: LoggedRun, terms: Sequence[TermFit]) -> tuple[FloatArray, 
         for part in parts:
             factor = own["language" if part.tower == "language" else "vision"]
             forward, backward = factor * part.forward, factor * part.backward
+            # as `pass_seconds`: the slower of device and host
             if part.host_forward_s > 0:
                 forward = np.maximum(forward, host * part.host_forward_s)
                 backward = np.maximum(backward, host * part.host_backward_s)
@@ -437,7 +450,7 @@ def _times_under(run: LoggedRun, terms: Sequence[TermFit]) -> tuple[FloatArray, 
 
 
 def _factors(terms: Sequence[TermFit]) -> tuple[dict[str, float], float]:
-    """Of the towers, where vision takes the language model's unless it has its own; and of the host."""
+    """Return factors of the towers (vision takes the language model's unless it has its own) and of the host."""
     value = {term.name: term.value for term in terms}
     language = value.get("language", 1.0)
     return {"language": language, "vision": value.get("vision", language)}, value.get("host", 1.0)
@@ -452,7 +465,7 @@ def logged_times(run: LoggedRun) -> FloatArray:
 
 
 def _predict(run: LoggedRun, terms: Sequence[TermFit], simulate_step: SimulateStep) -> FloatArray:
-    """In the order of `logged_times`."""
+    """Return predicted times in the order of `logged_times`."""
     step = [] if run.iteration_s is None else [predict_step(run, terms, simulate_step)]
     if run.stage_s is None:
         return np.array(step)
@@ -463,7 +476,7 @@ def _predict(run: LoggedRun, terms: Sequence[TermFit], simulate_step: SimulateSt
 def _misses(
     runs: Sequence[LoggedRun], names: Sequence[Term], theta: FloatArray, simulate_step: SimulateStep
 ) -> FloatArray:
-    """(R,) log predicted - log logged."""
+    """Return (R,) log predicted - log logged."""
     terms = [TermFit(name=name, value=float(x), error=None) for name, x in zip(names, theta, strict=True)]
     return np.concatenate([np.log(_predict(run, terms, simulate_step) / logged_times(run)) for run in runs])
 
@@ -477,9 +490,11 @@ def _choose_terms(runs: Sequence[LoggedRun], simulate_step: SimulateStep) -> tup
         "language": any(layer.tower == "language" for layer in layers),
         "vision": any(layer.tower != "language" for layer in layers),
     }
+    # sets of at most as many factors as there are times, the smaller ones first
     names = [name for name in held if held[name]]
     sets = [s for k in range(1, min(num_logged, len(names)) + 1) for s in itertools.combinations(names, k)]
     sets = [s for s in sets if s != ("vision",) or len(names) == 1]  # the language model's factor covers both
+    # the first set that explains the runs; where none does, the one that misses least
     found = [(_minimum(runs, own, simulate_step), own) for own in sets]
     good = [entry for entry in found if entry[0][0] <= NOISE]
     (_, theta), own = good[0] if good else min(found, key=lambda entry: entry[0][0])
@@ -490,12 +505,14 @@ def _minimum(runs: Sequence[LoggedRun], names: Sequence[Term], simulate_step: Si
     """Least misfit (root of the mean square) found, and the factors there."""
     best, where = np.inf, np.ones(len(names))
     for start in itertools.product(_STARTS, repeat=len(names)):
+        # Gauss-Newton on the logarithms, from several starts: the slowest stage changes from place to place
         u = np.log(start)
         missed = _misses(runs, names, np.exp(u), simulate_step)
         for _ in range(_MAX_ROUNDS):
             J = _derivatives(runs, names, u, missed, simulate_step)
             move = np.linalg.solve(J.T @ J + _RIDGE * np.eye(len(u)), -J.T @ missed).clip(-_MOST_MOVE, _MOST_MOVE)
             there = _misses(runs, names, np.exp(u + move), simulate_step)
+            # halve a step that makes it worse
             while np.square(there).sum() > np.square(missed).sum() and np.abs(move).max() > _LEAST_MOVE:
                 move = move / 2
                 there = _misses(runs, names, np.exp(u + move), simulate_step)
@@ -518,7 +535,7 @@ def _derivatives(
 def _term_errors(
     runs: Sequence[LoggedRun], names: Sequence[Term], theta: FloatArray, simulate_step: SimulateStep
 ) -> list[float | None]:
-    """How far errors in the logged times move each factor: noise^2 (J^T J)^-1, or the misfit where that is larger."""
+    """Return how far errors in the logged times move each factor: noise^2 (J^T J)^-1, or the misfit if larger."""
     missed = _misses(runs, names, theta, simulate_step)
     J = _derivatives(runs, names, np.log(theta), missed, simulate_step)
     spare = len(missed) - len(theta)

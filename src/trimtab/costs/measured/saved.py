@@ -15,6 +15,7 @@ from trimtab.specs import LayerCost, ModelSpec, Profile, RecomputeTier, Terms
 def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:
     """Raises with a sentence for each thing that `saved` was priced for and `target`, the plan's formulas, is not."""
     problems = []
+    # the same layers, with the same ways to recompute
     names = [layer.name for layer in saved.layers]
     if saved.layers_blake2b != layers_fingerprint(model) or names != [layer.name for layer in target.layers]:
         problems.append(
@@ -23,6 +24,7 @@ def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:
         )
     elif problem := _unlike_tiers(saved, target):
         problems.append(problem)
+    # and priced for the same run
     for what, has, wanted, cure in (
         ("device", saved.device.name, target.device.name, "give --cluster that device, or profile on this one"),
         ("dtype", saved.dtype, target.dtype, "plan with that --set dtype, or profile with this one"),
@@ -72,6 +74,7 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
     measured = partial(_carry_seconds, measured_links=base.dims.tp > 1)
     layers = []
     for alike in zip(saved.layers, base.layers, target.layers, linkless.layers, strict=True):
+        # once a step: the formulas', and what probed steps took beyond them
         x, at_base, at_target, _ = alike
         step_s = at_target.step_s
         if saved.method == "probed":
@@ -86,6 +89,7 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
                 host_backward_s=x.host_backward_s,
             )
         )
+    # say what was measured, and what was divided
     said = [sentence for sentence in saved.assumptions if sentence not in base.assumptions]
     if saved.dims.tp != target.dims.tp:
         said.append(
@@ -114,6 +118,7 @@ def carry_bytes(saved: Profile, *, base: Profile, target: Profile, linkless: Pro
     again = partial(_carry_seconds, measured_links=False)
     layers = []
     for alike in zip(saved.layers, base.layers, target.layers, linkless.layers, strict=True):
+        # bytes change with the degrees as the formulas' do
         x, at_base, at_target, alone = alike
         layers.append(
             replace(
@@ -126,6 +131,7 @@ def carry_bytes(saved: Profile, *, base: Profile, target: Profile, linkless: Pro
                 group=x.group,
             )
         )
+    # say what was counted, and what was divided
     said = [sentence for sentence in saved.assumptions if sentence not in target.assumptions]
     if saved.dims.tp != target.dims.tp:
         said.append(
@@ -148,6 +154,7 @@ def carry_probed_bytes(saved: Profile, carried: Profile, *, base: Profile) -> Pr
     """
     layers = []
     for alike in zip(saved.layers, base.layers, carried.layers, strict=True):
+        # kept bytes and state in proportion; transients by their difference
         x, at_base, at_target = alike
         layers.append(
             replace(
@@ -167,7 +174,7 @@ def carry_probed_bytes(saved: Profile, carried: Profile, *, base: Profile) -> Pr
 
 
 def _carry_terms(alike: Sequence[LayerCost], names: Sequence[str], rule: Callable[..., Terms]) -> dict[str, Any]:
-    """Each of these tuples of the layer by `rule`, which is handed what each profile says of it."""
+    """Carry each of these tuples of the layer by `rule`, which takes what each profile says of it."""
     return {name: rule(*(getattr(layer, name) for layer in alike)) for name in names}
 
 

@@ -75,11 +75,13 @@ def adapt_module(module: nn.Module, layers: Iterable[LayerSpec], settings: CostS
         part = module.get_submodule(layer.name)
         linears = read_linears(part) if layer.kind in ("block", "projector") else ()
         ranks = {x.name: x.rank for x in adapt_layer(replace(layer, linears=linears), lora, 1)}
+        # a 4-bit base is unpacked in every linear layer, adapted or not
         quantised = lora.bits < 16 and layer.tower in lora.towers
         for name in (x.name for x in linears if quantised or x.name in ranks):
             parent, _, own = name.rpartition(".")
             holder = part.get_submodule(parent)
             base = getattr(holder, own)
+            # fake weights get fake adapters
             with getattr(base.weight, "fake_mode", None) or nullcontext():
                 adapted = AdaptedLinear(
                     base,
@@ -121,6 +123,7 @@ def attend_flash(
     width = value.shape[-1]
     if width != query.shape[-1]:
         value = nn.functional.pad(value, [0, query.shape[-1] - width])
+    # pairs of whole rows, or of each segment
     if cu_seq_lens_q is None:
         pairs = query.shape[0] * query.shape[2] * key.shape[2]
     else:
@@ -164,6 +167,7 @@ def fuse_kernels(module: Any) -> None:
     Instances are changed, never classes. LayerNorm is one kernel already.
     """
     for part in module.modules():
+        # norms; then gated MLPs of two matrices, of one, and of experts
         if type(part).__name__.endswith("RMSNorm") and isinstance(getattr(part, "weight", None), Tensor):
             part.forward = partial(_fused_norm, part)
         elif hasattr(part, "gate_proj") and hasattr(part, "up_proj") and hasattr(part, "down_proj"):

@@ -112,17 +112,20 @@ def time_layers(
     """
     settings, sizes = options.settings_on(device), options.sizes_on(device)
     groups = group_layers(model, settings.frozen_towers)
+    # one layer of each kind
     chosen = sorted({groups.index(group) for group in groups})
     gradients = find_gradients(model.layers, settings.frozen_towers)
     result: list[LayerTimings] = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(options.seed)
         try:
+            # the whole model runs once a size, to see what each layer is handed
             real = build_model(config, model, chosen, settings, device)
             ran = list(runs(real, sizes))
             for done, number in enumerate(chosen):
                 if progress is not None:
                     progress(done, len(chosen))
+                # then the layer alone, on just that
                 those = [run for run in ran if number in run.calls]
                 if those:
                     with refusing(model):
@@ -148,6 +151,7 @@ def open_device(name: str | None = None) -> torch.device:
     'cpu'
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    # a name that torch has, of a device that is there
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or not (index or "0").isdecimal() or (kind == "cpu" and index):
         raise TrimtabError(
@@ -175,12 +179,14 @@ def measure_device(device: torch.device, dtype: str, *, clock: Clock = "wall") -
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
         try:
+            # a device that the table knows is not measured
             return find_device(name)
         except TrimtabError:
             width, moved = 8192, 2**30
     else:
         name, memory = "cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         width, moved = 768, 2**26
+    # else one large product, and one large copy
     factor = torch.randn(width, width, device=device, dtype=DTYPES[dtype])
     block = torch.zeros(moved, dtype=torch.uint8, device=device)
     product_s, copy_s = (
@@ -215,12 +221,14 @@ def time_layer(
     """
     layer = real.model.layers[number]
     module.requires_grad_(gradients.weights)
+    # forward and backward of every size take turns
     steps: list[Callable[[], object]] = []
     for run in those:
         passes = _Passes(module, layer, gradients, run.calls[number])
         steps += [passes.forward, passes.backward]
     seconds = time_each(steps, real.device, repeats=options.repeats, clock=options.clock)
     module.zero_grad(set_to_none=True)
+    # a frozen layer behind nothing trained has no backward
     ran = gradients.any and not layer.unread
     return tuple(
         Timing(
@@ -301,6 +309,7 @@ def _cpu_round(steps: Sequence[Callable[[], object]], now: Callable[[], float]) 
 def _cuda_rounds(steps: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[list[float]]:
     rounds: list[list[Any]] = []
     with torch.cuda.device(device):
+        # events between steps: nothing waits until all have been queued
         torch.cuda.synchronize()
         for _ in range(repeats):
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]  # type: ignore[no-untyped-call]

@@ -18,25 +18,27 @@ from trimtab.specs import FloatArray, LayerCost, Profile, evaluate
 
 
 def least_squares(J: FloatArray, y: FloatArray, *, prior: FloatArray, unit: FloatArray) -> FloatArray:
-    """(K,) theta >= 0 of least |J theta - y|, exact: every choice of coefficients held at 0 is tried (K <= 5).
+    """Return (K,) theta >= 0 of least |J theta - y|, exact: every set of coefficients held at 0 is tried (K <= 5).
 
     Where J (R, K) leaves a direction open, the solution nearest to `prior`, in `unit`s.
     """
     best, best_error = np.zeros(J.shape[1]), np.inf
     for choice in itertools.product((True, False), repeat=J.shape[1]):
+        # the free ones by least squares, the others at 0
         free = np.array(choice)
         theta = np.zeros(J.shape[1])
         if free.any():
             scaled = J[:, free] * unit[free]
             moved, *_ = np.linalg.lstsq(scaled, y - J[:, free] @ prior[free], rcond=1e-9)
             theta[free] = prior[free] + unit[free] * moved
+        # only solutions without negative seconds count
         error = float(np.linalg.norm(J @ theta - y))
         if (theta >= 0).all() and error < best_error - 1e-12:
             best, best_error = theta, error
     return best
 
 
-_SAME_DIRECTION = 1e-6  # of the largest singular value: what two columns must differ by to be told apart
+_SAME_DIRECTION = 1e-6  # of the largest singular value: what two columns must differ by to count as two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +60,14 @@ def fit_seconds(work: FloatArray, seconds: FloatArray, formula: Sequence[float])
     shape = np.asarray(formula, np.float64)
     if not shape.any():
         return Fit(coefficients=tuple(shape.tolist()), error=0.0)
+    # the finest set of terms that the sizes can tell apart
     bases = _bases(shape)
     columns = [(work @ basis.T) / seconds[:, None] for basis in bases]
     number = next((i for i, c in enumerate(columns) if _told_apart(c)), len(bases) - 1)
-    told = columns[number]
-    zero, size = np.zeros(told.shape[1]), np.linalg.norm(told, axis=0)
-    coefficients = least_squares(told, np.ones(len(told)), prior=zero, unit=1.0 / size) @ bases[number]
+    own = columns[number]
+    zero, size = np.zeros(own.shape[1]), np.linalg.norm(own, axis=0)
+    coefficients = least_squares(own, np.ones(len(own)), prior=zero, unit=1.0 / size) @ bases[number]
+    # the band is what the worst size misses
     misses = np.abs(work @ coefficients / seconds - 1.0)
     return Fit(coefficients=tuple(coefficients.tolist()), error=float(misses.max()))
 
@@ -121,7 +125,7 @@ class KindFit:
 
     @property
     def error(self) -> float:
-        """Half-width of the band: the larger, forward or backward, of largest residual plus spread of repeats."""
+        """Return the half-width of the band: largest residual plus spread of repeats, forward or backward."""
         forward = self.forward.error + self.forward_spread
         return max(forward, self.backward.error + self.backward_spread)
 
@@ -144,16 +148,19 @@ def timed_profile(analytic: Profile, measured: Sequence[LayerTimings], *, how: s
     size: as if all groups erred the same way.
     """
     fits = {analytic.layers[m.layer].group: _fit(analytic.layers[m.layer], m) for m in measured}
+    # layers of kinds that were timed; others by the mean ratio of their tower
     largest = np.max([t.work for m in measured for t in m.timings], axis=0)[None, :]
     ratios = _tower_ratios(analytic, fits, largest)
     layers = tuple(_with_seconds(x, fits.get(x.group), ratios, largest) for x in analytic.layers)
     untimed = sorted({x.name for x in analytic.layers if x.group not in fits})
+    # the band: each group's, weighed by its seconds
     seconds = {x.group: 0.0 for x in layers if x.group in fits}
     for x in layers:
         if x.group in fits:
             seconds[x.group] += float(evaluate(np.add(x.forward_s, x.backward_s), largest)[0])
     total = sum(seconds.values())
     error = sum(seconds[group] * fit.error for group, fit in fits.items()) / total
+    # what was timed, and what was not
     said = [
         f"Seconds were measured layer by layer on {analytic.device.name}: {how}.",
         "Not timed: the model's code between its layers (positions, masks, images put among tokens), gradient "
@@ -211,6 +218,7 @@ def _with_seconds(x: LayerCost, fit: KindFit | None, ratios: dict[Tower, float],
         forward, backward = fit.forward.coefficients, fit.backward.coefficients
         formula = float(evaluate(x.forward_s, work)[0])
         ratio = float(evaluate(forward, work)[0]) / formula if formula > 0 else 1.0
+    # the weights' part keeps its share of backward
     weight = tuple(
         w * m / b if b > 0 else 0.0
         for w, m, b in zip(x.weight_s, backward, x.backward_s, strict=False)  # empty: not known

@@ -49,6 +49,7 @@ class KindModel:
     ) -> None:
         self.model, self.settings = model, settings
         self._fields = config
+        # blocks that are like another one cost nothing to run; if that breaks the model, all are real
         for idle in (_find_idle(model, chosen), {}):
             self.idle: Mapping[str, str] = idle
             self.module = self.build()
@@ -58,6 +59,7 @@ class KindModel:
             _compare_sizes(parts, model, self.numbers)
             if settings.lora is not None:
                 adapt_module(self.module, [model.layers[i] for i in self.numbers], settings)
+            # a first batch shows whether images pass, and whether samples may share a row
             with quietly():
                 self.batches = Batches(self.module, split_units(self.module), packed=settings.packed)
             try:
@@ -82,6 +84,7 @@ class KindModel:
                 idle=self.idle,
                 device=device,
             )
+        # frozen towers keep less
         parts = dict(module.named_modules())
         for layer in self.model.layers:
             if layer.tower in settings.frozen_towers and layer.name in parts:
@@ -89,7 +92,7 @@ class KindModel:
         return module
 
     def say(self) -> list[str]:
-        """What the steps are not."""
+        """Say what the steps are not."""
         said = []
         if not self.has_images and any(x.tower == "vision" for x in self.model.layers):
             said.append("No image could be passed through the model: its vision tower has the bytes of formulas.")
@@ -98,11 +101,13 @@ class KindModel:
         return said
 
     def work(self, pairs: Pairs, batch: Batch) -> dict[int, Terms]:
-        """Of each layer: a windowed block's own pairs are in its windowed term, those of others in the squares."""
+        """Return the work of each layer; a windowed block has its own pairs in its windowed term."""
         layers = self.model.layers
+        # rows and pairs as the first vision block saw them
         blocks = [i for i in pairs if layers[i].tower == "vision" and layers[i].kind == "block"]
         patches = pairs[(blocks or list(pairs))[0]][0] if pairs else 0
         squares = next((pairs[i][1] for i in blocks if self._is_full(i)), patches**2)
+        # each layer has its own windowed pairs, all else is the batch's
         result = {}
         for number in self.numbers:
             terms = [0.0] * NUM_WORK_TERMS
@@ -164,6 +169,7 @@ def _compare_sizes(parts: Mapping[str, nn.Module], model: ModelSpec, numbers: Se
     for layer in (model.layers[i] for i in numbers):
         own = {id(p): p.numel() for p in parts[layer.name].parameters()}
         count = sum(own.values())
+        # with a shared weight, and without
         fresh = sum(num for key, num in own.items() if key not in seen)  # a tied weight is an earlier layer's
         seen |= own.keys()
         if layer.num_params and layer.num_params not in (count, fresh):
@@ -193,6 +199,7 @@ def build_to_run(
     """
     stands_in = attention == "flash" and device is None
     module = build(config, dtype=dtype, attention="sdpa" if stands_in else IMPLEMENTATIONS[attention])
+    # weights: none, or random ones on the device
     make_idle(module, idle or {})
     if device is None:
         make_weightless(module, without=idle or ())
@@ -203,6 +210,7 @@ def build_to_run(
         for part in module.modules():
             if isinstance(part, transformers.PreTrainedModel) and part.config._attn_implementation == "sdpa":
                 part.config._attn_implementation = FLASH
+    # kernels of the host that is priced
     if fused_kernels:
         fuse_kernels(module)
     return module.train()
@@ -215,9 +223,11 @@ def make_idle(module: nn.Module, idle: Mapping[str, str]) -> None:
     """
     widths: dict[str, int | None] = {}
 
+    # a real block shows how many results its kind returns
     def note(name: str) -> Callable[..., None]:
         return lambda _module, _args, result: widths.__setitem__(name, _width(result))
 
+    # an idle one returns its rows in the same form
     def hand_on(name: str) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             rows = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
@@ -239,7 +249,7 @@ def _width(result: Any) -> int | None:
 # -- what the real layers are handed ----------------------------------------------------------------------------------
 
 
-_FEW = 16  # words beside images whose towers are timed
+_FEW = 16  # words next to images whose towers are timed
 _COPIES = 4  # a second run of each size is divided among this many images, where images may be of any size
 
 
@@ -303,11 +313,12 @@ def runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
 
     A pack is a sample and a second of one token, so that there is a mask where attention needs one: the mask of
     several samples costs what it costs one, and all its pairs are computed. A model whose forward wants an image is
-    handed words beside images.
+    handed words next to images.
     """
     batches, layers = real.kinds.batches, real.model.layers
     texts = {size: batches.make_text(size) for size in sorted(set(sizes))}
     seeing = {i for i in real.chosen if layers[i].tower != "language"}
+    # towers and projector by images, with few words or, where a text needs an image, with many
     if real.kinds.has_images and seeing:
         unit = max(1.0, _work_of_one(real)[PATCHES])
         for times, words, copies in sorted(
@@ -319,24 +330,26 @@ def runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
         ):
             seen = seeing if words == _FEW else set(real.chosen)
             yield run_of(real, batches.make(times, words, copies=copies), seen)
+    # the decoder by words alone
     for batch in texts.values():
         if batch is not None:
             yield run_of(real, batch, set(real.chosen) - seeing)
 
 
 def _work_of_one(real: RealModel) -> Terms:
-    """Of the smallest images."""
+    """Return the work of one of the smallest images."""
     run = run_of(real, real.kinds.batches.make(1, _FEW), set(real.chosen))
     return next(iter(run.work.values()))
 
 
 def run_of(real: RealModel, batch: Batch, numbers: set[int]) -> Run:
-    """One forward on `batch`: what the layers `numbers` were handed, and the work it was for each layer."""
+    """Run forward on `batch`: what the layers `numbers` were handed, and the work it was for each layer."""
     calls: dict[int, list[Call]] = {}
 
     def keep(number: int) -> Callable[..., None]:
         return lambda _module, args, kwargs: calls.setdefault(number, []).append(Call(args=args, kwargs=kwargs))
 
+    # hooks note what each layer is handed
     layers, modules = real.model.layers, dict(real.module.named_modules())
     with ExitStack() as stack:
         for number in real.kinds.numbers:
@@ -345,6 +358,7 @@ def run_of(real: RealModel, batch: Batch, numbers: set[int]) -> Run:
         stack.enter_context(refusing(real.model))
         stack.enter_context(torch.no_grad())
         real.module(**{name: _moved(x, real.device) for name, x in batch.inputs.items()})
+    # and from that the work, in the terms of a plan
     seen = {i: those[0] for i, those in calls.items() if layers[i].tower in ("vision", "projector")}
     work = real.kinds.work({i: count_pairs(call.args, call.kwargs) for i, call in seen.items()}, batch)
     tokens = _token_work(batch, real.model.token_window)
@@ -359,7 +373,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _token_work(batch: Batch, token_window: int | None) -> Terms:
-    """As a plan counts them: of each sample by itself, and what a window leaves of it."""
+    """Count pairs as a plan does: of each sample by itself, and what a window leaves of it."""
     tokens = np.array(batch.lengths * batch.num_rows, dtype=np.int64)
     table = SampleTable.of(np.zeros_like(tokens), tokens)
     return tuple(table.work(token_window=token_window).sum(axis=0).tolist()[TOKENS:])

@@ -50,10 +50,13 @@ def profile_traced(
     numbers = group_layers(model, settings.frozen_towers, settings.lora)
     groups = {numbers.index(group): group for group in set(numbers)}  # by the first layer of each
     traced = KindModel(config, model, settings, sorted(groups))
+    # small steps give what is kept, exactly
     kept = [_probe(traced, times, words) for times, words in _SMALL]
+    # large ones give transients, which are maxima of sums
     unit = max(1.0, kept[0].work[traced.numbers[0]][PATCHES])
     large = rows or (_LARGE_EAGER if settings.attention == "eager" else _LARGE)
     recomputed = [_probe(traced, max(1, round(size / unit)), size, recompute=True) for size in large]
+    # say what the steps were
     warnings = traced.say()
     if settings.attention == "eager":
         warnings.append(
@@ -65,6 +68,7 @@ def profile_traced(
         how += ", fused norms and gates"
     if traced.packed and settings.attention != "flash":
         how += ", several samples to a row, so with masks"
+    # coefficients of each kind; layers without a formula get their work from them
     kinds = fit_counts(model, settings, groups, kept, recomputed)
     warnings += _list_misfits(model, kinds)
     idle = set(groups.values()) - {x.group for x in kinds} if traced.has_images else set()
@@ -73,7 +77,7 @@ def profile_traced(
 
 
 def _list_misfits(model: ModelSpec, kinds: Sequence[KindCounts]) -> list[str]:
-    """A sentence for layers whose counts are no sums of rows and pairs."""
+    """Name layers whose counts are no sums of rows and pairs, in a sentence."""
     loose = [x for x in kinds if x.misfit]
     if not loose:
         return []
@@ -96,6 +100,7 @@ def price_layers(
     layers = []
     for layer, group in zip(model.layers, groups, strict=True):
         work = counted.get(group)
+        # what no image reaches has no work
         if work is None and group in idle and layer.tower != "audio":
             work = MeasuredWork(forward_flops=none, kept_bytes=none)
         if is_unpriced(layer) and work is not None:
@@ -106,7 +111,7 @@ def price_layers(
 
 
 def _probe(kinds: KindModel, times: int, num_text: int, *, recompute: bool = False) -> Probe:
-    """One traced step on `times` the smallest images and `num_text` words; every block recomputed, or none."""
+    """Trace one step on `times` the smallest images and `num_text` words; every block recomputed, or none."""
     layers = kinds.model.layers
     batch = kinds.batches.make(times, num_text, multiple=ROW)
     blocks = [name for i, name in zip(kinds.numbers, kinds.names, strict=True) if layers[i].kind == "block"]
@@ -114,6 +119,7 @@ def _probe(kinds: KindModel, times: int, num_text: int, *, recompute: bool = Fal
     with ExitStack() as stack:
         stack.enter_context(quietly())
         stack.enter_context(refusing(kinds.model))
+        # note how many rows and pairs each layer of the tower sees
         for number, name in zip(kinds.numbers, kinds.names, strict=True):
             if layers[number].tower in ("vision", "projector"):
                 part = kinds.module.get_submodule(name)

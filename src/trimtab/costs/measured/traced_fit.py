@@ -121,7 +121,7 @@ class KindCounts:
     recomputed_bytes: Terms  # the layer recomputed
     context_bytes: Terms  # tables and masks it is handed, shared by the layers of its tower; of code between blocks
     output_bytes: Terms
-    transient_bytes: Terms  # beside what is kept and, if the layer is recomputed, what is computed again
+    transient_bytes: Terms  # above what is kept and, if the layer is recomputed, what is computed again
     forward_flops: Terms
     recompute_flops: Terms
     misfit: float = 0.0  # share of the largest count that these terms leave: products of tokens and patches have none
@@ -146,7 +146,7 @@ class LayerBytes:
 
 
 def share_bytes(trace: Trace, *, blocks: Collection[str] = ()) -> tuple[LayerBytes, ...]:
-    """Each storage of `trace` to one layer, the first that saved it; that of code outside to the layer before it.
+    """Give each storage of `trace` to the first layer that saved it; that of code outside to the layer before it.
 
     A layer other than `blocks` counts all that it saves, another's or not: the two may come to lie on two stages.
     Where one layer is recomputed the shares are exact; where several are that hold the same storage, it counts for
@@ -155,18 +155,22 @@ def share_bytes(trace: Trace, *, blocks: Collection[str] = ()) -> tuple[LayerByt
     """
     kept, recomputed, context = ([0] * len(trace.layers) for _ in range(3))
     for storage in trace.storages:
+        # tables and masks: held once, by the first that has them
         if _is_context(storage):
             context[min(storage.savers | storage.named)] += storage.num_bytes
             continue
+        # what layers save counts for the first of them
         owner = min(storage.savers) if storage.savers else storage.behind or 0
         if storage.saved_outside and not storage.savers and trace.layers[owner].name in blocks:
             context[owner] += storage.num_bytes
             continue
         if storage.savers or storage.saved_outside:
             kept[owner] += storage.num_bytes
+        # a layer that is no block counts it as well: a cut may part the two
         for place in storage.savers - {owner}:
             if trace.layers[place].name not in blocks:
                 kept[place] += storage.num_bytes
+        # under recompute only what enters stays
         held = set(storage.entered)
         if storage.follows_gradient:
             held |= storage.named
@@ -210,10 +214,12 @@ def fit_counts(
         if not any(x.num_calls for x in traced):  # a tower that no input reaches keeps its formulas
             continue
 
+        # kept bytes are sums over rows and pairs; what they leave is noted
         misfits: list[float] = []
         fit = partial(_fit, layer.name, work, columns, misfits)
         kept_bytes = fit([s[place].kept for s in shares], "kept bytes")
         recomputed_bytes = fit([s[place].recomputed for s in shares], "bytes kept under recompute")
+        # what recompute makes again is no part of the transient
         again = _difference(kept_bytes, recomputed_bytes if layer.name in blocks else kept_bytes)
         counts.append(
             KindCounts(
@@ -241,6 +247,7 @@ def _fit(
     name: str, work: FloatArray, columns: Sequence[int], misfits: list[float], values: Sequence[int], what: str
 ) -> Terms:
     """Coefficients of layer `name` that give `values`; the share that they leave is added to `misfits`."""
+    # nothing counted, nothing to fit
     y = np.array(values, dtype=np.float64)
     terms = [0.0] * NUM_WORK_TERMS
     if not y.any():
@@ -253,6 +260,7 @@ def _fit(
         left = np.abs(X @ found - y).max() / y.max()
         if left < 1e-6:
             break
+    # a layer that does not keep the same for each row has no coefficients
     if left > MAX_MISFIT:
         raise TrimtabError(
             f"{what} of {name} should be a sum of rows and pairs, and traced steps of {len(values)} sizes leave "
@@ -285,6 +293,7 @@ def _fit_transient(
     y = np.array(values, dtype=np.float64) - work @ np.array(again)
     terms = [0.0] * NUM_WORK_TERMS
     chosen = [0, columns.rows, columns.pairs]
+    # two sizes settle rows alone
     if len(probes) == 2:
         terms[columns.pairs] = kept[columns.pairs] - again[columns.pairs]
         y -= work[:, columns.pairs] * terms[columns.pairs]
@@ -323,6 +332,7 @@ def traced_profile(
         first = (model.indices("vision" if tower == "projector" else tower) or model.indices(tower))[0]
         # full and windowed masks are two; a fit's own error may fall below 0
         context[first] = context.get(first, 0.0) + np.maximum(kind.context_bytes, 0.0)
+    # a stage that begins inside a tower holds its context too
     entries = {
         number: tuple(float(x) for x in shared)
         for first, shared in context.items()
@@ -333,11 +343,13 @@ def traced_profile(
         * settings.efficiency_on(analytic.device).matmul
         * (0.5 if settings.dtype == "fp32" else 1.0)
     )
+    # counted bytes in place of the formulas'
     layers = []
     for number, (cost, layer) in enumerate(zip(analytic.layers, model.layers, strict=True)):
         found = counted.get(cost.group)
         made = cost if found is None else _with_bytes(cost, layer, found, settings, rate, context.get(number))
         layers.append(replace(made, entry_bytes=entries.get(number, ())))
+    # say what was counted, and what was not
     uncounted = sorted({x.name for x in analytic.layers if x.group not in counted})
     said = [
         f"Bytes kept and transient were counted on the real layers, without weights: {how}.",
@@ -377,6 +389,7 @@ def _with_bytes(
 ) -> LayerCost:
     more = np.zeros(NUM_WORK_TERMS) if shared is None else shared
     rows = find_columns(layer, settings).rows
+    # recompute may stop before a block's last product
     skipped = max(0.0, found.forward_flops[rows] - found.recompute_flops[rows]) / rate
     tiers = []
     for tier in cost.tiers:

@@ -47,11 +47,11 @@ class StepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_storages = 0
 
     def mark(self) -> None:
-        """`peak_bytes` counts from here."""
+        """Let `peak_bytes` count from here."""
         self.peak_bytes = self.live_bytes
 
     def identify(self, tensor: Tensor) -> int:
-        """A number for the storage of `tensor`, never given again: negative for known ones. It counts from now on."""
+        """Number the storage of `tensor`, never twice alike: negative for known ones. It counts from now on."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             return -int(storage._cdata)
@@ -140,7 +140,7 @@ def trace_step(
     rng_state_bytes: int | None = None,
     accumulate: bool = False,
 ) -> Trace:
-    """What `module(**inputs).loss` and its backward keep, hold and compute, for each of `layers` (module paths).
+    """Trace what `module(**inputs).loss` and its backward keep, hold and compute, for each of `layers` (paths).
 
     `recomputed` are checkpointed while the step runs (non-reentrant), each with `rng_state_bytes` of random state, by
     default that of the CPU's generator: so `peak_bytes` is the peak of that choice. `accumulate`: gradients of an
@@ -151,11 +151,13 @@ def trace_step(
     fixed = [*module.parameters(), *module.buffers()]
     gradients: list[Tensor] = []
     module.zero_grad(set_to_none=True)
+    # gradients of an earlier micro-batch
     if accumulate:
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.device.type != "meta":
                 parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
+    # what is there before the step is not counted
     mode = StepMode([*fixed, *gradients, *_tensors(dict(inputs))])
     recorder = _Recorder(mode, layers, fixed)
     state_bytes = torch.get_rng_state().numel() if rng_state_bytes is None else rng_state_bytes
@@ -165,13 +167,16 @@ def trace_step(
             stack.enter_context(recorder.watch(place, part))
             if name in recomputed:
                 stack.enter_context(checkpointed(part, lambda: torch.empty(state_bytes, dtype=torch.uint8)))
+        # no collection but where it is asked for: peaks would be a matter of chance
         stack.enter_context(young_garbage())
         stack.enter_context(mode)
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, _Kept.unpack):
+            # forward: who saves what
             loss = module(**inputs).loss
         gc.collect(0)
         recorder.end_forward()
         storages = recorder.list_storages()
+        # backward: what lives while each layer runs
         recorder.begin_backward()
         loss.backward()
         recorder.end_backward()
@@ -187,7 +192,7 @@ def trace_step(
 
 @contextmanager
 def young_garbage(generation: int = 0) -> Iterator[None]:
-    """No collection of cycles but those asked for, after one of `generation`: what is made stays in the youngest.
+    """Collect no cycles but those asked for, after one of `generation`: what is made stays in the youngest.
 
     Models leave tensors in cycles of Python objects; whether those still hold memory would be a matter of chance.
     """
@@ -209,17 +214,19 @@ def _refuse_unusable(module: nn.Module, layers: Sequence[str], recomputed: Colle
             f"{', '.join(missing)} cannot be traced: {type(module).__name__} has no such modules; "
             "give names as in named_modules()"
         )
+    # recompute only of what is traced
     unknown = sorted(set(recomputed) - set(layers))
     if unknown:
         raise TrimtabError(
             f"{', '.join(unknown)} cannot be recomputed: not among the {len(layers)} layers to trace; name it there too"
         )
     chosen = set(layers)
+    # layers side by side, none inside another
     for name in layers:
         parts = name.split(".")
         outer = next((p for n in range(1, len(parts)) if (p := ".".join(parts[:n])) in chosen), None)
         if outer is not None:
-            raise TrimtabError(f"{name} cannot be traced beside {outer}, which it is a part of: give one of the two")
+            raise TrimtabError(f"{name} cannot be traced next to {outer}, which it is a part of: give one of the two")
 
 
 # -- who saves ------------------------------------------------------------------------------------------------------
@@ -298,6 +305,7 @@ class _Recorder:
 
     def _enter(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.end_forward()
+        # what enters by position may be recomputed from; what is named is context
         call = _Call(
             place=place,
             entered=frozenset(self._number(x) for x in _tensors(args)),
@@ -308,6 +316,7 @@ class _Recorder:
         self.mode.mark()
         self.open_calls.append(call)
         self.calls.append(call)
+        # its backward ends where the gradient of an input is there
         for tensor in _tensors((args, kwargs)):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._leave_backward(place))  # type: ignore[no-untyped-call]
@@ -315,11 +324,13 @@ class _Recorder:
     def _leave(self, place: int, result: Any) -> None:
         call, mode, record = self.open_calls.pop(), self.mode, self.records[place]
         outputs = _tensors(result)
+        # forward FLOPs, and those up to the last tensor that was saved
         record.num_calls += 1
         record.output_bytes += sum(x.numel() * x.element_size() for x in outputs)
         record.forward_flops += mode.flops - call.start_flops
         if call.last_saved_flops is not None:
             record.recompute_flops += call.last_saved_flops - call.start_flops
+        # its backward begins with the gradient of a result
         for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._enter_backward(place))  # type: ignore[no-untyped-call]
@@ -327,7 +338,7 @@ class _Recorder:
     # a layer's backward runs from the gradient of its result to that of what entered it
 
     def begin_backward(self) -> None:
-        """What comes before the first gradient enters a layer, the loss, is part of the last layer's backward."""
+        """Begin with the loss: what comes before the first gradient enters a layer belongs to the last one."""
         if self.calls:
             self._enter_backward(self.calls[-1].place)
 
@@ -357,7 +368,8 @@ class _Recorder:
         return number
 
     def list_storages(self) -> tuple[SavedStorage, ...]:
-        """In the order they were first met; those of parameters and buffers left out."""
+        """List storages in the order they were first met; those of parameters and buffers are left out."""
+        # who saved each storage, in a layer or outside
         keeping: set[_Call] = set()
         for kept in self.kept:
             storage = self.storages[self.mode.identify(kept.tensor)]
@@ -368,6 +380,7 @@ class _Recorder:
                 storage.savers.add(kept.call.place)
                 keeping.add(kept.call)
                 self.records[kept.call.place].keeps = True
+        # and into which of those layers it entered
         for call in keeping:
             for number in call.entered:
                 self.storages[number].entered.add(call.place)
@@ -384,7 +397,7 @@ class _Recorder:
 
 
 def _earlier(storage: SavedStorage, behind: int | None) -> int | None:
-    """Where code outside first saved it: handles come in no order."""
+    """Return where code outside first saved it: handles come in no order."""
     if not storage.saved_outside:
         return behind
     return None if storage.behind is None or behind is None else min(storage.behind, behind)
