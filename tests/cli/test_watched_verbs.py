@@ -24,8 +24,9 @@ COMMANDS = {  # of each verb one that reads what came from outside; {word} as in
     "check": "check {plan}",
     "probe": "probe {plan} {model}",
     "train": "train {plan} {model}",
+    "replan": "replan {plan} {run} --out {out}/again",
     "report": "report {plan} --out {out}/report",
-    "serve": "serve {empty}",
+    "serve": "serve {model} --port 0",  # which has no weights
     "map": "map Qwen2.5-VL-7B --gpus 2x24GiB",
     "describe": "describe {model}",
     "image-size": "image-size Qwen2.5-VL-7B 640x480",
@@ -54,8 +55,9 @@ def test_every_verb_is_watched() -> None:
 def hostile(tmp_path: Path, drawn: Path) -> dict[str, Path]:
     """Videos that are lists of places, images that lead outside, a plan that names addresses."""
     media, out = tmp_path / "media", tmp_path / "out"
-    for folder in (media, out, tmp_path / "empty"):
+    for folder in (media, out):
         folder.mkdir()
+    (tmp_path / "run.jsonl").write_text('{"run": "http://127.0.0.1:9/run", "log": "/etc/hostname"}\n')
     (media / "secret.mp4").write_bytes(b"x")
     for name, content in playlists(9).items():
         (media / name).write_bytes(content)
@@ -65,11 +67,21 @@ def hostile(tmp_path: Path, drawn: Path) -> dict[str, Path]:
         for image in ("/etc/hostname", "../secret.png", "http://127.0.0.1:9/a.png", "file:///etc/hostname"):
             file.write(json.dumps({"image": image, "conversations": turns}) + "\n")
         file.write(json.dumps({"conversations": [{"from": "human", "value": "hi"}, turns[1]]}) + "\n")
-    return {"hostile": path, "media": media, "out": out, "empty": tmp_path / "empty"}
+    return {"hostile": path, "media": media, "out": out, "run": tmp_path / "run.jsonl"}
 
 
-def words_of(verb: str, places: dict[str, Path]) -> list[str]:
-    return [re.sub(r"\{(\w+)\}", lambda m: str(places[m[1]]), word) for word in COMMANDS[verb].split()]
+def command_of(verb: str, hostile: dict[str, Path], drawn: Path, planned: Path, tiny: Path, folder: Path) -> list[str]:
+    """The verb over what is hostile: a plan names an address where its data lie."""
+    plan = folder / "given"
+    shutil.copytree(planned, plan)
+    text = (plan / "plan.yaml").read_text(encoding="utf-8")
+    if verb in ("check", "train", "probe", "export", "replan"):
+        text = text.replace(str(drawn / "data.jsonl"), "http://127.0.0.1:9/data.jsonl")
+        (plan / "plan.yaml").write_text(text, encoding="utf-8")
+    places = {**hostile, "plan": plan, "model": tiny, "data": drawn / "data.jsonl", "table": planned / "samples.npz"}
+    places["tokenizer"] = drawn / "tokenizer.json"
+    words = [re.sub(r"\{(\w+)\}", lambda m: str(places[m[1]]), word) for word in COMMANDS[verb].split()]
+    return [sys.executable, "-m", "trimtab", *words]
 
 
 @pytest.mark.integration
@@ -77,16 +89,8 @@ def words_of(verb: str, places: dict[str, Path]) -> list[str]:
 def test_no_verb_connects_or_reads_outside(
     verb: str, hostile: dict[str, Path], drawn: Path, planned: Path, tiny: Path, tmp_path: Path
 ) -> None:
-    plan = tmp_path / "given"
-    shutil.copytree(planned, plan)
-    text = (plan / "plan.yaml").read_text(encoding="utf-8")
-    if verb in ("check", "train", "probe", "export"):
-        text = text.replace(str(drawn / "data.jsonl"), "http://127.0.0.1:9/data.jsonl")
-        (plan / "plan.yaml").write_text(text, encoding="utf-8")
-    places = {**hostile, "plan": plan, "model": tiny, "data": drawn / "data.jsonl", "table": planned / "samples.npz"}
-    places["tokenizer"] = drawn / "tokenizer.json"
+    command = command_of(verb, hostile, drawn, planned, tiny, tmp_path)
     environment, log = watched_environment(tmp_path)
-    command = [sys.executable, "-m", "trimtab", *words_of(verb, places)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=hostile["out"], env=environment)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode in (0, 1, 2)
@@ -142,17 +146,33 @@ def traced(words: list[str], folder: Path) -> list[str]:
 
 
 def internet(calls: list[str]) -> list[str]:
-    return [call for call in calls if re.search(r"AF_INET|sin_port|sendto\(", call)]
+    return [call for call in calls if re.search(r"(connect|bind|sendto|sendmsg)\(.*(AF_INET|sin_port)", call)]
 
 
 @STRACE
 @pytest.mark.integration
-def test_no_library_connects_or_opens_what_data_name(hostile: dict[str, Path], tiny: Path, tmp_path: Path) -> None:
-    pytest.importorskip("av", reason="videos are read by PyAV: pip install 'trimtab[video]'")
-    assert internet(traced([sys.executable, "-c", _CONNECTS], tmp_path)), "a planted connect is not seen"
-    places = {**hostile, "model": tiny}
-    calls = traced([sys.executable, "-m", "trimtab", *words_of("size", places)], hostile["media"])
-    assert internet(calls) == []
+def test_a_planted_connect_is_seen(tmp_path: Path) -> None:
+    assert internet(traced([sys.executable, "-c", _CONNECTS], tmp_path))
+
+
+@STRACE
+@pytest.mark.integration
+@pytest.mark.parametrize("verb", sorted(COMMANDS))
+def test_no_library_connects_or_opens_what_data_name(
+    verb: str, hostile: dict[str, Path], drawn: Path, planned: Path, tiny: Path, tmp_path: Path
+) -> None:
+    """In the folder of the videos, where those that name their neighbours would find them.
+
+    `serve` looks whether its port is free.
+    """
+    command = command_of(verb, hostile, drawn, planned, tiny, tmp_path)
+    calls = traced(command, hostile["media"])
+    own = r"127\.0\.0\.1.*" if verb == "serve" else "$"  # whether its port is free
+    assert [
+        call for call in internet(calls) if not re.search(f"(socket|bind|setsockopt|getsockname).*{own}", call)
+    ] == []
     opened = [call for call in calls if "openat" in call]
-    assert any("session.mp4" in call for call in opened), "the videos were not read at all"
+    if verb == "size":
+        pytest.importorskip("av", reason="videos are read by PyAV: pip install 'trimtab[video]'")
+        assert any("session.mp4" in call for call in opened), "the videos were not read at all"
     assert [call for call in opened if re.search(r"secret\.(mp4|png)|/etc/hostname", call)] == []
