@@ -4,14 +4,14 @@ A new option is one field of a dataclass such as `PlanOptions`: `trimtab.cli.set
 it, `option_problems` checks it. No NumPy here: `--help` reads these.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from trimtab.address import Allowed
+from trimtab.address import Allowed, place_of
 
 Tower = Literal["vision", "projector", "language", "audio"]
 RecomputedTier = Literal["selective", "full"]
@@ -196,15 +196,7 @@ class ReadingOptions:
         SpecialTokens,
         Option("Special tokens: as the chat template writes them, or as the model's processor adds them."),
     ] = "template"
-    media_root: Annotated[
-        Sequence[Path | str] | Path | str | None,
-        Option(
-            "Folder of image paths, or FILE=FOLDER.",
-            read=tuple,
-            typed=list[str],
-            common=True,
-        ),
-    ] = None
+    media_root: Annotated[Path | str | None, Option("Folder of image paths.", read=place_of, common=True)] = None
     columns: Annotated[str | None, Option("Fields, as in question=query,answer=label.", common=True)] = None
     allow_outside: Annotated[bool, Option("Read files outside of named folders.", common=True)] = False
     allow_remote: Annotated[bool, Option("Open addresses that files name.", common=True)] = False

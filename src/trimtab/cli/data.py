@@ -80,7 +80,6 @@ class SizingOptions:
     on_bad: Annotated[Literal["error", "skip"], Option("At bad samples.", common=True)] = "error"
     max_length: Annotated[int | None, Option("Treat a sample with more tokens as bad.", least=1)] = None
     source_key: Annotated[str | None, Option("Field of a record that names its data set; else its file.")] = None
-    number_ids: Annotated[bool, Option("Number repeated ids instead of refusing them.")] = False
     workers: Annotated[int | None, WORKERS] = None
     resume: Annotated[
         Path | None,
@@ -120,7 +119,6 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
             **{name: value for name, value in same_fields(reading, ReadingOptions).items() if name != "video"},
             image_markup=family_of(model.family).markup or model.image_markup,
             max_tokens=sizing.max_length,
-            unique_ids=not sizing.number_ids,
             source_key=sizing.source_key,
             on_bad=sizing.on_bad,
             workers=sizing.workers or os.cpu_count() or 1,

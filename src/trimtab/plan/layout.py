@@ -15,8 +15,8 @@ from trimtab.models.families import family_of
 from trimtab.options import RecomputedTier, ScheduleName
 from trimtab.partition.schedules import check_schedule, device_of_stage
 from trimtab.plan.decide.stages import Expressible
+from trimtab.plan.file.records import refuse_tars
 from trimtab.plan.plan import Plan, VisionDecision
-from trimtab.samples.records import detect_format
 from trimtab.samples.table import is_saved_table, sized_files
 from trimtab.specs import ModelSpec, SampleTable
 from trimtab.units import unfold_modules
@@ -180,16 +180,6 @@ def refuse_quantised(lora: Lora | None) -> None:
         raise UnsupportedPlanError(
             f"LoRA over {lora.bits}-bit weights was asked for ({lora}), and `trimtab train` loads them in float32: "
             "leave bits out, or train by TRL or ms-swift (`trimtab export trl`)"
-        )
-
-
-def refuse_tars(files: Sequence[Path]) -> None:
-    """`SampleError` for shards: their records are read one after the other only."""
-    refused = [str(file) for file in files if detect_format(file) == "tar"]
-    if refused:
-        raise SampleError(
-            f"{', '.join(refused)}: records of tar shards cannot be read one by one; read the shards in your own "
-            "data set and take its items by row"
         )
 
 

@@ -130,9 +130,6 @@ def _read_set(name: str, entry: Any, place: Callable[[str], Path], problems: lis
     return MetaSource(name=name, annotation=places[0], root=places[1], repeat=float(repeat), max_tiles=max_tiles)
 
 
-MediaRoot = Path | str | Sequence[Path | str] | None
-"""A folder that image paths start from, or several FILE=FOLDER, one for each file or named source, and one without."""
-
 _OTHER_SPLIT = re.compile(r"(^|[-._])(test(ing)?|eval(uation)?|val(id(ation)?)?|dev)([-._0-9]|$)", re.IGNORECASE)
 _MAX_DEPTH = 4  # folders in folders
 _NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
@@ -152,19 +149,19 @@ class SourceFile:
 
 
 def find_sources(
-    data: Path | str | Sequence[Path | str], media_root: MediaRoot = None, allowed: Allowed | None = None
+    data: Path | str | Sequence[Path | str], media_root: Path | str | None = None, allowed: Allowed | None = None
 ) -> list[SourceFile]:
-    """The files of records behind what the user named, in its order; `SampleError` where there are none.
+    """Return the files of records behind what the user named, in its order; `SampleError` where there are none.
 
-    What a list of data sets names lies below its folder or a media root, or is `allowed`.
+    What a list of data sets names lies below its folder or `media_root`, or is `allowed`.
     """
     named = list(data) if isinstance(data, Sequence) and not isinstance(data, str) else [data]
     if not named:
         raise SampleError("no data file was named: name at least one")
     for one in named:
         refuse_type("data", one, Path | str, "the path of a data file")
-    found = [source for one in named for source in _sources_of(one, _roots_in(media_root), allowed or Allowed())]
-    return state_roots(found, media_root)
+    roots = [] if media_root is None else [place_of(media_root)]
+    return [source for one in named for source in _sources_of(one, roots, allowed or Allowed())]
 
 
 def source_labels(sources: Sequence[SourceFile]) -> list[str]:
@@ -174,61 +171,7 @@ def source_labels(sources: Sequence[SourceFile]) -> list[str]:
     return [names[source.named] if source.name is None else source.name for source in sources]
 
 
-# -- media roots ------------------------------------------------------------------------------------------------------
-
-
-def split_roots(media_root: MediaRoot, names: Sequence[str]) -> tuple[Path | None, dict[str, Path]]:
-    """The folder for every file, and those given as NAME=FOLDER, of the names there are."""
-    given = [media_root] if isinstance(media_root, Path | str) else list(media_root or ())
-    whole, stated = list[Path](), dict[str, Path]()
-    for text in map(str, given):
-        name = max((name for name in names if text.startswith(f"{name}=")), key=len, default=None)
-        if name is not None:
-            stated[name] = place_of(text[len(name) + 1 :])
-        elif "=" in text and not place_of(text).is_dir():
-            known = ", ".join(dict.fromkeys(names))
-            raise SampleError(
-                f"media root {shorten(text)} names no data that is read: write FILE=FOLDER with one of {known}"
-            )
-        else:
-            whole.append(place_of(text))
-    if len(whole) > 1:
-        raise SampleError(
-            f"{len(whole)} media roots are for every file ({', '.join(map(str, whole))}): name one, or write "
-            "FILE=FOLDER"
-        )
-    return (whole[0] if whole else None), stated
-
-
-def state_roots(sources: Sequence[SourceFile], media_root: MediaRoot) -> list[SourceFile]:
-    """The sources with the folders that FILE=FOLDER states of them: by file, by what was named, or by source."""
-    names = [name for source in sources for name in _names_of(source)]
-    _, stated = split_roots(media_root, names)
-    return [
-        replace(source, media_root=next((stated[name] for name in _names_of(source) if name in stated), None))
-        if any(name in stated for name in _names_of(source))
-        else source
-        for source in sources
-    ]
-
-
-def whole_root(sources: Sequence[SourceFile], media_root: MediaRoot) -> Path | None:
-    """The folder that is for every file of which none is stated."""
-    return split_roots(media_root, [name for source in sources for name in _names_of(source)])[0]
-
-
-def _names_of(source: SourceFile) -> tuple[str, ...]:
-    return tuple(name for name in (source.name, str(source.file), str(source.named)) if name)
-
-
 # -- files and folders ------------------------------------------------------------------------------------------------
-
-
-def _roots_in(media_root: MediaRoot) -> list[Path]:
-    """Every folder among the media roots, those behind FILE= as well."""
-    given = [media_root] if isinstance(media_root, Path | str) else list(media_root or ())
-    texts = [text for one in map(str, given) for text in (one, one.rpartition("=")[2])]
-    return [place for place in map(place_of, dict.fromkeys(texts)) if place.is_dir()]
 
 
 def _sources_of(

@@ -26,6 +26,7 @@ from trimtab.models.images.limits import rule_in_sample
 from trimtab.models.images.rules import UnsettledRule
 from trimtab.options import ReadingOptions
 from trimtab.plan.file.figures import model_fingerprint
+from trimtab.plan.file.records import PlannedRecords, open_records
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.layout import refuse_remote_code
 from trimtab.plan.plan import ModelInput
@@ -37,7 +38,6 @@ from trimtab.runtime.data.formats import (
     pack_format,
     pixel_keys,
 )
-from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
 from trimtab.samples.media import MediaFolders
