@@ -81,8 +81,7 @@ def test_a_global_batch_gives_the_micro_batches():
     found = predict_run(MODEL, SAMPLES, CLUSTER, run_of(num_microbatches=None, global_batch=64))
     assert (found.dims.dp, found.num_microbatches) == (2, 16)
     assert found.samples_per_s == pytest.approx(300 / found.variant.step_s.sum())
-    assert found.variant.step_s.min() <= found.mean_step_s < found.expected_step_s < found.p95_step_s
-    assert found.p95_step_s < 1.1 * found.variant.step_s.max(), "jitter of 2 % a device"
+    assert found.variant.step_s.min() <= found.mean_step_s <= found.p95_step_s <= found.variant.step_s.max()
 
 
 def test_a_profile_that_was_given_is_predicted_with():

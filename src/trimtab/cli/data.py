@@ -12,7 +12,6 @@ from trimtab.cli.output import JsonOption, console, log, print_json
 from trimtab.cli.settings import verb
 from trimtab.errors import SampleError
 from trimtab.options import Option, ReadingOptions, same_fields
-from trimtab.plan.options import parse_share
 
 if TYPE_CHECKING:
     from trimtab.samples.table import SizingResult
@@ -39,18 +38,13 @@ class ClusterOptions:
     node_link: Annotated[
         str | None, Option("Ports of a node and their rate, as in 8x400Gb; default: as its vendor builds nodes.")
     ] = None
-    jitter: Annotated[
-        float,
-        Option("Standard deviation of a device's time from step to step.", read=parse_share, shown="2%"),
-    ] = 0.02
 
     def parsed(self, *, beside: "DeviceSpec | None" = None) -> "ClusterSpec":
         """The cluster; `beside`: one more device to find, of a profile."""
         from trimtab.costs.devices import parse_cluster
 
         how = {"devices_per_node": self.devices_per_node, "node_link": self.node_link}
-        cluster = parse_cluster(self.cluster, beside=beside, **how)  # type: ignore[arg-type]  # by name
-        return replace(cluster, jitter=self.jitter)
+        return parse_cluster(self.cluster, beside=beside, **how)  # type: ignore[arg-type]  # by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

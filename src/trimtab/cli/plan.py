@@ -257,7 +257,6 @@ def _figures(found: "Prediction") -> dict[str, object]:
         "num_microbatches": found.num_microbatches,
         "num_steps": len(ran.step_s),
         "mean_step_s": found.mean_step_s,
-        "expected_step_s": found.expected_step_s,
         "p95_step_s": found.p95_step_s,
         "samples_per_s": found.samples_per_s,
         "epoch_s": ran.epoch_s,

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import numpy as np
+
 from trimtab.balance.packing import PackResult, pack_samples
 from trimtab.costs.bands import Regime
 from trimtab.costs.measured.fitted import place_blocks
@@ -17,7 +19,6 @@ from trimtab.costs.profile import regime_of
 from trimtab.errors import PlanError, refuse_type
 from trimtab.options import RecomputedTier
 from trimtab.partition.published import even_stages
-from trimtab.partition.simulate import StepSpread
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.decide.case import MemoryBudget, Setting, make_case
 from trimtab.plan.decide.compare import Run, Variant, simulate_run
@@ -29,7 +30,6 @@ from trimtab.plan.decide.work import (
     host_sentences,
     join_samples,
     joins_samples,
-    spread_of,
     with_band,
 )
 from trimtab.plan.given import GivenRun
@@ -52,7 +52,6 @@ class Prediction:
     budget: MemoryBudget
     variant: Variant
     regime: Regime  # published runs of which its band is known
-    spread: StepSpread  # of its steps: unlike batches, and jitter of the devices
     notes: tuple[str, ...] = ()  # what its seconds leave out
 
     @property
@@ -64,14 +63,9 @@ class Prediction:
         return float(self.variant.step_s.mean())
 
     @property
-    def expected_step_s(self) -> float:
-        """With jitter of the devices: the slowest one decides."""
-        return self.spread.mean_s
-
-    @property
     def p95_step_s(self) -> float:
-        """One step of 20 takes longer: batches are unlike, and devices too."""
-        return self.spread.p95_s
+        """One step of 20 takes longer, for batches are unlike."""
+        return float(np.quantile(self.variant.step_s, 0.95))
 
     @property
     def samples_per_s(self) -> float:
@@ -133,7 +127,6 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
         budget=budget,
         variant=variant,
         regime=regime_of(profile, model, problem.work_mean, nodes=cluster.num_nodes),
-        spread=spread_of(work, made.schedule.table, variant.step_s, stages, on=problem, at=cluster),
         notes=(
             band_sentence(profile, model, problem.work_mean, cluster),
             *host_sentences(profile, problem.work_mean),

@@ -312,9 +312,8 @@ def prediction_sentences(found: Prediction) -> tuple[str, ...]:
     return (
         f"{found.cluster.num_devices} {found.cluster.device.name} as {format_degrees(found.dims)}, "
         f"{found.num_microbatches} micro-batches a rank and step ({ran.packs}).",
-        f"A step takes {format_seconds(found.mean_step_s)} in the mean, {format_seconds(found.expected_step_s)} with "
-        f"jitter of {100 * found.cluster.jitter:g} % a device, {format_seconds(found.p95_step_s)} or more in one of "
-        f"20: {format_number(found.samples_per_s)} samples/s, {format_seconds(ran.epoch_s)} for the "
+        f"A step takes {format_seconds(found.mean_step_s)} in the mean, {format_seconds(found.p95_step_s)} or more in "
+        f"one of 20: {format_number(found.samples_per_s)} samples/s, {format_seconds(ran.epoch_s)} for the "
         f"{found.num_samples:,} samples in {steps:,} steps.",
         f"Memory of the fullest device: {memory.band.verdict(peak, memory.total_bytes)}.",
         f"Devices are idle for {percent(ran.idle_share)} of the time.",
