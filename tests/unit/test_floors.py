@@ -66,7 +66,6 @@ INNER_FLOORS = {
     "models/describe": 3,
     "models/asking": 4,  # torch, in a child process
     "plan/options": 0,  # no NumPy: `--help` reads it
-    "plan/given": 0,
     "plan/plan": 0,  # the nouns of the file
     "plan/decide": 1,
     "plan/file": 2,  # a decided case as a plan, and back

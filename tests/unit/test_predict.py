@@ -11,8 +11,7 @@ from plan_cases import tile_samples
 from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
-from trimtab.plan.given import GivenRun
-from trimtab.plan.options import PlanOptions
+from trimtab.plan.options import GivenRun, PlanOptions
 from trimtab.plan.predict import parse_stages, predict_run
 
 MODEL = describe("InternVL-Chat-V1-5")

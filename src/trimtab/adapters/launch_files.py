@@ -16,7 +16,7 @@ from typing import Any
 from trimtab.adapters.megatron_check import flag_values, read_megatron_flags, stage_counts
 from trimtab.errors import PlanError, join_problems
 from trimtab.files import read_small
-from trimtab.plan.given import GivenRun
+from trimtab.plan.options import GivenRun
 from trimtab.specs import ModelSpec
 
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd_momentum"}

@@ -12,8 +12,7 @@ from trimtab.cli.data import ClusterOptions, ConfigArgument, DataArgument, Image
 from trimtab.cli.output import JsonOption, console, given_command, print_json
 from trimtab.cli.settings import verb
 from trimtab.options import Option
-from trimtab.plan.given import GivenRun
-from trimtab.plan.options import PlanOptions
+from trimtab.plan.options import GivenRun, PlanOptions
 
 if TYPE_CHECKING:
     from trimtab.plan.build import Within

@@ -32,8 +32,7 @@ from trimtab.plan.decide.work import (
     joins_samples,
     with_band,
 )
-from trimtab.plan.given import GivenRun
-from trimtab.plan.options import PADDED
+from trimtab.plan.options import PADDED, GivenRun
 from trimtab.specs import ClusterSpec, ModelSpec, ParallelDims, Profile, SampleTable, Stage, recomputing
 
 _STAGE = re.compile(r"\s*(?:(?P<vision>[0-9]{1,5})v)?(?:\s*\+\s*)?(?:(?P<language>[0-9]{1,5})l)?\s*")
