@@ -1,4 +1,4 @@
-"""Tests of plan/predict.py and plan/given.py: a run that somebody else decided, priced as a plan's own rows are."""
+"""Tests of plan/predict.py: a run that somebody else decided, priced as a plan's own rows are."""
 
 from __future__ import annotations
 

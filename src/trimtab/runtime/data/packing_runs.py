@@ -14,7 +14,7 @@ from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.inputs import image_token, plain_ids
 from trimtab.models.families import PackFormat
 from trimtab.runtime.data.conversations import ProcessedSample
-from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, carries_state, smallest_image
+from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, smallest_image
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest relative error that rounding may leave; a leak is 0.01 to 1 in float32 (tests/torch/test_packing.py)."""
@@ -32,8 +32,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = model.get_base_model()  # type: ignore[operator]
     if sharded(model):
         raise TrimtabError(
-            "packing was to be verified on a model whose weights are sharded or not loaded: call verify_packing before "
-            "FSDP, DeepSpeed ZeRO-3 or fully_shard wrap it"
+            "packing is verified on whole models: call verify_packing before FSDP, ZeRO-3 or fully_shard wrap it"
         )
     return model
 
@@ -178,27 +177,21 @@ class Gradients:
 
 
 def run(model: nn.Module, batch: Batch, *, what: str) -> Tensor:
-    """(tokens, vocabulary) logits in float32 or float64; a forward that fails is refused with the layer's name."""
+    """(tokens, vocabulary) logits in float32 or float64; a forward that fails is refused."""
     device, dtype = device_of(model), next(model.parameters()).dtype
     given = {key: _place(value, device, dtype) for key, value in batch.items() if key not in ("labels", "loss_weights")}
     try:
         logits: Tensor = model(**given).logits
     except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
-        path, module = _failing(model, error)
-        advice = (
-            "install its fused kernels, or call hold_samples_apart(model)"
-            if module is not None and (carries_state(module) or "packed sequences" in str(error))
-            else "give samples that the model takes, or family=PackFormat(...) that fits, or train without packing"
-        )
         sentence = " ".join(str(error).split())[:300].rstrip(".")
         raise UnsupportedPlanError(
-            f"packs were asked for, but {path} does not take {what} ({type(error).__name__}: {sentence}): {advice}"
+            f"{type(model).__name__} does not take {what} ({type(error).__name__}: {sentence}): install fused kernels "
+            "of layers with a state, give family=PackFormat(...) that fits, or train without packing"
         ) from error
     length = batch["input_ids"].shape[1]
     if logits.dim() != 3 or logits.shape[1] != length:
         raise UnsupportedPlanError(
-            f"packs were asked for, but {length} tokens leave logits of shape {tuple(logits.shape)}, not a row "
-            "each: train this model without packing"
+            f"{length} tokens leave logits of shape {tuple(logits.shape)}, not a row each: train without packing"
         )
     return logits[0].to(torch.float64 if dtype == torch.float64 else torch.float32)
 
@@ -209,19 +202,6 @@ def _place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
-
-
-def _failing(model: nn.Module, error: Exception) -> tuple[str, nn.Module | None]:
-    """The innermost module on the way to the error."""
-    paths = {id(module): (name, module) for name, module in model.named_modules()}
-    found: tuple[str, nn.Module | None] = (type(model).__name__, None)
-    step = error.__traceback__
-    while step is not None:
-        own = step.tb_frame.f_locals.get("self")
-        if id(own) in paths and paths[id(own)][0]:
-            found = paths[id(own)]
-        step = step.tb_next
-    return found
 
 
 def run_backward(model: nn.Module, batch: Batch, weights: Tensor, *, what: str) -> tuple[Tensor, Gradients]:

@@ -123,8 +123,8 @@ def _read_progress(path: Path) -> Progress:
         return Progress(**json.loads((path / _PROGRESS).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise PlanError(
-            f"{path / _PROGRESS} cannot be read ({shorten(str(error), 100)}): take this checkpoint away to go on from "
-            "the one before it, or start again (--out)"
+            f"{path / _PROGRESS} cannot be read ({shorten(str(error), 100)}): remove this checkpoint, or start again "
+            "(--out)"
         ) from error
 
 
@@ -141,8 +141,8 @@ def load_checkpoint(
     """
     if progress.optimizer != type(optimizer).__name__:
         raise PlanError(
-            f"{path} was written with optimizer {progress.optimizer}, this run has {type(optimizer).__name__}: "
-            "resume with the same, or start again from its weights"
+            f"{path} has optimizer {progress.optimizer}, not {type(optimizer).__name__}: resume with the same, or "
+            "start again"
         )
     metadata: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
     target: dict[str, Tensor] = {
@@ -151,12 +151,11 @@ def load_checkpoint(
     lacking = sorted(name for name in target if name not in metadata)
     if lacking:
         raise PlanError(
-            f"{path} lacks {len(lacking)} tensors of this model, {lacking[0]} the first: "
-            "resume with the model of the run"
+            f"{path} lacks {len(lacking)} tensors, {lacking[0]} the first: resume with the model of the run"
         )
     wrong = [name for name, value in target.items() if tuple(metadata[name].size) != tuple(value.shape)]
     if wrong:
-        raise PlanError(f"{path} holds {wrong[0]} of another shape than this model: resume with the model of the run")
+        raise PlanError(f"{path} holds {wrong[0]} of another shape: resume with the model of the run")
     prefixes = tuple(f"optimizer/{name}/" for name in parameters)
     mine = [name for name in metadata if name.startswith(prefixes)]
     own = (f"random/{dist.get_rank()}", f"random_cuda/{dist.get_rank()}")
@@ -197,8 +196,8 @@ def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.
                 found[f"optimizer/{name}/{key}"] = value
             elif value is not None:
                 raise PlanError(
-                    f"optimizer {type(optimizer).__name__} keeps {key} as {type(value).__name__}, which no checkpoint "
-                    "here holds: use one whose state is tensors"
+                    f"optimizer {type(optimizer).__name__} keeps {key} as {type(value).__name__}: use one whose state "
+                    "is tensors"
                 )
     return found
 
@@ -268,16 +267,13 @@ def check_folders(settings: TrainSettings) -> list[Path]:
     export = settings.export
     if export is not None:
         if export.exists() and not (export.is_dir() and not any(export.iterdir())):
-            raise PlanError(
-                f"the trained model was to be exported to {export}, which is there already: name a new or an empty "
-                "folder (--export)"
-            )
+            raise PlanError(f"{export} is there already: name a new or an empty folder (--export)")
         export.parent.mkdir(parents=True, exist_ok=True)
     found = list_checkpoints(settings.out)
     if found and not settings.resume:
         raise PlanError(
-            f"a run was to begin in {settings.out}, which holds checkpoints of an earlier one, {found[-1].name} the "
-            "last: go on from it (--resume), or name another folder (--out)"
+            f"{settings.out} holds checkpoints, {found[-1].name} the last: go on (--resume), or name another folder "
+            "(--out)"
         )
     return found
 
@@ -288,6 +284,6 @@ def refuse_unshared(checkpoint: Path, device: torch.device) -> None:
     dist.all_reduce(blind)
     if blind:
         raise PlanError(
-            f"rank 0 goes on from {checkpoint}, which {int(blind)} of {dist.get_world_size()} ranks do not see: give a "
-            "folder that all nodes share (--out)"
+            f"{int(blind)} of {dist.get_world_size()} ranks do not see {checkpoint}: give a folder that all nodes "
+            "share (--out)"
         )

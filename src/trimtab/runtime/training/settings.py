@@ -34,7 +34,7 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
             parts = []
         if not name or not parts or not all(isinstance(part, (bool, int, float)) for part in parts):
             raise TrimtabError(
-                f"optimizer option {text!r} is no NAME=VALUE of numbers, true or false: write it as in weight_decay=0.1"
+                f"optimizer option {text!r} must be NAME=VALUE of numbers, true or false, as in weight_decay=0.1"
             )
         options[name] = parts[0] if len(parts) == 1 else tuple(parts)
     return options
@@ -149,22 +149,15 @@ def _problems_of(settings: TrainSettings) -> list[str]:
     problems = option_problems(settings)
     cls = getattr(torch.optim, settings.optimizer, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.Optimizer:
-        problems.append(f"optimizer {settings.optimizer!r} is no class of torch.optim: name one, as in AdamW")
+        problems.append(f"optimizer {settings.optimizer!r} is no class of torch.optim: name one, as AdamW")
     if not settings.learning_rate > 0 or not math.isfinite(settings.learning_rate):
-        problems.append(f"learning_rate (--lr) {settings.learning_rate} was asked for: give a number above 0")
+        problems.append(f"learning_rate (--lr) must be above 0, not {settings.learning_rate}")
     if settings.max_grad_norm == 0:
-        problems.append(
-            f"max_grad_norm (--set clip) {settings.max_grad_norm} was asked for: give a number above 0, or clip nothing"
-        )
+        problems.append("max_grad_norm (--set clip) must be above 0; None clips nothing")
     if settings.optimizer in ("LBFGS", "SparseAdam"):
-        problems.append(
-            f"optimizer {settings.optimizer} was asked for, which needs closures or sparse gradients: choose another"
-        )
+        problems.append(f"optimizer {settings.optimizer} needs closures or sparse gradients: choose another")
     if settings.save_every is not None and not settings.save:
-        problems.append(
-            "checkpoints were asked for every few steps and not at all: give one of save_every (--save-every) and "
-            "save=False"
-        )
+        problems.append("save_every (--save-every) excludes save=False: give one")
     if not 0 <= settings.seed < 2**63:
-        problems.append(f"seed {settings.seed} was asked for, but torch takes 0 to 2^63 - 1: give one of these")
+        problems.append(f"seed must be 0 to 2^63 - 1, not {settings.seed}")
     return problems

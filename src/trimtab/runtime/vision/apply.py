@@ -64,9 +64,9 @@ def vision_dp(
     """
     problems = []
     if exchange not in get_args(Exchange):
-        problems.append(f"'{exchange}' is no exchange of image features: choose one of {', '.join(get_args(Exchange))}")
+        problems.append(f"exchange {exchange!r} is unknown: choose one of {', '.join(get_args(Exchange))}")
     if rule not in RULES:
-        problems.append(f"'{rule}' is not a rule to share images by: choose one of {', '.join(RULES)}")
+        problems.append(f"rule {rule!r} is unknown: choose one of {', '.join(RULES)}")
     if problems:
         raise TrimtabError("\n".join(problems))
     functions = find_functions(model, at)
@@ -101,9 +101,7 @@ def _put_on(
     """
     over = group if settings.exchange == "dispatch" else heartbeat
     if is_shared(model):
-        raise TrimtabError(
-            "this model's images are shared already: call remove() of the first handle before you make another"
-        )
+        raise TrimtabError("this model's images are shared already: call remove() of the first handle")
     found = VisionDataParallel(
         model=model,
         group=group,
@@ -131,8 +129,7 @@ def _make_heartbeat(handle: VisionDataParallel, control: Control) -> Heartbeat:
     functions = {kind: by_kind[kind] for kind in KINDS if kind in by_kind}
     if not functions:
         raise TrimtabError(
-            "ranks without images are kept in step at get_image_features, and this handle is at the tower's forward: "
-            "pass the whole model with at='features'"
+            "a heartbeat needs get_image_features, and this handle is at the tower: pass the whole model"
         )
     return Heartbeat(
         control=control,
@@ -173,13 +170,12 @@ def vision_dp_from_plan(
         return None
     if dist.get_world_size(group) != decision.degree:
         raise PlanError(
-            f"the plan shares images among {decision.degree} ranks of {decision.group}, and the group that was given "
-            f"has {dist.get_world_size(group)}: give the ranks along {decision.group}, or plan for as many"
+            f"the group has {dist.get_world_size(group)} ranks: give the plan's {decision.degree} along "
+            f"{decision.group}"
         )
     if decision.pooling > 1 and decision.exchange == "dispatch":
         raise PlanError(
-            f"the plan encodes {decision.pooling} micro-batches of {decision.degree} dp ranks in one call, which "
-            "`trimtab train` does and no model's own forward: plan with --set vision_pooling=1 for this host"
+            f"only `trimtab train` pools {decision.pooling} micro-batches of dp ranks: plan with --set vision_pooling=1"
         )
     return vision_dp(
         model,
@@ -254,22 +250,18 @@ def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, A
     """
     if not isinstance(handle.family, GridFamily):
         raise TrimtabError(
-            f"micro-batches of {type(handle.model).__name__} were to share a call of the tower, which is known for "
-            f"families with a grid of patches: call the model on each micro-batch"
+            f"{type(handle.model).__name__} has no grid of patches, so no call is pooled: call it on each micro-batch"
         )
     if handle.heartbeat is not None:
         raise TrimtabError(
-            "micro-batches were to share a call of the tower on ranks that may hold no image, and a pool has no "
-            "heartbeat that would call the others: call the model on each micro-batch, or let `trimtab train` dispatch"
+            "a pool has no heartbeat for ranks without images: call the model on each micro-batch, or let `trimtab "
+            "train`"
         )
     outputs: list[dict[str, Any]] = [{} for _ in microbatches]
     pooled = PooledFeatures(outputs=outputs)
     for function in handle.functions:
         if function.kind == "tower" or not RETURNS_OBJECTS:
-            raise TrimtabError(
-                "features are fed back at mm_encoder_outputs, which the tower's own forward does not know: "
-                "make the handle with at='features', under Transformers 5"
-            )
+            raise TrimtabError("mm_encoder_outputs needs at='features' and Transformers 5")
         pixels, grid = PIXELS[function.kind], GRIDS[function.kind]
         holders = [i for i, inputs in enumerate(microbatches) if inputs.get(pixels) is not None]
         if not holders:

@@ -100,9 +100,8 @@ class VisionDataParallel:
         trained = [p for p in self.vision_parameters() if p.requires_grad]
         if self.load.calls and trained and all(p.grad is None for p in trained):
             raise TrimtabError(
-                "gradients were to be averaged over the group, and no vision parameter has one: call this after the "
-                "backward and before they are cleared, and let a host that keeps them elsewhere (Megatron's main_grad) "
-                "average them itself"
+                "no vision parameter has a gradient: call this after the backward, or average main_grad yourself "
+                "(Megatron)"
             )
         gradients = [p.grad for p in trained if p.grad is not None]
         sum_in_place(gradients, self.group)  # N times those of one process: every rank has the whole loss (kappa = N)
