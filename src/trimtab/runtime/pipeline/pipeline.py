@@ -350,8 +350,8 @@ class Pipeline:
         """One small all-reduce instead of a hang, or of a tensor received into a buffer of another size."""
         if len(batches) != self.layout.num_microbatches:
             raise PlanError(
-                f"a step of {len(batches)} micro-batches was given, but the pipeline was built for "
-                f"{self.layout.num_microbatches}: give as many, collate([]) for an empty slot"
+                f"a step has {self.layout.num_microbatches} micro-batches, not {len(batches)}: give collate([]) for an "
+                "empty slot"
             )
         sizes = [
             sorted((key, tuple(x.shape)) for key, x in batch.items() if isinstance(x, Tensor)) for batch in batches
@@ -361,8 +361,7 @@ class Pipeline:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.pp_group)
         if int(extremes[0]) != -int(extremes[1]):
             raise PlanError(
-                "the ranks of one pipeline were given micro-batches of different sizes, but each of them needs the "
-                "same ones: make the sampler of every pipeline rank with its data-parallel rank"
+                "ranks of one pipeline got micro-batches of different sizes: sample each by its data-parallel rank"
             )
 
     @property

@@ -67,8 +67,8 @@ def load_placed(
     if (quantised := getattr(config, "quantization_config", None)) is not None and len(set(placement.values())) > 1:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         raise ConfigError(
-            f"{folder} is quantised ({method}), and the parts of its weights are not moved by a device map here: use "
-            "the folder that it was made from, or put it whole on one device"
+            f"{folder} is quantised ({method}), and such weights are not divided: use the folder that it was made "
+            "from, or put it whole on one device"
         )
     kind = model_class(folder, config)
     with library_reads(f"builds no model of config.json in {folder}", _CURE), torch.device("meta"):
@@ -147,7 +147,7 @@ def _load(
             )
     problems = [f"{folder} holds no weight for {name}: download it again" for name in sorted(report["missing_keys"])]
     problems += [
-        f"{folder} holds {name} in another shape than config.json says: use the config.json that came with it"
+        f"{folder} holds {name} in another shape than config.json says: use its own config.json"
         for name, *_ in sorted(report["mismatched_keys"])
     ]
     if problems:
@@ -212,8 +212,8 @@ def _check_on_disk(
         raise PartitionError(
             join_problems(
                 [
-                    f"{name} cannot stay on disk in the model's own files, as it is stored there in another dtype or "
-                    "in parts: name an offload folder, or place it on a GPU or the CPU"
+                    f"{name} is stored in another dtype or in parts: name an offload folder, or place it on a GPU or "
+                    "the CPU"
                     for name in lost
                 ]
             )

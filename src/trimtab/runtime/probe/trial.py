@@ -185,7 +185,7 @@ def run_trial(
                     rank.optimizer.step()
         except RuntimeError as error:
             if is_out_of_memory(error):
-                raise PlanError(f"rank {dist.get_rank()} of a probe ran out of its device's memory: {CURES}") from error
+                raise PlanError(f"rank {dist.get_rank()} of a probe ran out of memory: {CURES}") from error
             raise
         peak = meter.peak_bytes
     static = storage_bytes(rank.static())
@@ -379,10 +379,7 @@ def open_bench(
 def _training(settings: ProbeSettings, plan: Plan) -> TrainSettings:
     planned = plan.inputs.training.optimizer
     if planned not in _OPTIMIZERS:
-        raise UnsupportedPlanError(
-            f"the plan counts the state of {planned}, which torch.optim has not: plan with --set optimizer "
-            f"{', '.join(_OPTIMIZERS)}"
-        )
+        raise UnsupportedPlanError(f"torch.optim has no {planned}: plan with --set optimizer {', '.join(_OPTIMIZERS)}")
     name, options = _OPTIMIZERS[planned]
     return TrainSettings(
         plan=settings.plan,
