@@ -36,7 +36,7 @@ from trimtab.placement.machine import Gpu, Machine, Workload
 from trimtab.placement.place import place
 from trimtab.placement.placed import Placement
 from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS
-from trimtab.runtime.data.packing_runs import text_ids
+from trimtab.runtime.data.packing import text_ids
 from trimtab.runtime.placing.load import load_placed
 from trimtab.specs import ModelSpec
 

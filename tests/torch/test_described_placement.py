@@ -14,7 +14,7 @@ from trimtab.placement.bytes import inference_table
 from trimtab.placement.chain import modules_of, parts_of
 from trimtab.placement.machine import Gpu, Machine, Workload
 from trimtab.placement.place import place
-from trimtab.runtime.data.packing_runs import text_ids
+from trimtab.runtime.data.packing import text_ids
 from trimtab.runtime.placing.load import load_placed
 from trimtab.specs import CacheSpec
 

@@ -16,8 +16,7 @@ from refusals import refused
 from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import exchange
-from trimtab.runtime.vision.apply import vision_dp, vision_heartbeat
-from trimtab.runtime.vision.handle import VisionDataParallel
+from trimtab.runtime.vision.apply import VisionDataParallel, vision_dp, vision_heartbeat
 from trimtab.runtime.vision.verify import verify_vision_dp
 
 

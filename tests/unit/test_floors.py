@@ -62,7 +62,6 @@ INNER_FLOORS = {
     "models/families": 1,
     "models/description": 2,
     "models/shipped": 2,
-    "models/stored": 2,
     "models/describe": 3,
     "models/asking": 4,  # torch, in a child process
     "plan/options": 0,  # no NumPy: `--help` reads it

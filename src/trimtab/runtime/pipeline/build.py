@@ -21,7 +21,7 @@ from trimtab.models.asking.units import Unit
 from trimtab.plan.layout import PipelineLayout, read_layout
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import label_weights, packed_loss
-from trimtab.runtime.data.packing_runs import bound_of
+from trimtab.runtime.data.packing import bound_of
 from trimtab.runtime.pipeline.cuts import Cuts, StageModule
 from trimtab.runtime.pipeline.image_dispatch import dispatch_images
 from trimtab.runtime.pipeline.pipeline import PackedStage, Pipeline, TiedWeight, pack_loss

@@ -23,8 +23,7 @@ from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator, step_denominator
 from trimtab.runtime.data.conversations import open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
-from trimtab.runtime.data.packing import collator_of, verify_packing
-from trimtab.runtime.data.packing_runs import sharded, untouched, unwrap
+from trimtab.runtime.data.packing import collator_of, sharded, untouched, unwrap, verify_packing
 from trimtab.runtime.data.tables import PlanTables, open_tables
 from trimtab.runtime.recompute import applied_to
 from trimtab.runtime.recompute import apply as apply_recompute

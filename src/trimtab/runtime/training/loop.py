@@ -41,6 +41,7 @@ from trimtab.runtime.placing.folder import check_folder
 from trimtab.runtime.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
 from trimtab.runtime.training.checkpoint import (
     Progress,
+    RunRecorder,
     export_model,
     find_checkpoint,
     held_folder,
@@ -48,7 +49,6 @@ from trimtab.runtime.training.checkpoint import (
     save_checkpoint,
     words_of,
 )
-from trimtab.runtime.training.run_recorder import RunRecorder
 from trimtab.runtime.training.settings import TrainSettings
 
 # Adapters in `trimtab train`: PEFT puts them beside the layers that a plan names, an export merges them.

@@ -26,8 +26,7 @@ from trimtab.errors import PlanError
 from trimtab.files import write_atomically
 from trimtab.runtime.data.collate import PackedCollator, label_weights, packed_loss, step_denominator
 from trimtab.runtime.data.dataset import AloneThenPacked, PlanBatchSampler
-from trimtab.runtime.data.packing import verify_packing
-from trimtab.runtime.data.packing_runs import sharded, unwrap
+from trimtab.runtime.data.packing import sharded, unwrap, verify_packing
 from trimtab.runtime.data.tables import Cursor, Deal, PlanTables, cursor_from_state, cursor_to_state
 from trimtab.runtime.ranks import Watch, open_watch
 from trimtab.runtime.training.shared import SharedSampler, size_of_sample

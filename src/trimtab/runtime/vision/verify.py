@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision.handle import VisionDataParallel
+from trimtab.runtime.vision.apply import VisionDataParallel
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
 """Largest relative difference of gradients that is taken for rounding, by the type of the parameters."""
