@@ -28,7 +28,7 @@ _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "ETag", "etag",
 
 
 def place_of(name: Path | str) -> Path:
-    """A local path, or an `Address` where `name` begins with a scheme; file:// is a local path.
+    """Return a local path, or an `Address` where `name` begins with a scheme; file:// is a local path.
 
     >>> place_of("data/a.jsonl").name, str(place_of("s3://bucket/a.jsonl")), str(place_of("file:///data/a.jsonl"))
     ('a.jsonl', 's3://bucket/a.jsonl', '/data/a.jsonl')

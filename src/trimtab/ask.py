@@ -39,7 +39,7 @@ INSTALL = "install Transformers and torch (pip install 'trimtab[torch]'), which 
 
 
 def is_installed() -> bool:
-    """Whether Transformers and torch are there to be asked; nothing is imported."""
+    """Return whether Transformers and torch are there to be asked; nothing is imported."""
     return _versions() is not None
 
 
@@ -81,7 +81,7 @@ def _versions() -> list[str] | None:
 
 
 def _remembered(path: Path) -> Mapping[str, Any] | None:
-    """What was answered before; None where nothing, or nothing readable, lies there."""
+    """Return what was answered before; None where nothing, or nothing readable, lies there."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_ANSWER_BYTES + 1)
@@ -92,7 +92,7 @@ def _remembered(path: Path) -> Mapping[str, Any] | None:
 
 
 def _run_child(question: Question, config: Mapping[str, object]) -> bytes:
-    """What a child answers; its folder is empty, and what it imports comes only from the installation."""
+    """Return what a child answers; its folder is empty, and what it imports comes only from the installation."""
     with tempfile.TemporaryDirectory(prefix="trimtab-asked-") as folder:
         environment = {
             **dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"), "1"),

@@ -73,7 +73,7 @@ def next_u64(state: UIntArray) -> np.uint64:
 
 @inlined
 def below(state: UIntArray, n: int) -> np.int64:
-    """An integer of [0, n), n < 2**32: high half of 32 bits times n; its bias is under n / 2**32."""
+    """Return an integer of [0, n), n < 2**32: high half of 32 bits times n; its bias is under n / 2**32."""
     return np.int64(((next_u64(state) >> _U(32)) * _U(n)) >> _U(32))
 
 
@@ -94,7 +94,7 @@ def permute(items: npt.NDArray[np.int64], state: UIntArray) -> npt.NDArray[np.in
 
 
 def permutation(n: int, *keys: int) -> npt.NDArray[np.int64]:
-    """A shuffle of range(n) that only the keys decide."""
+    """Return a shuffle of range(n) that only the keys decide."""
     order = np.arange(n, dtype=np.int64)
     shuffle(order, make_stream(*keys))
     return order

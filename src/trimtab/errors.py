@@ -96,7 +96,7 @@ def refuse_type(name: str, value: object, kind: type | UnionType, made_by: str) 
 
 
 def join_problems(problems: Sequence[str]) -> str:
-    """All problems of one input as one message, a line each; past the first twenty only their number."""
+    """Return all problems of one input as one message, a line each; past the first twenty only their number."""
     lines = list(problems[:20])
     if len(problems) > 20:
         lines.append(f"... and {len(problems) - 20} more of the same input")

@@ -154,7 +154,7 @@ def _sweep(folder: Path) -> None:
 
 
 def lock(file: BinaryIO) -> bool:
-    """Whether the lock was free, on a system that has such locks; else leftovers of killed writers stay."""
+    """Return whether the lock was free, on a system that has such locks; else leftovers of killed writers stay."""
     if sys.platform == "win32":
         return False
     import fcntl
@@ -182,7 +182,7 @@ def write_atomically(path: Path, content: bytes | str, *, sync: bool = True) -> 
 
 
 def is_there(path: Path, *, or_folder: bool = False) -> bool:
-    """Whether there is such a file; no `OSError` for a name that is longer than any (Python's own raise)."""
+    """Return whether there is such a file; no `OSError` for a name that is longer than any (Python's own raise)."""
     try:
         return path.is_file() or (or_folder and path.exists())
     except OSError:
@@ -200,7 +200,7 @@ def refuse_special(path: Path | str) -> None:
 
 
 def read_small(path: Path, *, most_bytes: int = 64 * _MIB) -> bytes:
-    """A file that somebody wrote by hand or a program keeps settings in; `TrimtabError` for any other."""
+    """Return a file that somebody wrote by hand or a program keeps settings in; `TrimtabError` for any other."""
     if "\0" in str(path):
         raise TrimtabError(f"{str(path)[:60]!r} holds a null character, which no file's name has: name a file")
     refuse_special(path)

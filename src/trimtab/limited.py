@@ -88,7 +88,7 @@ class _Channel:
 
 
 def is_limited() -> bool:
-    """Whether this process is such a child."""
+    """Return whether this process is such a child."""
     return _Channel.file is not None
 
 

@@ -132,7 +132,7 @@ def option_problems(options: Any) -> list[str]:
 
 
 def _number_type(hint: Any) -> type | None:
-    """What a field of a number takes, NumPy's too; None for another field."""
+    """Return what a field of a number takes, NumPy's too; None for another field."""
     for number, kind in ((int, Integral), (float, Real)):
         if hint in (number, number | None):
             return kind
@@ -171,7 +171,7 @@ class VideoOptions:
     ] = None
 
     def shown(self) -> str:
-        """What was asked for: "fps 1.0, max_frames 16"; nothing where the processor's own files decide."""
+        """Return what was asked for: "fps 1.0, max_frames 16"; nothing where the processor's own files decide."""
         return ", ".join(
             f"{name} {value}" for name, value in same_fields(self, VideoOptions).items() if value is not None
         )
@@ -205,5 +205,5 @@ class ReadingOptions:
 
     @property
     def allowed(self) -> Allowed:
-        """What files from outside may name."""
+        """Return what files from outside may name."""
         return Allowed(outside=self.allow_outside, remote=self.allow_remote)

@@ -47,7 +47,7 @@ class ParallelDims:
 
     @property
     def is_folded(self) -> bool:
-        """Whether experts are divided otherwise than the dense layers."""
+        """Return whether experts are divided otherwise than the dense layers."""
         return self.ep > 1 or self.expert_tp != self.tp
 
     @property

@@ -340,7 +340,7 @@ class ClusterSpec:
         return self.node_link_bytes_per_s if self.num_nodes > 1 else self.device.link_bytes_per_s
 
     def ring_bytes_per_s(self, degree: int, *, stride: int = 1) -> float:
-        """What each rank of a group sends in a ring: `degree` ranks, each `stride` devices after the one before.
+        """Return what each rank of a group sends in a ring: `degree` ranks, each `stride` devices after the one before.
 
         A group within a node has the device's own link. One over several nodes enters and leaves a node by the ports of
         all its members there, as communication libraries use them, and no faster than a device's own link.
@@ -439,7 +439,7 @@ class SampleTable:
         return found
 
     def work(self, *, token_window: int | None = None) -> FloatArray:
-        """What each sample asks of the layers, (num_samples, len(WORK_TERMS)); the first column is 0."""
+        """Return what each sample asks of the layers, (num_samples, len(WORK_TERMS)); the first column is 0."""
         t = self.num_tokens.astype(np.float64)
         w = np.zeros((len(self), NUM_WORK_TERMS))
         w[:, 1], w[:, 2], w[:, 3] = self.num_patches, self.patches_sq, self.patches_windowed
@@ -597,7 +597,7 @@ class Profile:
         )
 
     def matrix(self, term: Literal["forward_s", "backward_s", "output_bytes"]) -> FloatArray:
-        """(num_layers, len(WORK_TERMS)) coefficients."""
+        """Return (num_layers, len(WORK_TERMS)) coefficients."""
         return np.array([getattr(layer, term) for layer in self.layers], dtype=np.float64).reshape(-1, NUM_WORK_TERMS)
 
     def transients(self, work: FloatArray) -> FloatArray:

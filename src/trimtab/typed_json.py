@@ -95,7 +95,7 @@ ReadNumber = Callable[[str, Any, Any, list[str]], Any]
 
 
 def has_default(field: Field[Any]) -> bool:
-    """Whether a file may leave the field out, where all that have a default may be."""
+    """Return whether a file may leave the field out, where all that have a default may be."""
     return field.default is not MISSING
 
 

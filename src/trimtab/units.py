@@ -71,7 +71,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """A count in short form: "7.62 B" parameters, "1.24 M" samples, "512"."""
+    """Return a count in short form: "7.62 B" parameters, "1.24 M" samples, "512"."""
     for unit, factor in (("T", TERA), ("B", GIGA), ("M", MEGA), ("k", 1e3)):
         if abs(value) >= factor:
             return f"{_three_digits(value / factor)} {unit}"
@@ -84,7 +84,7 @@ def format_number(value: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """How many times: "1.97x"."""
+    """Return how many times: "1.97x"."""
     return f"{ratio:.2f}x"
 
 
@@ -151,5 +151,5 @@ def unfold_modules(folded: Iterable[str]) -> tuple[str, ...]:
 
 
 def three_lines(title: str, first: str, second: str) -> str:
-    """What `__repr__` says of something with thousands of numbers."""
+    """Return what `__repr__` says of something with thousands of numbers."""
     return f"{title}\n  {first}\n  {second}"

@@ -45,7 +45,7 @@ def build_on_meta(config: Mapping[str, Any], *, tied: bool, dtype: str = "bf16")
 
 
 def auto_map(model: Any, machine: Machine, *, library: Library) -> dict[str, DeviceKey]:
-    """What `device_map="auto"` gives for a model without weights, under the machine's memory.
+    """Return what `device_map="auto"` gives for a model without weights, under the machine's memory.
 
     accelerate: `get_balanced_memory` and `infer_auto_device_map`, as Transformers called them up to 4; transformers:
     the copy of version 5. Both know only weights.

@@ -42,7 +42,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
 
 
 def find_target(name: str) -> Target:
-    """What the adapter of one of `FRAMEWORKS` declares.
+    """Return what the adapter of one of `FRAMEWORKS` declares.
 
     >>> find_target("deepspeed").title
     'DeepSpeed'

@@ -311,7 +311,7 @@ def _frozen_lines(plan: Decided) -> list[str]:
 
 
 def whole(model: ModelSpec, zero_stages: Sequence[int]) -> Expressible:
-    """What a host can run that has the whole model on every rank, recompute as planned."""
+    """Return what a host can run that has the whole model on every rank, recompute as planned."""
     choices = {"pp": (1,), "tp": (1,), "zero_stage": tuple(zero_stages)}
     return Expressible(forbidden_cuts=frozenset(range(1, len(model.layers))), choices=choices)
 

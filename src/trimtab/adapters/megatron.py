@@ -63,7 +63,7 @@ def megatron_ladders(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[list
 def language_recompute(
     model: ModelSpec, stages: Sequence[Stage], counts: Sequence[int], warnings: list[str]
 ) -> dict[str, Setting]:
-    """One setting for all stages that holds no more than the plan anywhere; what that costs is a warning.
+    """Return one setting for all stages that holds no more than the plan anywhere; what that costs is a warning.
 
     Megatron-Core's full recompute by the "block" method covers the first n blocks of every stage, its selective
     recompute all blocks; it cannot mix them.
@@ -221,7 +221,7 @@ class MegatronExport:
         return " \\\n".join(shlex.join(words) for words in self._words())
 
     def _words(self) -> Iterator[list[str]]:
-        """Every flag with its values."""
+        """Yield every flag with its values."""
         for name, setting in self.settings.items():
             values = setting if isinstance(setting, tuple) else () if setting is True else (setting,)
             yield ["--" + name.replace("_", "-"), *map(str, values)]
@@ -355,7 +355,7 @@ def export(plan: Decided, price: float | None) -> Exported:
 
 
 def can_run(model: ModelSpec, _pp: int) -> Expressible:
-    """What Megatron-Core and the launchers that hand on all of its settings can run."""
+    """Return what Megatron-Core and the launchers that hand on all of its settings can run."""
     return Expressible(
         forbidden_cuts=unsupported_cuts(model),
         tiers=full_blocks,

@@ -80,7 +80,7 @@ def parse_megatron_flags(text: str) -> MegatronFlags:
 
 
 def read_megatron_flags(said: Mapping[str, str]) -> MegatronFlags:
-    """Those that decide the split, of `flag_values`."""
+    """Return those that decide the split, of `flag_values`."""
     found: dict[str, int | str | bool] = {}
     for field in fields(MegatronFlags):
         if field.name in said:
@@ -230,7 +230,7 @@ def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
 
 
 def _advise_layout(num_layers: int, pp: int) -> str:
-    """One of stages as even as whole layers go, where there are few enough."""
+    """Return one of stages as even as whole layers go, where there are few enough."""
     if pp > min(num_layers, _MOST):
         return f"choose a pp of {min(num_layers, _MOST)} or less"
     counts = [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]

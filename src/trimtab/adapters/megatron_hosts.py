@@ -124,7 +124,7 @@ def _launch(plan: Decided) -> dict[str, Any]:
 
 
 def _lora(model: ModelSpec, lora: Lora) -> str:
-    """Its own class of adapters, only on the language model; they are made in the model's format."""
+    """Return its own class of adapters, only on the language model; they are made in the model's format."""
     if lora.weights not in (None, "same") or lora.towers != ("language",):
         raise UnsupportedPlanError(
             f"LoRA ({lora}) was planned, and Megatron-Bridge's adapters have the model's own number format, in its "
@@ -138,7 +138,7 @@ def _lora(model: ModelSpec, lora: Lora) -> str:
 
 
 def _about_tower(plan: Decided, first: Stage) -> Iterator[str]:
-    """How the tower's recompute differs from the plan's."""
+    """Yield how the tower's recompute differs from the plan's."""
     planned = len(recomputed_blocks(plan.model, plan.stages[0], "vision"))
     runs = len(recomputed_blocks(plan.model, first, "vision"))
     if planned != runs:
@@ -276,7 +276,7 @@ def _lora_fields(model: ModelSpec, lora: Lora) -> dict[str, object]:
 
 
 def _whole_tower(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """These stages with full recompute of all vision blocks."""
+    """Return these stages with full recompute of all vision blocks."""
     tower = dict.fromkeys(model.indices("vision", "block"), _FULL)
     return tuple(recomputing(stage, tiers_of(stage) | tower) for stage in stages)
 

@@ -130,7 +130,7 @@ def _warnings(
 
 
 def _unsupported_cuts(model: ModelSpec) -> frozenset[int]:
-    """All but those between two blocks of a tower and the one before the token embedding."""
+    """Return all but those between two blocks of a tower and the one before the token embedding."""
     embed = model.indices("language", "embed")[0]
     return frozenset(
         cut

@@ -143,7 +143,7 @@ def _unscripted(model: ModelSpec, num_chunks: int) -> list[str]:
 
 
 def _uneven(model: ModelSpec, counts: Sequence[int], price: float | None) -> list[str]:
-    """Whether the stages' numbers of blocks are a first one and even ones after it."""
+    """Return whether the stages' numbers of blocks are a first one and even ones after it."""
     if len(set(counts)) > 1 and model.family in _COPY_THE_COUNT:
         return [
             f"stages of {', '.join(map(str, counts))} blocks were planned, and the script of {model.family} leaves the "

@@ -97,7 +97,7 @@ class Decided:
 
     @property
     def packs_per_step(self) -> int:
-        """What a host counts that takes a pack as one sample."""
+        """Return what a host counts that takes a pack as one sample."""
         return self.dims.dp * self.num_microbatches
 
     @property
@@ -189,7 +189,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def schedule_problems(plan: Decided, framework: str, known: Sequence[str]) -> list[str]:
-    """A sentence where the framework runs only other schedules."""
+    """Return a sentence where the framework runs only other schedules."""
     if plan.schedule in known:
         return []
     return [f"schedule {plan.schedule} was planned, and {framework} does not run it: plan with {' or '.join(known)}"]
@@ -210,7 +210,7 @@ def cut_problems(plan: Decided, unsupported: frozenset[int], why: str) -> list[s
 
 
 def degree_problems(dims: ParallelDims, title: str, degrees: Sequence[str]) -> list[str]:
-    """A sentence for each degree beside dp, pp and tp that the framework does not have."""
+    """Return a sentence for each degree beside dp, pp and tp that the framework does not have."""
     planned = {"cp": dims.cp, "ep": dims.ep, "etp": dims.etp or 1}
     return [
         f"{axis} {degree} was planned, which this export cannot say for {title}: plan with {axis} 1"
@@ -372,7 +372,7 @@ def fit_plan(found: ReloadedPlan, target: Target) -> PlanDetails:
 
 
 def cost_of_runs(case: Case, runs: Sequence[Stage], planned: Sequence[Stage]) -> RunCost:
-    """What these stages cost beside the planned ones."""
+    """Return what these stages cost beside the planned ones."""
     held, meant = rank_bytes(case, runs), rank_bytes(case, planned)
     rank = max(range(len(held)), key=lambda r: abs(held[r] - meant[r]))
     return RunCost(
@@ -403,7 +403,7 @@ def attentions(model: ModelSpec, tower: Tower = "language") -> list[AttentionSpe
 
 
 def head_problems(model: ModelSpec, tp: int) -> list[str]:
-    """What keeps the heads of the language model from being spread over tp ranks."""
+    """Return what keeps the heads of the language model from being spread over tp ranks."""
     problems = []
     for heads, groups in sorted({(x.num_heads, x.num_kv_heads) for x in attentions(model)}):
         if heads % tp:
@@ -434,7 +434,7 @@ def blocks_of(model: ModelSpec, stage: Stage, tower: Tower = "language") -> tupl
 
 
 def recomputed_blocks(model: ModelSpec, stage: Stage, tower: Tower = "language") -> dict[int, RecomputedTier]:
-    """Those that the stage recomputes, each with its tier."""
+    """Return those that the stage recomputes, each with its tier."""
     return {i: tier for i, tier in tiers_of(stage).items() if is_block(model, i, tower)}
 
 
@@ -456,7 +456,7 @@ def count_by_tier(stages: Sequence[Stage]) -> Counter[RecomputedTier]:
 
 
 def lost_tiers(counts: Mapping[RecomputedTier, int], layers: str, instead: str) -> list[str]:
-    """A sentence for each tier beside full that a framework turns into full."""
+    """Return a sentence for each tier beside full that a framework turns into full."""
     return [
         f"{counts[tier]} {layers} are planned with {tier} recompute (each keeps {MEANINGS[tier]}), and {instead}, "
         "which holds less and takes longer"

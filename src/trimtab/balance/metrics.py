@@ -75,7 +75,7 @@ def sum_columns(sizes: FloatArray) -> FloatArray:
 
 
 def above_limits(sizes: IntArray | FloatArray, limits: tuple[int, ...] | FloatArray) -> npt.NDArray[np.bool_]:
-    """(n,) whether a sample, or the sums of a pack, (n, k) is above a limit."""
+    """Return (n,) whether a sample, or the sums of a pack, (n, k) is above a limit."""
     above = np.zeros(len(sizes), np.bool_)
     for d, limit in enumerate(limits):  # column by column: ten times as fast as any(axis=1)
         above |= sizes[:, d] > limit
@@ -232,7 +232,7 @@ def report_balance(
 
 
 def _sources_of_steps(samples: SampleTable, packing: Packing, schedule: Schedule) -> IntArray:
-    """(steps, sources) samples of each source in each step."""
+    """Return (steps, sources) samples of each source in each step."""
     step_of_pack = np.empty(packing.num_packs, np.int64)
     steps, _, _ = np.nonzero(schedule.table >= 0)
     step_of_pack[schedule.table[schedule.table >= 0]] = steps

@@ -249,7 +249,7 @@ def _pack_small(
 def report_packing(
     samples: SampleTable, result: PackResult, *, cost: LinearCost | FloatArray | None = None
 ) -> BalanceReport:
-    """All figures of what `pack_samples` returned, with the same `cost`.
+    """Return all figures of what `pack_samples` returned, with the same `cost`.
 
     Use it to see how even packs are, and to compare two ways of packing.
 
@@ -301,7 +301,7 @@ def warm_up(*methods: PackMethod) -> None:
 
 
 def read_sizes(samples: SampleTable, rows: IntArray | None = None) -> IntArray:
-    """(n, 2) patches and tokens of these rows, or of all."""
+    """Return (n, 2) patches and tokens of these rows, or of all."""
     columns = (samples.num_patches, samples.num_tokens)
     return np.stack([column if rows is None else column[rows] for column in columns], axis=1).astype(np.int64)
 
@@ -333,7 +333,7 @@ def check_costs(column: FloatArray) -> None:
 
 
 def find_problems(fill: float | None, oversize: str, **counts: float) -> list[str]:
-    """What is wrong with settings that all packers have in common; `counts` must be 1 or more."""
+    """Return what is wrong with settings that all packers have in common; `counts` must be 1 or more."""
     problems = [f"{name} {value} packs nothing: give 1 or more" for name, value in counts.items() if value < 1]
     if oversize not in OVERSIZE:
         problems.append(f"oversize {oversize!r} is unknown: choose one of {', '.join(OVERSIZE)}")
@@ -383,7 +383,7 @@ def _find_oversize(samples: SampleTable, limits: tuple[int, int]) -> IntArray:
 
 
 def describe_oversize(samples: SampleTable, rows: IntArray, limits: tuple[int, int]) -> str:
-    """All samples above a limit, a line each."""
+    """Return all samples above a limit, a line each."""
     lines = [
         f"{len(rows):,} of {len(samples):,} samples do not fit a pack of {limits[0]} {samples.patch_unit} and "
         f"{limits[1]} "

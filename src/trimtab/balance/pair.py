@@ -59,7 +59,7 @@ class Scratch(NamedTuple):
 def make_goal(
     limits: FloatArray, weights: FloatArray, penalties: FloatArray, means: FloatArray, slopes: FloatArray
 ) -> Goal:
-    """What pairs are shared by; each argument is (D,)."""
+    """Return what pairs are shared by; each argument is (D,)."""
     goal = np.zeros(len(limits), COLUMN)
     for name, values in zip(COLUMN.names or (), (limits, weights, penalties, means, slopes), strict=False):
         goal[name] = values
@@ -170,7 +170,7 @@ def _best_way(free: int, current: int, scratch: Scratch) -> int:
 def _is_better(
     sums: FloatArray, a: int, goal: Goal, sign: float, first: int, free: int, way: int, held: FloatArray
 ) -> bool:
-    """Whether the way scores less than the packs as they are, in float64."""
+    """Return whether the way scores less than the packs as they are, in float64."""
     old_score, new_score = 0.0, 0.0
     for d in range(len(goal)):
         half = 0.5 * goal[d].both

@@ -158,7 +158,7 @@ def batch_by_length(lengths: FloatArray, *, batch_size: float, dp: int, seed: in
 
 
 def batch_by_device(lengths: FloatArray, *, batch_size: float, dp: int, seed: int, epoch: int = 0) -> Groups:
-    """Every rank gets samples of one length at the same time: dp neighbours in length, one for each rank.
+    """Return every rank gets samples of one length at the same time: dp neighbours in length, one for each rank.
 
     `MEGA_STEPS` steps of the shuffle are sorted by length and cut into rows of dp; the rows are shuffled, and a step is
     as many rows as a batch has samples.

@@ -43,7 +43,7 @@ def schedule_packs(
     tolerance: float = TOLERANCE,
     block_steps: int = BLOCK_STEPS,
 ) -> Schedule:
-    """A schedule of packs with the given columns (num_packs, k): patches, tokens, cost, ...
+    """Return a schedule of packs with the given columns (num_packs, k): patches, tokens, cost, ...
 
     A *row* is what the ranks run at the same time: one pack each; a step is `num_microbatches` rows. `random` takes the
     packs as they come: only the shuffle decides in which step a pack is; within a step alike packs make the rows.
@@ -213,7 +213,7 @@ def group_alike(columns: FloatArray, packs: IntArray, group: int, *, run: int | 
 
 
 def _means(values: FloatArray, length: int) -> FloatArray:
-    """(runs, D) of each `length` rows, the last run maybe shorter; added in order: the same bits everywhere."""
+    """Return (runs, D) of each `length` rows, the last run maybe shorter; added in order: the same bits everywhere."""
     num_full = len(values) // length
     full, rest = np.split(values, [num_full * length])
     means = [np.cumsum(full.reshape(num_full, length, -1) / length, axis=1)[:, -1]] if num_full else []
@@ -264,7 +264,7 @@ def split_packs(groups: Groups, sizes: IntArray, limits: tuple[int, ...], extra:
 
 
 def insert_singles(groups: Groups, singles: IntArray, places: IntArray) -> Groups:
-    """Each of `singles` as a pack of its own, before the pack whose number `places` gives."""
+    """Return each of `singles` as a pack of its own, before the pack whose number `places` gives."""
     starts = np.append(groups.offsets[:-1], groups.offsets[-1])[places]
     counts = np.insert(np.diff(groups.offsets), places, 1)
     return Groups(np.insert(groups.members, starts, singles), _offsets_of(counts))

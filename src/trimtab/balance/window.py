@@ -51,7 +51,7 @@ class Effort(NamedTuple):
 
 @inner
 def _bucket_of(place: float) -> int:
-    """A whole number from 0 to NUM_BUCKETS - 1, whatever the figure is: it says where memory is written."""
+    """Return a whole number from 0 to NUM_BUCKETS - 1, whatever the figure is: it says where memory is written."""
     return np.int64(place) if 0.0 <= place < NUM_BUCKETS else np.int64(0 if place < 0.0 else NUM_BUCKETS - 1)
 
 
@@ -301,7 +301,7 @@ def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: U
 
 @inner
 def _is_above(sums: FloatArray, p: int, goal: Goal) -> bool:
-    """Whether a pack is above a limit."""
+    """Return whether a pack is above a limit."""
     above = False
     for d in range(len(goal)):
         above = above or sums[p, d] > goal[d].limit

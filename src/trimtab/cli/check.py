@@ -90,7 +90,7 @@ def _praise(plan: Path | None, framework: str | None, memory: bool) -> str:
 
 
 def _check_plan(plan: Path, config: str | None, memory: bool) -> tuple[list[str], MemoryCheck | None]:
-    """What does not hold; and the count of bytes, where it was asked for and the plan can be read back."""
+    """Return what does not hold; and the count of bytes, where it was asked for and the plan can be read back."""
     from trimtab.errors import PlanError, TrimtabError
     from trimtab.plan.file.check import check_memory, check_plan, find_traced_model
 

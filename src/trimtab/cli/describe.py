@@ -154,7 +154,7 @@ def uneven(
 
 
 def _splits(counted: UnevenModel, pp: int, first: int | None) -> tuple[dict[str, UnevenSplit], str | None]:
-    """Those to compare by name, and why the rule's is not among them."""
+    """Return those to compare by name, and why the rule's is not among them."""
     from trimtab.partition.published import best_split, flops_split, priced_split, split_with
 
     optimum, no_answer = best_split(counted, pp=pp), None  # first: it refuses more stages than layers

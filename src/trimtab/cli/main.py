@@ -35,7 +35,7 @@ _MADE_WITH = {"transformers": "5.23"}
 
 
 def _what_to_install(package: str, error: ImportError) -> str:
-    """A sentence on a package that is not there, or is another version than the one that was imported from."""
+    """Return a sentence on a package that is not there, or is another version than the one that was imported from."""
     extra = _INSTALL_HINTS[package]
     if find_spec(package) is None:
         return f"this needs {package}, which is not installed: pip install 'trimtab[{extra}]'"

@@ -76,7 +76,7 @@ class ProfileOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What formulas and counts both take."""
+        """Return what formulas and counts both take."""
         return {
             "dtype": self.dtype,
             "attention": self.attention or "flash",

@@ -53,7 +53,7 @@ def report(
 
 
 def data_files(sources: Sequence[SourceFile]) -> tuple[DataFile, ...]:
-    """Each file as it was found, with its fingerprint and the media folder that was stated for it."""
+    """Return each file as it was found, with its fingerprint and the media folder that was stated for it."""
     return tuple(
         DataFile(
             path=str(source.file),

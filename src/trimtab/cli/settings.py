@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def takes_many(self) -> bool:
-        """Whether several values may be given, one a `--set`."""
+        """Return whether several values may be given, one a `--set`."""
         return self.option.read is not None and get_origin(self.option.typed) is list
 
     @property
@@ -89,7 +89,7 @@ _KINDS = {int: "N", float: "X", Path: "PATH", bool: "true|false"}
 
 
 def settings_of(kind: type) -> Iterator[Setting]:
-    """All options of a dataclass, those of the dataclasses in it too."""
+    """Yield all options of a dataclass, those of the dataclasses in it too."""
     for field, (_, hint, option) in zip(fields(kind), option_fields(kind), strict=True):
         if is_dataclass(hint):
             assert isinstance(hint, type)
@@ -206,7 +206,7 @@ def _typed_flags(context: typer.Context, settings: Mapping[str, Setting], given:
 def _words_of_set(
     context: typer.Context, given: Sequence[str], settings: Mapping[str, Setting], typed: Mapping[str, Any]
 ) -> dict[str, list[str]]:
-    """What `--set` gave of each name."""
+    """Return what `--set` gave of each name."""
     words: dict[str, list[str]] = {}
     problems = []
     for text in given:
@@ -224,7 +224,7 @@ def _words_of_set(
 
 
 def _words_of_file(context: typer.Context, file: Path | None, settings: Mapping[str, Setting]) -> dict[str, list[str]]:
-    """What a YAML file says of each name, as it would be typed."""
+    """Return what a YAML file says of each name, as it would be typed."""
     if file is None:
         return {}
     try:
@@ -240,7 +240,7 @@ def _words_of_file(context: typer.Context, file: Path | None, settings: Mapping[
 
 
 def _words(value: Any) -> list[str]:
-    """A YAML value as it would be typed: a list is one word each, a mapping is NAME=VALUE,..."""
+    """Return a YAML value as it would be typed: a list is one word each, a mapping is NAME=VALUE,..."""
     if isinstance(value, list):
         return [word for one in value for word in _words(one)]
     if isinstance(value, dict):

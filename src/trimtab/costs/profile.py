@@ -123,12 +123,12 @@ def with_tiers(profile: Profile, model: ModelSpec, tiers: Callable[[LayerSpec], 
 
 
 def has_experts(model: ModelSpec) -> bool:
-    """Whether any of its layers has routed experts."""
+    """Return whether any of its layers has routed experts."""
     return any(layer.mlp is not None and layer.mlp.num_experts is not None for layer in model.layers)
 
 
 def is_unpriced(layer: LayerSpec) -> bool:
-    """Whether no formula knows the layer and nothing has measured it."""
+    """Return whether no formula knows the layer and nothing has measured it."""
     if layer.measured is not None:
         return not layer.measured.forward_flops
     return layer.attention is not None and layer.attention.cross

@@ -238,7 +238,7 @@ def find_positions(config: Config) -> int | None:
 
 
 def _stores(names: Collection[str], layer: str) -> bool:
-    """Whether a weight of this layer lies in the files, under its own name or an older prefix."""
+    """Return whether a weight of this layer lies in the files, under its own name or an older prefix."""
     last = f"{layer.rpartition('.')[2]}.weight"
     return any(name == last or name.endswith(f".{last}") for name in names)
 
@@ -361,7 +361,7 @@ _OF_IMAGES = ("preprocessor_config.json", "processor_config.json")  # Transforme
 def _read_processor(
     preprocessor: str | Path | Config | None, *, beside: Path | None
 ) -> tuple[Config | None, dict[str, Config]]:
-    """What image rules read, and by name all that Transformers makes the processor of.
+    """Return what image rules read, and by name all that Transformers makes the processor of.
 
     That is the file given, else what lies beside config.json.
     """
@@ -417,7 +417,7 @@ def _read_json(path: Path) -> Config:
 
 
 def _checked(value: object, whence: str) -> Config:
-    """A mapping that can be written as JSON, so that it has a digest."""
+    """Return a mapping that can be written as JSON, so that it has a digest."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{whence} holds {quote(value)}: a JSON object with a `model_type` is needed")
     try:

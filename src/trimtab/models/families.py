@@ -335,5 +335,5 @@ _ASKED = Family()
 
 
 def family_of(model_type: object) -> Family:
-    """What is declared of it; nothing, where all is asked."""
+    """Return what is declared of it; nothing, where all is asked."""
     return FAMILIES.get(model_type, _ASKED) if isinstance(model_type, str) else _ASKED

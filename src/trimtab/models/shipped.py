@@ -58,7 +58,7 @@ def suggest_shipped(name: str) -> str:
 
 
 def read_shipped(name: str) -> Mapping[str, Any]:
-    """A shipped description, its published configuration under `config`."""
+    """Return a shipped description, its published configuration under `config`."""
     data: Mapping[str, Any] = json.loads(_lines()[name])
     return data
 

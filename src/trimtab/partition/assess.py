@@ -119,13 +119,13 @@ class SplitProblem:
 
     @property
     def room_bytes(self) -> float:
-        """What a device may hold, overhead aside; less by what rounding may add."""
+        """Return what a device may hold, overhead aside; less by what rounding may add."""
         room = (self.memory_bytes - self.overhead_bytes) / (1.0 + self.overhead_share)
         return room * (1.0 - 1e-12) if self.overhead_share else room
 
     @property
     def order(self) -> BlockOrder:
-        """What each device runs."""
+        """Return what each device runs."""
         return block_order(
             self.schedule,
             num_devices=self.num_stages,
@@ -221,12 +221,12 @@ def stages_bytes(profile: Profile, stages: Sequence[Stage], work: FloatArray, *,
 
 
 def state_bytes(profile: Profile, stages: Sequence[Stage]) -> FloatArray:
-    """(S,) parameters, gradients, optimizer state."""
+    """Return (S,) parameters, gradients, optimizer state."""
     return np.array([sum(layer.state_bytes for layer in profile.layers[x.start : x.stop]) for x in stages])
 
 
 def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:
-    """(num_layers,) bytes that a stage holds more when it begins with the layer, of one micro-batch."""
+    """Return (num_layers,) bytes that a stage holds more when it begins with the layer, of one micro-batch."""
     return np.array([max(0.0, float(np.dot(x.entry_bytes, work))) if x.entry_bytes else 0.0 for x in profile.layers])
 
 

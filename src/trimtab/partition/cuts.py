@@ -100,7 +100,7 @@ def _solve(pipeline: Pipeline, i: int, a: int, b: int) -> Choice | None:
 
 
 def _menus(pipeline: Pipeline, i: int, alike: Sequence[int], lowest: int) -> list[Menu]:
-    """What stage i may choose from, its transient rising from `lowest`."""
+    """Return what stage i may choose from, its transient rising from `lowest`."""
     present = tuple(number > 0 for number in alike)
     if present not in pipeline.menus:
         pipeline.menus[present] = menus_of(pipeline.tiers, present)

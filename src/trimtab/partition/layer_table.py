@@ -181,7 +181,7 @@ def _useful(rungs: Sequence[_Rung]) -> list[_Rung]:
 
 
 def _classes(ladders: Sequence[Sequence[_Rung]]) -> tuple[IntArray, list[tuple[Upgrade, ...]]]:
-    """(layers,) class of each layer, -1 without upgrades; the upgrades of each class."""
+    """Return (layers,) class of each layer, -1 without upgrades; the upgrades of each class."""
     alike: dict[tuple[Upgrade, ...], int] = {}
     layer_class = np.full(len(ladders), -1, np.int64)
     for i, (start, *more) in enumerate(ladders):

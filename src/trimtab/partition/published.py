@@ -105,7 +105,7 @@ def bmp_anchor(problem: SplitProblem) -> tuple[int, ...]:
 
 
 def bmp_candidates(problem: SplitProblem, anchor: Sequence[int], *, radius: int) -> list[BmpCandidate]:
-    """All cuts within `radius` allowed cuts of the anchor's, best rank first; (2 radius + 1)^(S - 1) at most."""
+    """Return all cuts within `radius` allowed cuts of the anchor's, best rank first; (2 radius + 1)^(S - 1) at most."""
     S = len(anchor) + 1
     count = (2 * radius + 1) ** len(anchor)
     if radius < 0 or count > MAX_CANDIDATES:
@@ -133,7 +133,7 @@ def rank_cuts(problem: SplitProblem, cuts: Sequence[int]) -> BmpCandidate:
 
 
 def _spread_and_sent(problem: SplitProblem, cuts: IntArray) -> tuple[FloatArray, FloatArray]:
-    """(n,) ms and MiB of n rows of cuts."""
+    """Return (n,) ms and MiB of n rows of cuts."""
     forward, _ = mean_seconds(problem.profile, problem.work_mean)
     before = np.concatenate([[0.0], np.cumsum(forward)])
     ends = np.full((len(cuts), 1), len(forward))
@@ -223,7 +223,7 @@ class StageMemory:
 
 
 def uneven_model(model: ModelSpec, *, image: tuple[int, int], decoder_tokens: int) -> UnevenModel:
-    """What the rule looks at of a described model, for samples of one image of (width, height) pixels.
+    """Return what the rule looks at of a described model, for samples of one image of (width, height) pixels.
 
     Patches are those of the model's own processor. Raises `PartitionError` for a model that the rule has no words for:
     without a vision tower, with layers of several widths, or with experts.
@@ -302,7 +302,7 @@ def split_with(model: UnevenModel, first: int, *, pp: int) -> UnevenSplit:
 
 
 def priced_split(model: UnevenModel, counts: Sequence[int]) -> UnevenSplit:
-    """A split by any counts."""
+    """Return a split by any counts."""
     flops = model.stage_flops(counts)
     return UnevenSplit(counts=tuple(counts), imbalance=max(flops) * len(flops) / sum(flops) - 1.0)
 

@@ -40,7 +40,7 @@ class BlockOrder:
 
 
 def splits_backward(schedule: ScheduleName) -> bool:
-    """Whether the schedule runs gradients of inputs and of weights as blocks of their own."""
+    """Return whether the schedule runs gradients of inputs and of weights as blocks of their own."""
     return schedule in _SPLIT_BACKWARD
 
 
@@ -57,7 +57,7 @@ def device_of_stage(schedule: ScheduleName, stage: int, *, num_devices: int, num
 
 
 def devices_of_stages(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1) -> IntArray:
-    """(S,) `device_of_stage` of every stage."""
+    """Return (S,) `device_of_stage` of every stage."""
     shape = {"num_devices": num_devices, "num_chunks": num_chunks}
     return np.array([device_of_stage(schedule, s, **shape) for s in range(num_devices * num_chunks)], np.int64)
 
@@ -146,7 +146,7 @@ def block_order(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1
 
 
 def _alternating(schedule: ScheduleName, device: int, P: int, V: int, M: int) -> Iterator[tuple[int, int]]:
-    """(chunk, kind) of every block: forwards to warm up, then forward and backward by turns."""
+    """Yield (chunk, kind) of every block: forwards to warm up, then forward and backward by turns."""
     ahead = num_warmup(schedule, device=device, num_devices=P, num_chunks=V, num_microbatches=M)
     # V = 1 needs no rounds, and M may then be any number
     chunk = [k % (P * V) // P if V > 1 else 0 for k in range(V * M)]
@@ -181,7 +181,7 @@ def _zbv(device: int, P: int, M: int) -> Iterator[tuple[int, int]]:
 
 
 def peak_in_flight(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1, num_microbatches: int) -> IntArray:
-    """(S,) the most micro-batches of which a stage holds something at once: from forward to backward, or to W.
+    """Return (S,) the most micro-batches of which a stage holds something at once: from forward to backward, or to W.
 
     1F1B: min(P - s, M). GPipe: M. ZBH1: min(P, M). Others: counted along `block_order`; the chunks of one device peak
     at different moments, so their sum may exceed the device's own peak (see `peak_saved_bytes`).
@@ -195,7 +195,7 @@ def peak_in_flight(schedule: ScheduleName, *, num_devices: int, num_chunks: int 
 
 
 def peak_pending(schedule: ScheduleName, *, num_devices: int, num_chunks: int = 1, num_microbatches: int) -> IntArray:
-    """(S,) the most micro-batches at once that a stage has begun to run B for, W not being done; 0 without W."""
+    """Return (S,) the most micro-batches at once that a stage has begun to run B for, W not being done; 0 without W."""
     P, V, M = num_devices, num_chunks, num_microbatches
     if not splits_backward(schedule):
         return np.zeros(P * V, np.int64)
@@ -211,7 +211,7 @@ def peak_saved_bytes(
     num_microbatches: int,
     pending_bytes: FloatArray | None = None,
 ) -> FloatArray:
-    """(P,) the most activation bytes a device holds at once.
+    """Return (P,) the most activation bytes a device holds at once.
 
     Stage s holds `saved_bytes[s]` for a micro-batch from its forward to its backward and, where W comes apart from B,
     `pending_bytes[s]` (None: the same) from B's start to W's end: what was computed again for B is there until W has
@@ -239,7 +239,7 @@ def _per_stage(schedule: ScheduleName, P: int, V: int, M: int, count: Callable[[
 
 @lru_cache(maxsize=256)
 def _stages_of_devices(schedule: ScheduleName, P: int, V: int) -> IntArray:
-    """(P, V) the stages of each device, first chunk first."""
+    """Return (P, V) the stages of each device, first chunk first."""
     return np.argsort(devices_of_stages(schedule, num_devices=P, num_chunks=V), kind="stable").reshape(P, V)
 
 

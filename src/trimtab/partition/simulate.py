@@ -139,7 +139,7 @@ def waves_of(schedule: ScheduleName, *, num_devices: int, num_chunks: int, num_m
 
 
 def replay(waves: Waves, seconds: FloatArray, sends: FloatArray, table: IntArray) -> FloatArray:
-    """(n, steps) end of every block in every step, blocks as in `waves`.
+    """Return (n, steps) end of every block in every step, blocks as in `waves`.
 
     `seconds` (3, S, num_packs): forward; backward, which the stage before waits for; weight gradients, which nothing
     waits for. `sends` (2, S, num_packs): after the forward, after the backward. `table[step, microbatch]` is a pack,
@@ -168,7 +168,7 @@ def replay(waves: Waves, seconds: FloatArray, sends: FloatArray, table: IntArray
 
 
 def makespans(waves: Waves, seconds: FloatArray, sends: FloatArray, table: IntArray) -> FloatArray:
-    """(steps,) makespan of each step: see `replay`."""
+    """Return (steps,) makespan of each step: see `replay`."""
     at_once = max(1, MOST_AT_ONCE // len(waves.stage))
     parts = [
         replay(waves, seconds, sends, table[first : first + at_once]).max(axis=0)
@@ -228,7 +228,7 @@ def stage_times(
 
 
 def _waited_s(profile: Profile, stage: Stage, work: FloatArray) -> FloatArray:
-    """(N,) seconds that the stage is busy with what it receives and what it sends on, in either pass."""
+    """Return (N,) seconds that the stage is busy with what it receives and what it sends on, in either pass."""
     if profile.send_wait_bytes_per_s is None:
         return np.zeros(len(work))
     ends = [i for i in (stage.start - 1, stage.stop - 1) if 0 <= i < len(profile.layers) - 1]
@@ -283,7 +283,7 @@ def simulate_steps(
     num_devices: int | None = None,
     all_reduce_s: float = 0.0,
 ) -> FloatArray:
-    """(num_steps,) seconds of each step: the slowest data-parallel rank's makespan + the gradients' all-reduce.
+    """Return (num_steps,) seconds of each step: the slowest data-parallel rank's makespan + the gradients' all-reduce.
 
     `times` hold all packs; `table[step, rank, microbatch]` says which run where (-1: an empty slot, run at no cost).
     `all_reduce_s` is what of it no compute hides, as the caller knows it.

@@ -143,7 +143,7 @@ def _solve_capped(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> 
 
 
 def _infeasible(problem: SplitProblem, table: LayerTable) -> PartitionError:
-    """How many bytes the fullest device lacks in the split that needs least on it."""
+    """Return how many bytes the fullest device lacks in the split that needs least on it."""
     pipeline = pipeline_of(problem, table, chunk_room(problem))
     least = least_memory(pipeline) * problem.num_chunks * (1 + problem.overhead_share) + problem.overhead_bytes
     missing = least - problem.memory_bytes

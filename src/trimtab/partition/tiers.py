@@ -127,7 +127,7 @@ def most_saved(menu: Menu, num_alike: Sequence[int]) -> int:
 
 
 def no_choice(tiers: TierTable) -> Choice:
-    """Every layer on its first tier."""
+    """Return every layer on its first tier."""
     return Choice(0, tuple((0,) * len(own) for own in tiers.upgrades))
 
 

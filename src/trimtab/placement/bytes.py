@@ -36,7 +36,7 @@ class InferenceTable:
 
 
 def inference_table(model: ModelSpec, workload: Workload, batch: Batch | None = None) -> InferenceTable:
-    """What each layer of `model` takes under `workload`.
+    """Return what each layer of `model` takes under `workload`.
 
     Exact for weights and KV cache. The live bytes follow the modules of Transformers 5 and hold within 10 % of what
     is counted on them together with the weights; not counted: workspace inside kernels, the allocator's rounding.

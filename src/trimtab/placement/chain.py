@@ -127,7 +127,7 @@ def modules_of(model: ModelSpec, layer: int) -> tuple[str, ...]:
 
 
 def upwards(name: str) -> Iterator[str]:
-    """A module's path and those of the modules around it: "a.b", "a", ""."""
+    """Yield a module's path and those of the modules around it: "a.b", "a", ""."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -66,7 +66,7 @@ class Serving:
 
     @property
     def masks_bytes(self) -> float:
-        """What is made once, in front of the first block: all masks, and the image rows of cross-attention."""
+        """Return what is made once, in front of the first block: all masks, and the image rows of cross-attention."""
         crossed = self.item_bytes * self.crossed_rows * (self.crossed_width + self.rows.prompt_tokens)
         return len(self.masked_windows) * self.mask_bytes + crossed
 
@@ -221,7 +221,7 @@ def _cross_attention_peak(layer: LayerSpec, a: AttentionSpec, serving: Serving, 
 
 
 def stacked_bytes(model: ModelSpec, serving: Serving) -> FloatArray:
-    """What a tower that hands on the states of all its blocks adds to the peak of each of its layers.
+    """Return what a tower that hands on the states of all its blocks adds to the peak of each of its layers.
 
     Mllama's keeps the result of every block until its end, where those that are read are stacked; the patches as they
     were embedded; and a mask over the tiles, as numbers to add.

@@ -54,7 +54,7 @@ class Choices:
 
 
 def choices_of(classes: Sequence[int]) -> Choices:
-    """All orders of devices, device i being of class `classes[i]`; past `MAX_STATES` only the order given."""
+    """Return all orders of devices, device i being of class `classes[i]`; past `MAX_STATES` only the order given."""
     members = [[i for i, c in enumerate(classes) if c == k] for k in range(max(classes) + 1)]
     sizes = [len(m) + 1 for m in members]
     if np.prod(np.array(sizes, dtype=np.float64)) > MAX_STATES:
@@ -239,7 +239,7 @@ class _Search:
         )
 
     def shares(self, option: Arrangement, spilled: Sequence[int]) -> FloatArray:
-        """(classes, n + 1, n + 1): of a device of each class, what each run of units takes."""
+        """Return (classes, n + 1, n + 1): of a device of each class, what each run of units takes."""
         on_cpu = self.by_rows.intersection(spilled)
         total = run_bytes(self.table, option.units, self.context_bytes, spilled=spilled, on_cpu=on_cpu)
         return np.stack([np.where(total > 0, total / free if free else np.inf, 0.0) for free in self.capacities])
@@ -355,7 +355,7 @@ def _homes(
 
 
 def _explain(model: ModelSpec, machine: Machine, workload: Workload, search: _Search) -> str:
-    """What is missing, and what would do."""
+    """Return what is missing, and what would do."""
     num = len(machine.gpus)
     sizes = format_bytes(sum(gpu.free_bytes for gpu in machine.gpus))
     gpus = f"one GPU of {sizes}" if num == 1 else f"{num} GPUs of {sizes} together"
@@ -491,7 +491,7 @@ def _is_table(layer: LayerSpec) -> bool:
 
 
 def _spread(layers: list[int]) -> list[int]:
-    """Every prefix lies about evenly over the list: bit-reversed order."""
+    """Return every prefix lies about evenly over the list: bit-reversed order."""
     bits = max(len(layers) - 1, 1).bit_length()
     turned = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(2**bits))
     return [layers[i] for i in turned if i < len(layers)]

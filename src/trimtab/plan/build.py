@@ -207,7 +207,7 @@ def _settle(
 def batch_assumption(
     cluster: ClusterSpec, asked: PlanOptions, options: PlanOptions, num_samples: int
 ) -> tuple[str, ...]:
-    """A sentence, where the planner chose the global batch."""
+    """Return a sentence, where the planner chose the global batch."""
     if asked.global_batch is not None or asked.num_microbatches is not None:
         return ()
     chosen = options.global_batch or default_global_batch(cluster, asked, num_samples)

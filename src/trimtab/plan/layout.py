@@ -64,7 +64,7 @@ class PipelineLayout:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Every module of the model, in forward order."""
+        """Return every module of the model, in forward order."""
         return tuple(name for stage in self.stages for name in stage)
 
     def device_of(self, stage: int) -> int:

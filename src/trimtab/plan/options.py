@@ -64,11 +64,11 @@ class Baseline:
 
     @property
     def is_padded(self) -> bool:
-        """Whether its batches know no limits and are padded to their longest sample."""
+        """Return whether its batches know no limits and are padded to their longest sample."""
         return self.method in PADDED
 
     def problems(self, text: str) -> list[str]:
-        """A sentence for each thing in `text`, which it was read from, that cannot be."""
+        """Return a sentence for each thing in `text`, which it was read from, that cannot be."""
         found = []
         if self.unknown:
             words = ", ".join([*METHODS, "batch=N", "padded", "packed", *STAGES, *RECOMPUTE])
@@ -141,7 +141,7 @@ class VisionChoice:
     ] = "time"
 
     def problems(self) -> Iterator[str]:
-        """What no plan could follow of values that options take, a sentence each."""
+        """Yield what no plan could follow of values that options take, a sentence each."""
         if self.group == "none" and self != VisionChoice():
             yield "vision_rule, vision_pooling and vision_objective need a group: give --vision-dp too"
 
@@ -472,21 +472,21 @@ class PlanOrigin:
 
 
 def risk_problems(risk: float) -> list[str]:
-    """A sentence where `risk` is no chance."""
+    """Return a sentence where `risk` is no chance."""
     if risk > 0 and 0 < 1 - risk < 1:  # 1e-17 from 1 is 1
         return []
     return [f"risk {risk} must be above 0 and below 1, as in 5%"]
 
 
 def batch_problems(num_microbatches: int | None, global_batch: int | None) -> list[str]:
-    """A sentence where a step's size was given twice."""
+    """Return a sentence where a step's size was given twice."""
     if num_microbatches is None or global_batch is None:
         return []
     return [f"num_microbatches {num_microbatches} and global_batch {global_batch} exclude each other: give one"]
 
 
 def lora_problems(lora: Lora | None, frozen: Sequence[Tower]) -> list[str]:
-    """A sentence for each tower that was to have adapters and to be frozen with them."""
+    """Return a sentence for each tower that was to have adapters and to be frozen with them."""
     return [
         f"tower {tower!r} is frozen (--freeze) and has adapters (--lora), which freeze it already: leave one out"
         for tower in (() if lora is None else lora.towers)
@@ -495,7 +495,7 @@ def lora_problems(lora: Lora | None, frozen: Sequence[Tower]) -> list[str]:
 
 
 def weight_problems(weights: Weights) -> list[str]:
-    """What is wrong with weights whatever they are for, a sentence each."""
+    """Return what is wrong with weights whatever they are for, a sentence each."""
     names = [name for name, _ in weights]
     problems = [
         f"source {name!r} has two weights: give it one" for name in dict.fromkeys(names) if names.count(name) > 1

@@ -193,7 +193,7 @@ class Estimates:
         return next((row for row in self.compared if row.fits), self.variants[-1])
 
     def gain(self, row: VariantEstimate) -> float:
-        """How many times as fast as `told` a row is."""
+        """Return how many times as fast as `told` a row is."""
         return self.told.epoch_s / row.epoch_s
 
     @property

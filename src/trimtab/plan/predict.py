@@ -63,7 +63,7 @@ class Prediction:
 
     @property
     def p95_step_s(self) -> float:
-        """One step of 20 takes longer, for batches are unlike."""
+        """Return one step of 20 takes longer, for batches are unlike."""
         return float(np.quantile(self.variant.step_s, 0.95))
 
     @property
@@ -169,7 +169,7 @@ def _dims(run: GivenRun, cluster: ClusterSpec) -> ParallelDims:
 
 
 def _batches(epoch: Epoch, run: GivenRun, dims: ParallelDims) -> tuple[PackResult, bool]:
-    """Its micro-batches and their order, and whether they are padded."""
+    """Return its micro-batches and their order, and whether they are padded."""
     if run.batch is None and run.max_tokens is None:
         raise PlanError(
             "it is not said what a micro-batch holds: give --batch (samples) or --set max_tokens (of a pack)"

@@ -133,7 +133,7 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
 
 
 def _one_factor(profile: Profile, ratios: FloatArray) -> Calibration:
-    """All seconds times the median of measured over planned, where the steps do not tell their parts apart."""
+    """Return all seconds times the median of measured over planned, where the steps do not tell their parts apart."""
     ratio, error = float(np.median(ratios)), float(np.median(np.abs(ratios / np.median(ratios) - 1)))
     terms = tuple(TermFit(name=name, value=ratio, error=error) for name in get_args(Term))
     said = f"The steps do not tell host, tower and language model apart: all seconds are taken {ratio:.2f} times."
@@ -247,7 +247,7 @@ def _refuse_other_steps(found: ReloadedPlan, details: PlanDetails) -> None:
 
 
 def _steps_of(packed: PackResult) -> IntArray:
-    """(num_samples + steps,) the samples of each step, sorted, with -1 after each step."""
+    """Return (num_samples + steps,) the samples of each step, sorted, with -1 after each step."""
     packing, found = packed.packing, list[IntArray]()
     for slots in packed.schedule.table.reshape(len(packed.schedule.table), -1):
         packs = slots[slots >= 0]

@@ -92,7 +92,7 @@ class RunLog:
 
     @property
     def comparable(self) -> bool:
-        """Whether the run was on the device that the plan's times are for."""
+        """Return whether the run was on the device that the plan's times are for."""
         return _same_device(self.header.device, self.header.planned_device)
 
 
@@ -193,7 +193,7 @@ _MEGATRON_STEP = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(
 
 
 def read_log_of(plan: Plan, path: Path) -> RunLog:
-    """A run of this plan: the log of `trimtab train`, or the lines that Megatron's trainers print.
+    """Return a run of this plan: the log of `trimtab train`, or the lines that Megatron's trainers print.
 
     Those name no device, no memory and no plan: they are taken to be of this plan, on its devices.
     """
@@ -267,7 +267,7 @@ def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> fl
 
 
 def _same_device(run: str, planned: str) -> bool:
-    """Whether torch's name of a device means the plan's: both name one published row, or they are one name."""
+    """Return whether torch's name of a device means the plan's: both name one published row, or they are one name."""
     run = "cpu" if run.lower().startswith("cpu,") else run  # its architecture stands after the comma
     if run.casefold() == planned.casefold():
         return True

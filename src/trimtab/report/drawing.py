@@ -36,7 +36,7 @@ def nice_ticks(limit: float, *, max_ticks: int = 6) -> list[float]:
 
 
 def at(share: float) -> str:
-    """A share of the width as an attribute value: "12.5%"."""
+    """Return a share of the width as an attribute value: "12.5%"."""
     return f"{100.0 * share:.2f}".rstrip("0").rstrip(".") + "%"
 
 
@@ -73,7 +73,7 @@ def grid(span: float, scale: Scale, height: float, *, max_ticks: int = 6) -> str
 
 
 def picture(body: str, *, height: float, title: str, description: str, css_class: str = "") -> str:
-    """An SVG of full width that a screen reader announces by its title and description."""
+    """Return an SVG of full width that a screen reader announces by its title and description."""
     return (
         f'<svg class="{css_class}" role="img" width="100%" height="{height:g}"><title>{escape(title)}</title>'
         f"<desc>{escape(description)}</desc>{body}</svg>"
@@ -214,7 +214,7 @@ def bars(
     title: str,
     show: Callable[[float], str],
 ) -> str:
-    """A bar a row on one axis of `span`, names left and texts right; rows are thin where there are many.
+    """Return a bar a row on one axis of `span`, names left and texts right; rows are thin where there are many.
 
     Parts show their values by `show` when pointed at; what lies past the `cap` is outlined, and its text stands out.
     """
@@ -258,7 +258,7 @@ def stacked_bar(bar: Bar, *, span: float, cap: float, y: float, height: float, s
 
 
 def mark_line(where: float, look: str, *, y1: float, y2: float, text: str) -> str:
-    """A line of the look "limit" or "makespan" down the plot, named at its top on the side that has room."""
+    """Return a line of the look "limit" or "makespan" down the plot, named at its top on the side that has room."""
     anchor, dx = ("end", -5) if where > (0.85 if look == "makespan" else 0.5) else ("start", 5)
     return (
         f'<line class="{look}" x1="{at(where)}" x2="{at(where)}" y1="{y1:g}" y2="{y2:g}"/>'

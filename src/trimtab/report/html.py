@@ -154,7 +154,7 @@ MAX_STAGE_ROWS = 128
 
 
 def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
-    """One self-contained page, under 500 KB for any plan: same details, same bytes. `run`: one of this plan."""
+    """Return one self-contained page, under 500 KB for any plan: same details, same bytes. `run`: one of this plan."""
     sections = (
         _header(details, beside_run=run is not None),
         "" if run is None else run_section(details, run),
@@ -288,7 +288,7 @@ def _assumptions(details: PlanDetails) -> str:
 
 
 def _vision_section(details: PlanDetails) -> str:
-    """What sharing changes on the slowest rank and the fullest one; empty where no images are shared."""
+    """Return what sharing changes on the slowest rank and the fullest one; empty where no images are shared."""
     decision, found = details.plan.decisions.vision_data_parallel, details.plan.estimates.vision_data_parallel
     if decision is None or found is None:
         return ""

@@ -42,7 +42,7 @@ SEARCHED_NOTE = (
 
 
 def variants_table(details: PlanDetails) -> Table:
-    """One row per variant that changes something, the plan's last."""
+    """Return one row per variant that changes something, the plan's last."""
     rows = shown_variants(details.plan.estimates)
     step, epoch = time_scale(row.step_ms / 1e3 for row in rows), time_scale(row.epoch_s for row in rows)
     rate, best = count_scale(row.samples_per_s for row in rows), max(row.samples_per_s for row in rows)
@@ -142,7 +142,7 @@ def searched_table(details: PlanDetails) -> Table:
 
 
 def stages_table(details: PlanDetails, *, most: int) -> Table:
-    """One row per stage of the plan; of more than `most` the first and the last ones."""
+    """Return one row per stage of the plan; of more than `most` the first and the last ones."""
     modules = {stage.stage: stage.modules for stage in details.plan.decisions.stages}
     return variant_stages(details.model, details.variants[-1], most=most, modules=modules)
 
@@ -228,7 +228,7 @@ def packing_note(details: PlanDetails) -> str:
 
 
 def vision_table(found: VisionEstimate) -> Table:
-    """What sharing the images changes on the slowest rank, and on the one that holds most."""
+    """Return what sharing the images changes on the slowest rank, and on the one that holds most."""
     times = time_scale([found.tower_ms / 1e3, found.tower_without_ms / 1e3])
     over = found.tower_ms / found.ideal_ms if found.ideal_ms > 0 else 1.0
     known = (

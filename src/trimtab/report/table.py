@@ -140,7 +140,7 @@ def _least_width(table: Table) -> int:
 
 
 def _name_of(column: Column) -> str:
-    """Its header on one line: "Samples/s" of "Samples\\n/s"."""
+    """Return its header on one line: "Samples/s" of "Samples\\n/s"."""
     return clean(column.header).replace(" /", "/").replace("- ", "")
 
 
@@ -189,7 +189,7 @@ def esc(text: object, limit: int = MAX_TEXT) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """One self-contained page; `title` and `body` are HTML, escaped already."""
+    """Return one self-contained page; `title` and `body` are HTML, escaped already."""
     package = files("trimtab.report")
     style, script = (package.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -213,7 +213,7 @@ def section(title: str, note: str, body: str, *, css_class: str = "") -> str:
 
 
 def tile(name: str, big: str, sub: str, *, look: str = "") -> str:
-    """One figure that stands out."""
+    """Return one figure that stands out."""
     return f'<div class="tile {look}"><dt>{name}</dt><dd class="big">{big}</dd><dd class="sub">{sub}</dd></div>'
 
 

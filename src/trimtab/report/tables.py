@@ -226,7 +226,7 @@ class KindRow:
 def kind_rows(
     profile: Profile, model: ModelSpec, settings: CostSettings, *, size: int, fits: Mapping[int, KindFit]
 ) -> tuple[KindRow, ...]:
-    """A row for each group, in forward order.
+    """Return a row for each group, in forward order.
 
     Timed groups at the largest size that was timed; others at `size` rows in one sample and one image, whose windows
     are full.
@@ -277,7 +277,7 @@ class KeptRow:
 def kept_rows(
     kinds: Sequence[KindCounts], model: ModelSpec, settings: CostSettings, *, size: int
 ) -> tuple[KeptRow, ...]:
-    """A row for each kind of block that was traced, in forward order."""
+    """Return a row for each kind of block that was traced, in forward order."""
     found = []
     for kind in kinds:
         layer = model.layers[kind.layer]

@@ -26,7 +26,7 @@ GAIN_NOISE = 0.005  # ratios nearer to 1 than this read as "the same"
 
 
 def clean(text: str, *, limit: int = MAX_TEXT) -> str:
-    """One printable line of at most `limit` characters.
+    """Return one printable line of at most `limit` characters.
 
     Names come from data sets and configurations of others: control characters (terminal escapes), lone surrogates
     and marks that reverse the reading direction become U+FFFD; runs of white space become one blank.
@@ -112,7 +112,7 @@ def before_after(details: PlanDetails) -> dict[str, Variant]:
 
 
 def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:
-    """What the headline's error band covers, and what it does not."""
+    """Return what the headline's error band covers, and what it does not."""
     estimates, costs = details.plan.estimates, f"{clean(details.plan.inputs.training.costs)} costs"
     if details.plan.inputs.training.costs == "probed":
         costs = "the costs of before the probe, which measured only bytes,"
@@ -126,7 +126,7 @@ def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:
 
 
 def describe_layers(model: ModelSpec, stage: Stage) -> str:
-    """A stage's layers in forward order: "vision blocks 12–44, projector, token embedding, language blocks 0–3".
+    """Return a stage's layers in forward order: "vision blocks 12–44, projector, token embedding, language blocks 0–3".
 
     Block numbers count the blocks of their tower from 0.
     """
@@ -153,7 +153,7 @@ def _name_of(layer: LayerSpec) -> str:
 
 
 def describe_recompute(stage: Stage) -> str:
-    """How many of a stage's layers recompute, by tier: "full 7, selective 3 of 24"."""
+    """Return how many of a stage's layers recompute, by tier: "full 7, selective 3 of 24"."""
     text = ", ".join(f"{tier} {count}" for tier, count in Counter(tiers_of(stage).values()).items())
     return f"{text} of {stage.stop - stage.start}" if text else "none"
 

@@ -360,7 +360,7 @@ def _told_once(watch: Watch, store: Any, again: str) -> Iterator[None]:
 
 
 def _is_first(store: Any) -> bool:
-    """Whether no other rank has said why the run ends."""
+    """Return whether no other rank has said why the run ends."""
     try:
         return bool(store.add("said", 1) == 1)
     except RuntimeError:  # who keeps it has ended
@@ -368,7 +368,7 @@ def _is_first(store: Any) -> bool:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether it, or what it came from, is a connection's: gloo has no class of its own, but names its files.
+    """Return whether it, or what it came from, is a connection's: gloo has no class of its own, but names its files.
 
     >>> _is_lost(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     True
@@ -388,7 +388,7 @@ def _is_lost(error: BaseException) -> bool:
 
 
 def _others_left(watch: Watch) -> bool:
-    """Whether another rank has ended by itself: then it has said why."""
+    """Return whether another rank has ended by itself: then it has said why."""
     return any(watch.has_left(rank) for rank in range(watch.num_ranks))
 
 
@@ -420,7 +420,7 @@ def tell(sentence: str) -> None:
 
 
 def device_mesh(num_devices: int, ranks: Ranks) -> DeviceMesh:
-    """("pp", "dp") over all ranks, for a pipeline of `num_devices`: rank r is on pipeline device r div dp."""
+    """Return ("pp", "dp") over all ranks, for a pipeline of `num_devices`: rank r is on pipeline device r div dp."""
     number = dist.get_world_size()
     if number % num_devices:
         raise PlanError(
@@ -435,7 +435,7 @@ def device_mesh(num_devices: int, ranks: Ranks) -> DeviceMesh:
 
 
 def on_first_rank(find: Callable[[], Result], device: torch.device) -> Result:
-    """What `find` returns on rank 0, on every rank; what it raises of a user's input is raised on every rank.
+    """Return what `find` returns on rank 0, on every rank; what it raises of a user's input is raised on every rank.
 
     Collective: a problem that only rank 0 sees would leave the others waiting for it.
     """

@@ -154,7 +154,7 @@ def _policy(kept: frozenset[Any], _: Any, operator: Any, *__: Any, **___: Any) -
 def _read(
     decision: Plan | Iterable[RecomputeDecision | str], granularity: Granularity
 ) -> tuple[tuple[str, Granularity], ...]:
-    """Every named layer with its granularity, in the decision's order."""
+    """Return every named layer with its granularity, in the decision's order."""
     if isinstance(decision, Plan):
         decision = decision.decisions.recompute
     chosen: list[tuple[str, Granularity]] = []

@@ -139,7 +139,7 @@ def _lines(counter: TokenCounter, conversation: Conversation, turns: list[int], 
 def _blocks(
     counter: TokenCounter, conversation: Conversation, turns: list[int], text: str, video: str
 ) -> list[Span] | None:
-    """What {% generation %} blocks write; None where the template has none."""
+    """Return what {% generation %} blocks write; None where the template has none."""
     start, stop = MARKS
     pieces = counter.chat(conversation, video=video, marked=True).split(start)
     if len(pieces) == 1:
@@ -161,7 +161,7 @@ def _blocks(
 
 
 def _turns(counter: TokenCounter, conversation: Conversation, turns: list[int], text: str, video: str) -> list[Span]:
-    """Every turn of the assistant, by what stands around its content."""
+    """Return every turn of the assistant, by what stands around its content."""
     prompt = _prompt(counter, conversation, turns[0], video)
     spans, lower = [], 0
     for turn in turns:
@@ -187,7 +187,7 @@ def _turns(counter: TokenCounter, conversation: Conversation, turns: list[int], 
 
 
 def _prompt(counter: TokenCounter, conversation: Conversation, turn: int, video: str) -> list[str]:
-    """What an answer begins behind, as the template writes it; then without its last line, and so on."""
+    """Return what an answer begins behind, as the template writes it; then without its last line, and so on."""
     before = replace(conversation, messages=conversation.messages[:turn] or conversation.messages)
     past = counter.chat(before, video=video)
     asked = counter.chat(before, video=video, generation_prompt=True)

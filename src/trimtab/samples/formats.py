@@ -197,7 +197,7 @@ def _is_image(suffix: str) -> bool:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """A sort key that puts 10.jpg after 2.jpg: every second piece is a number."""
+    """Return a sort key that puts 10.jpg after 2.jpg: every second piece is a number."""
     pieces = re.split(r"([0-9]{1,18})", text)
     return [(int(piece), "") if i % 2 else (-1, piece) for i, piece in enumerate(pieces)]
 
@@ -266,7 +266,7 @@ class _Text:
             self.more()
 
     def element(self) -> object:
-        """One value, from here on."""
+        """Return one value, from here on."""
         while True:
             try:
                 value, end = STRICT.raw_decode(self.text, self.at)

@@ -50,7 +50,7 @@ _Columns = Mapping[str, Sequence[Any]]
 
 
 def holds_lengths(path: Path) -> bool:
-    """Whether the file gives token counts and no conversations, judged by its schema or first record."""
+    """Return whether the file gives token counts and no conversations, judged by its schema or first record."""
     if is_saved_table(path):
         return True
     kind = detect_format(path)
@@ -81,7 +81,7 @@ def read_length_parts(files: Sequence[Path], image_rule: ImageRule | None) -> li
 
 
 def read_length_part(path: Path, image_rule: ImageRule | None) -> Part:
-    """One file of lengths, bad rows aside; columns are read in a limited child."""
+    """Return one file of lengths, bad rows aside; columns are read in a limited child."""
     if is_saved_table(path):
         return saved_part(load_table(path))
     kind = detect_format(path)
@@ -126,7 +126,7 @@ def _read_part(path: Path, kind: Format, image_rule: ImageRule | None) -> Part:
 
 
 def saved_part(table: SampleTable) -> Part:
-    """A table sized before, to be joined with others."""
+    """Return a table sized before, to be joined with others."""
     return Part(
         numbers=np.stack([getattr(table, name) for name in COLUMNS], axis=1),
         image_patches=table.image_patches,
@@ -303,7 +303,7 @@ def _id(value: object) -> str | None:
 
 
 def read_lengths(paths: Path | Sequence[Path], *, image_rule: ImageRule | None = None) -> SampleTable:
-    """One table of files that give token counts themselves: `token_num`, `num_tokens` or `length`.
+    """Return one table of files that give token counts themselves: `token_num`, `num_tokens` or `length`.
 
     With `vit_num` the table counts tiles (`patch_unit="tiles"`, `patches_sq` = tiles; `num_images` is 1 where a sample
     has real tiles, because the file does not tell images apart; a text-only sample keeps the dummy tile it is given).

@@ -51,7 +51,7 @@ _TAKE_AGAIN = "fetch or export the file again"
 
 
 def image_size(image: bytes | int, *, exif: Exif = "ignore", max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """(width, height) of an image's bytes, or of an open file by its descriptor, which stays open.
+    """Return (width, height) of an image's bytes, or of an open file by its descriptor, which stays open.
 
     The size is the one Pillow's `Image.open` reports; `exif="apply"` gives it after `ImageOps.exif_transpose`, of a PNG
     as far as its orientation stands before the pixels. Checked as well: nothing is missing at the end (a PNG and a JPEG
@@ -174,7 +174,7 @@ class _Bounded:
 
 
 def _holds(file: BinaryIO, mark: bytes, start: int, num_bytes: int) -> bool:
-    """Whether `mark` stands behind `start`, where a thumbnail's own mark does not count."""
+    """Return whether `mark` stands behind `start`, where a thumbnail's own mark does not count."""
     for first in (max(start, num_bytes - _TAIL_BYTES), start):
         file.seek(first)
         if mark in file.read():
@@ -313,7 +313,7 @@ class MediaFolder:
         return tuple(f"{stamp} {path}" for path, stamp in seen.items())
 
     def image_size(self, image: str | bytes) -> tuple[int, int]:
-        """(width, height) of a path below the folder, a data: or file: URL, or bytes; else `BadRecordError`."""
+        """Return (width, height) of a path below the folder, a data: or file: URL, or bytes; else `BadRecordError`."""
         try:
             content = _carried(image)
             if content is not None:
@@ -373,7 +373,7 @@ class MediaFolder:
         return content
 
     def _descriptor(self, image: str | bytes, kind: Literal["image", "video"] = "image") -> int:
-        """An open file of a path below the folder or a file: URL."""
+        """Return an open file of a path below the folder or a file: URL."""
         assert isinstance(image, str), "bytes are carried"
         scheme = _SCHEME.match(image)
         if scheme is not None and scheme[1].lower() != "file":
@@ -418,7 +418,7 @@ class MediaFolder:
 
 
 def has_changed(seen: str) -> bool:
-    """Whether a file of `MediaFolder.take_seen` has another size or time than then."""
+    """Return whether a file of `MediaFolder.take_seen` has another size or time than then."""
     stamp, _, path = seen.partition(" ")
     try:
         return _stamp(os.stat(path)) != stamp  # noqa: PTH116
@@ -431,13 +431,13 @@ def _stamp(status: os.stat_result) -> str:
 
 
 def unreadable_media(what: str, done: str, root: str, error: Exception) -> BadRecordError:
-    """A file of a media folder that cannot be "opened" or "read"."""
+    """Return a file of a media folder that cannot be "opened" or "read"."""
     cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
     return BadRecordError("path", f"{what} cannot be {done} below {root}: {cause}; check media_root")
 
 
 def outside_media(what: str, root: str) -> BadRecordError:
-    """A name that leads out of its media folder."""
+    """Return a name that leads out of its media folder."""
     return BadRecordError(
         "path",
         f"{what} lies outside the media folder {root}: set media_root to a folder above it, or allow_outside "
@@ -484,7 +484,7 @@ class AddressFolder(MediaFolder):
         self._root = str(root)
 
     def _descriptor(self, image: str | bytes, kind: Literal["image", "video"] = "image") -> int:
-        """An open file with the content, which goes when it is closed."""
+        """Return an open file with the content, which goes when it is closed."""
         assert isinstance(image, str), "bytes are carried"
         address = self._address(image, kind)
         try:

@@ -56,7 +56,7 @@ class BadRecordError(SampleError):
 
 
 def wrong(what: str, value: object, wanted: str) -> BadRecordError:
-    """A field of a record that is not of the kind it must be."""
+    """Return a field of a record that is not of the kind it must be."""
     shown = shorten(repr(value), 40) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
     return BadRecordError("type", f"{what} is {shown}: it must be {wanted}")
 
@@ -137,7 +137,7 @@ class Groups:
 
 
 def parse_record(data: bytes) -> object:
-    """A JSON value; `BadRecordError` for anything that is not strict JSON in UTF-8."""
+    """Return a JSON value; `BadRecordError` for anything that is not strict JSON in UTF-8."""
     if len(data) > MAX_VALUES and sum(map(data.count, (b"[", b"{", b","))) > MAX_VALUES:
         raise BadRecordError("json", f"it holds more than {MAX_VALUES:,} values: name files instead")
     try:

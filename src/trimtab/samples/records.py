@@ -90,7 +90,7 @@ class Layout:
 
 
 def layout_of(path: Path, kind: Format) -> Layout:
-    """What a file of columns says of itself, read in a limited child."""
+    """Return what a file of columns says of itself, read in a limited child."""
     if is_limited():
         groups = GROUPED[kind](path)
         return Layout(names=tuple(groups.names), counts=tuple(groups.counts))
@@ -274,7 +274,7 @@ def open_rows(path: Path) -> Callable[[int], object]:
 
 
 def rows_of(path: Path) -> Iterator[object]:
-    """Every record of a JSON list or of groups, all columns."""
+    """Yield every record of a JSON list or of groups, all columns."""
     kind = detect_format(path)
     if kind == "json":
         yield from (value for value, _ in read_json_list(path))

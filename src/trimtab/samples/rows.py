@@ -116,7 +116,7 @@ def _file(value: object, where: str) -> str | bytes:
 
 
 def _are_frames(values: list[object] | tuple[object, ...]) -> bool:
-    """Whether a list is one video's frames: all of it are names of images."""
+    """Return whether a list is one video's frames: all of it are names of images."""
     names: Iterator[object] = (value.get("path") if isinstance(value, dict) else value for value in values)
     return all(isinstance(x, str) and PurePosixPath(x).suffix.lower() in _FRAME_SUFFIXES for x in names)
 
@@ -256,7 +256,7 @@ def read_conversation(
 
 
 def _rows_of(turns: object) -> object:
-    """A list of turns; `datasets` stores some as one object of lists."""
+    """Return a list of turns; `datasets` stores some as one object of lists."""
     if isinstance(turns, dict) and turns and all(isinstance(column, list) for column in turns.values()):
         return [dict(zip(turns, row, strict=False)) for row in zip(*turns.values(), strict=False)]
     return turns
@@ -313,7 +313,7 @@ def _message(turn: object, where: str, inline: _Inline) -> Message:
 
 
 def _is_learnt(turn: Mapping[str, object], role: str) -> bool:
-    """What the turn says of its own loss: `loss`, `train`, `training` or `weight`, true or false, 1 or 0."""
+    """Return what the turn says of its own loss: `loss`, `train`, `training` or `weight`, true or false, 1 or 0."""
     said = {name: turn[name] for name in _LEARNT if turn.get(name) is not None}
     for name, value in said.items():
         if value not in (0, 1):
@@ -418,7 +418,7 @@ def _join(inline: list[T | None], column: list[T], kind: str, mark: str) -> tupl
 
 
 def _tools(record: Mapping[str, object]) -> tuple[object, ...] | None:
-    """A list of objects, or the same as JSON text, as TRL, LLaMA-Factory and others keep it in columns."""
+    """Return a list of objects, or the same as JSON text, as TRL, LLaMA-Factory and others keep it in columns."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

@@ -53,7 +53,7 @@ def read_columns(text: str | None) -> Columns:
 
 
 def has_shape(names: Collection[str]) -> bool:
-    """Whether fields of these names make a conversation."""
+    """Return whether fields of these names make a conversation."""
     whole = any(key in names for key in CONVERSATION_KEYS)
     asked = any(question in names and answer in names for question, answer in _SHAPES)
     return whole or asked or any(name in names for name in (*_PAIR, *_CAPTIONS))

@@ -142,7 +142,7 @@ def _result(
     assumptions: Sequence[str],
     image_rule: str | None,
 ) -> SizingResult:
-    """What was sized as one table; `image_rule`: by which, None for lengths that were there."""
+    """Return what was sized as one table; `image_rule`: by which, None for lengths that were there."""
     every = [part for file_parts in parts for part in file_parts]
     bad, num_read = [sample for part in every for sample in part.bad], sum(part.num_read for part in every)
     if on_bad == "error" or len(bad) == num_read:
@@ -175,7 +175,7 @@ def _refuse_other_tiles(sources: Sequence[SourceFile], rule: ImageRule) -> None:
 
 
 def _hold_lengths(files: Sequence[Path]) -> bool:
-    """Whether the files hold ready-made lengths, and not conversations."""
+    """Return whether the files hold ready-made lengths, and not conversations."""
     ready = [holds_lengths(file) for file in files]
     if any(ready) and not all(ready):
         odd = files[ready.index(not ready[0])]

@@ -101,7 +101,7 @@ class Sizer:
 
     @property
     def assumptions(self) -> list[str]:
-        """What the tokenizer and its template make sizes assume."""
+        """Return what the tokenizer and its template make sizes assume."""
         return self._counter.assumptions
 
     def size(self, chunk: Chunk, most_bad: int | None = None, broken: Broken = Broken()) -> Part:  # noqa: B008 - frozen
@@ -310,7 +310,7 @@ def _part_of(child: _SizingChild, chunk: Chunk, kept_in: Path | None, most_bad: 
 
 
 def ask_assumptions(settings: SizerSettings) -> list[str]:
-    """What the tokenizer and its template make sizes assume; `ConfigError` where they cannot be used."""
+    """Return what the tokenizer and its template make sizes assume; `ConfigError` where they cannot be used."""
     with ExitStack() as stack:
         return _SizingChild(settings, stack).start()
 
@@ -373,7 +373,7 @@ def _can_be_sent(row: object) -> bool:
 
 
 def _after(broken: Broken, error: ChildEndedError) -> Broken:
-    """What is known of a chunk once a child has ended over it."""
+    """Return what is known of a chunk once a child has ended over it."""
     kind, _, line = error.place.partition(" ")
     if kind == "texts":
         return replace(broken, one_by_one=True)

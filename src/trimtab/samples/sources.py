@@ -86,7 +86,7 @@ def _is_meta(sets: Any) -> bool:
 
 
 def _is_line(content: bytes) -> bool:
-    """Whether the first line is a JSON value by itself, as in JSON Lines."""
+    """Return whether the first line is a JSON value by itself, as in JSON Lines."""
     try:
         parse_json(content.partition(b"\n")[0])
     except ValueError:
@@ -95,7 +95,7 @@ def _is_line(content: bytes) -> bool:
 
 
 def _read_set(name: str, entry: Any, place: Callable[[str], Path], problems: list[str]) -> MetaSource | None:
-    """One data set; None where something is wrong, which goes to `problems`."""
+    """Return one data set; None where something is wrong, which goes to `problems`."""
     before = len(problems)
 
     def wrong(field: str, value: Any, wanted: str) -> None:
@@ -250,7 +250,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
 
 
 def _beside(folder: Path, name: object, field: str, index: Path) -> Path:
-    """A file that an index names: it lies in the index's folder."""
+    """Return a file that an index names: it lies in the index's folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
         raise SampleError(
             f"{index}: {field} is {shorten(repr(name))}: it must name a file in this folder; save the data again"
@@ -261,7 +261,7 @@ def _beside(folder: Path, name: object, field: str, index: Path) -> Path:
 
 
 def _dataset_dict(folder: Path, named: Path, index: Path) -> list[SourceFile]:
-    """A `DatasetDict`: a folder for each split."""
+    """Return a `DatasetDict`: a folder for each split."""
     splits = _read_object(index).get("splits")
     named_well = isinstance(splits, list) and all(isinstance(x, str) and re.fullmatch(r"\w[\w.-]*", x) for x in splits)
     if not splits or not isinstance(splits, list) or not named_well:
@@ -277,7 +277,7 @@ def _dataset_dict(folder: Path, named: Path, index: Path) -> list[SourceFile]:
 
 
 def _saved_dataset(folder: Path, named: Path, index: Path) -> list[SourceFile] | None:
-    """A `Dataset`: state.json lists its Arrow files."""
+    """Return a `Dataset`: state.json lists its Arrow files."""
     state = _read_object(index)
     if "_data_files" not in state:
         return None

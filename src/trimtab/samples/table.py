@@ -27,7 +27,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any]) -> bytes:
-    """An .npz with its metadata as JSON; equal input gives equal bytes."""
+    """Return an .npz with its metadata as JSON; equal input gives equal bytes."""
     assert not any(array.dtype.hasobject for array in arrays.values()), "it would be pickled"
     buffer = io.BytesIO()
     text = json.dumps(meta, sort_keys=True).encode()
@@ -37,7 +37,7 @@ def pack_arrays(arrays: Mapping[str, npt.NDArray[Any]], meta: Mapping[str, Any])
 
 
 def unpack_arrays(content: bytes) -> tuple[Arrays, dict[str, Any]]:
-    """What `pack_arrays` wrote; raises ValueError, KeyError or BadZipFile on anything else."""
+    """Return what `pack_arrays` wrote; raises ValueError, KeyError or BadZipFile on anything else."""
     _refuse_inflated(content)
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
@@ -146,13 +146,13 @@ class Part:
 
 
 def numbers_of(images: Sequence[ImageCounts], num_tokens: int) -> tuple[int, ...]:
-    """A sample's row of `COLUMNS`."""
+    """Return a sample's row of `COLUMNS`."""
     sums = (sum(c.patches for c in images), sum(c.patches_sq for c in images), sum(c.patches_windowed for c in images))
     return len(images), sums[0], num_tokens, sums[1], sums[2]
 
 
 def source_names_of(files: Sequence[Path]) -> list[str]:
-    """One name a file, the shortest kind that tells the files apart: stem, name, name with folders before it."""
+    """Return one name a file, the shortest kind that tells the files apart: stem, name, name with folders before it."""
     deepest = max(len(file.parts) for file in files)
     # a folder may be called llava-1.5
     kinds = [[file.name if file.suffix[1:2].isdigit() else file.stem for file in files]]
@@ -164,7 +164,7 @@ def source_names_of(files: Sequence[Path]) -> list[str]:
 def join_parts(
     files: Sequence[Path], parts: Sequence[Sequence[Part]], sources: Sequence[str] | None = None
 ) -> SampleTable:
-    """One table of the parts of each file, in order.
+    """Return one table of the parts of each file, in order.
 
     Sources are `sources` (None: the files), or what a part's own source column says. Ids: None where no record has one
     and none was left out; else a record without an id is called file:line, and with several files every id starts with
@@ -253,12 +253,12 @@ def load_table(path: Path) -> SampleTable:
 
 
 def table_bytes(table: SampleTable) -> bytes:
-    """A table as the content of an .npz file; equal tables give equal bytes."""
+    """Return a table as the content of an .npz file; equal tables give equal bytes."""
     return _sizing_bytes(SizingResult(table=table))
 
 
 def table_from_bytes(content: bytes, *, origin: str) -> SampleTable:
-    """What `table_bytes` made; `origin` names it in errors."""
+    """Return what `table_bytes` made; `origin` names it in errors."""
     return _parse_sizing(lambda: content, origin).table
 
 
@@ -298,7 +298,7 @@ def _sizing_bytes(result: SizingResult) -> bytes:
 
 
 def load_sizing(path: Path | str) -> SizingResult:
-    """What `save_sizing` wrote; a file that is damaged or of another kind is a `SampleError`.
+    """Return what `save_sizing` wrote; a file that is damaged or of another kind is a `SampleError`.
 
     Use it for a table that was sized before, also by `trimtab size --out`.
 
@@ -393,12 +393,12 @@ def bad_from_dict(fields: Mapping[str, Any]) -> BadSample:
 
 
 def is_saved_table(path: Path) -> bool:
-    """Whether the file was written by `save_sizing`."""
+    """Return whether the file was written by `save_sizing`."""
     return path.suffix == ".npz"
 
 
 def _add_up(images: IntArray, num_images: IntArray, num_patches: IntArray) -> bool:
-    """Whether every sample has as many images as it should, of as many patches together."""
+    """Return whether every sample has as many images as it should, of as many patches together."""
     if len(images) != num_images.sum() or (len(images) and images.min() < 0):
         return False
     ends = np.concatenate([[0], np.cumsum(images)])[np.cumsum(num_images)]
@@ -457,7 +457,7 @@ def part_bytes(part: Part, of: str = "") -> bytes:
 
 
 def part_from(content: bytes, of: str = "") -> Part:
-    """What `part_bytes` wrote; raises one of `UNREADABLE` for anything else."""
+    """Return what `part_bytes` wrote; raises one of `UNREADABLE` for anything else."""
     arrays, plain = unpack_arrays(content)
     if plain.pop("of") != of:
         raise ValueError("it is the part of another chunk")

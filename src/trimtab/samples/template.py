@@ -64,7 +64,7 @@ def read_template(path: Path) -> str | None:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object."""
+    """Return a JSON file that must hold an object."""
     try:
         value = parse_json(read_small(path))
     except (OSError, ValueError) as error:

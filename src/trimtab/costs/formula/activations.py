@@ -39,7 +39,7 @@ class Traffic:
 
 
 def uses_dense_pairs(layer: LayerSpec, settings: CostSettings) -> bool:
-    """Whether the language model's attention computes every pair of its rows, masked ones too.
+    """Return whether the language model's attention computes every pair of its rows, masked ones too.
 
     Eager attention always does; SDPA does as soon as it is handed a mask (packing, sliding window), for then it
     cannot use its causal kernel.
@@ -115,7 +115,7 @@ def kept_when(layer: LayerSpec, settings: CostSettings, *, weights: bool) -> tup
 
 
 def casts_inputs(settings: CostSettings) -> bool:
-    """Whether each adapter holds its input in a copy of its own."""
+    """Return whether each adapter holds its input in a copy of its own."""
     lora = settings.lora
     return lora is not None and settings.adapters_in != "same" and lora.bits == 16 and settings.item_bytes < 4
 

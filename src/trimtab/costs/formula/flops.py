@@ -90,7 +90,7 @@ def num_expert_params(layer: LayerSpec) -> int:
 
 
 def has_expert_biases(layer: LayerSpec) -> bool:
-    """Whether experts have biases (GPT-OSS): no other parameters of a block, its matrices aside, are as many."""
+    """Return whether experts have biases (GPT-OSS): no other parameters of a block, its matrices aside, are as many."""
     m = layer.mlp
     if m is None or m.num_experts is None:
         return False

@@ -104,7 +104,7 @@ class CostSettings:
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether blocks multiply 8-bit copies of bf16 weights and activations."""
+        """Return whether blocks multiply 8-bit copies of bf16 weights and activations."""
         return self.dtype in ("fp8", "mxfp8")
 
     @property

@@ -527,7 +527,7 @@ def _minimum(runs: Sequence[LoggedRun], names: Sequence[Term], simulate_step: Si
 def _derivatives(
     runs: Sequence[LoggedRun], names: Sequence[Term], u: FloatArray, missed: FloatArray, simulate_step: SimulateStep
 ) -> FloatArray:
-    """(R, K) by differences: exact but for rounding, within a piece."""
+    """Return (R, K) by differences: exact but for rounding, within a piece."""
     moved = (u + 1e-5 * np.eye(len(u))[k] for k in range(len(u)))
     return np.array([(_misses(runs, names, np.exp(x), simulate_step) - missed) / 1e-5 for x in moved]).T
 

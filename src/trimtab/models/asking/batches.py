@@ -94,7 +94,7 @@ class Batches:
 
     @property
     def has_grid(self) -> bool:
-        """Whether images of any size come as patches beside a table of sizes."""
+        """Return whether images of any size come as patches beside a table of sizes."""
         return (
             self._chosen is not None and self._chosen.images is not None and self.images.has_grid(self._chosen.images)
         )
@@ -248,7 +248,7 @@ def find_scattered(model: Any, inputs: Values) -> int | None:
 
 
 def masks_beside(taken: set[str], ids: Tensor, images: Values) -> Values:
-    """What says which words see which image, by the names that processors have for it."""
+    """Return what says which words see which image, by the names that processors have for it."""
     found: Values = {}
     if "aspect_ratio_mask" in images and "cross_attention_mask" in taken:
         num_images, num_tiles = images["aspect_ratio_mask"].shape[1:]

@@ -32,7 +32,7 @@ class InterpolationMode(enum.Enum):
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.uint8, device: Any = "cpu") -> Tensor:
-    """An image or a clip of black pixels that takes no memory; on the meta device it has no pixels at all."""
+    """Return an image or a clip of black pixels that takes no memory; on the meta device it has no pixels at all."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 

@@ -114,7 +114,7 @@ def entering_width(module: Any) -> int:
 
 
 def find_norm(module: Any) -> NormKind | None:
-    """How a norm computes, by its class."""
+    """Return how a norm computes, by its class."""
     name = type(module).__name__
     if isinstance(module, nn.LayerNorm) or ("LayerNorm" in name and hasattr(module, "bias")):
         return "layer_norm"
@@ -214,7 +214,7 @@ def _read_mlp(module: Any, linears: list[Any], hidden: int) -> MlpSpec | None:
 
 
 def _match_mlp(linears: list[Any], hidden: int, *, quick: bool) -> MlpSpec | None:
-    """Two or three matrices between `hidden` and one other width; gates of one column are left to the rest."""
+    """Return two or three matrices between `hidden` and one other width; gates of one column are left to the rest."""
     shapes = [(int(x.weight.shape[1]), int(x.weight.shape[0])) for x in linears if x.weight.dim() == 2]
     shapes = [x for x in shapes if x[1] > 1]
     up = [leaving for entering, leaving in shapes if entering == hidden]

@@ -94,7 +94,7 @@ def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Paramet
 
 
 def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One operation below autograd, as it would run on real tensors.
+    """Return one operation below autograd, as it would run on real tensors.
 
     Real boolean indices of fake values become places, so that their number is known. Products of experts have a fake
     kernel only for bf16. What a router chose is real: places in turn, so that all experts get as many rows.
@@ -188,7 +188,7 @@ class Watch:
                 unit.module.forward = self._wrapped(unit, unit.module.forward)
 
     def run(self, call: Callable[[], Any]) -> Pass:
-        """One pass; the exception of a call that fails is the caller's."""
+        """Return one pass; the exception of a call that fails is the caller's."""
         self.now, self.stack, self._first = Pass(), [], {}
         self.in_attention = False
         with _Meter(self), _AttentionMeter(self):

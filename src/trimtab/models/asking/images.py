@@ -74,7 +74,7 @@ class Looker:
         return self.call("images", len(sizes), sizes, _image)
 
     def look(self, width: int, height: int, copies: int = 1) -> Seen:
-        """One image among `copies` alike in its sample."""
+        """Return one image among `copies` alike in its sample."""
         output, texts = self.run([(width, height)] * copies)
         tokens, soft = self.count_tokens(output)
         if tokens < copies * (1 if self._expands("images") else FEWEST):
@@ -104,7 +104,7 @@ class Looker:
         return shapes
 
     def _shapes(self, pixels: Tensor, *, one: bool) -> list[int]:
-        """(..., channels, height, width) is a segment for each leading place; (..., rows, values) its rows.
+        """Return (..., channels, height, width) is a segment for each leading place; (..., rows, values) its rows.
 
         `one`: all pixels are this tensor, and not each input of the tower one. 0 where the shape does not say.
         """
@@ -165,7 +165,7 @@ class Looker:
                         yield kind, device, prompt, nested, tensors
 
     def _expands(self, kind: str) -> bool:
-        """Whether it writes image tokens in the place of a placeholder."""
+        """Return whether it writes image tokens in the place of a placeholder."""
         name = f"replace_{kind.removesuffix('s')}_token"
         return getattr(type(self.processor), name) is not getattr(transformers.ProcessorMixin, name)
 
@@ -173,7 +173,7 @@ class Looker:
         return next((str(x) for name in names if (x := getattr(own, name, None))), "")
 
     def count_tokens(self, output: Mapping[str, Any]) -> tuple[int, str]:
-        """How often the token that stands for an image's features is in the text, and the token."""
+        """Return how often the token that stands for an image's features is in the text, and the token."""
         ids = [
             int(x) for x in tree_leaves(output["input_ids"]) for x in (x.flatten() if isinstance(x, Tensor) else [x])
         ]
@@ -221,7 +221,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def fold_runs(texts: list[str], soft: str) -> str | None:
-    """What stands in the place of the first placeholder, each run of the image's token written once."""
+    """Return what stands in the place of the first placeholder, each run of the image's token written once."""
     return re.sub(f"(?:{re.escape(soft)})+", lambda _: soft, texts[0]) if texts else None
 
 
@@ -287,7 +287,7 @@ def _markup(looker: Looker, seen: Sequence[Seen]) -> dict[str, str] | None:
 
 
 def _differs_in_sample(looker: Looker) -> bool:
-    """Whether an image counts otherwise where it is not alone."""
+    """Return whether an image counts otherwise where it is not alone."""
     try:
         return looker.look(1000, 700, 2) != looker.look(1000, 700)
     except Exception:  # one image a sample is all it takes
@@ -357,7 +357,7 @@ def look_at_clip(looker: Looker, clip: Clip) -> Seen:
 
 
 def see_clip(looker: Looker, output: Mapping[str, Any], texts: list[str]) -> Seen:
-    """What `run_clip` made; its text always says something."""
+    """Return what `run_clip` made; its text always says something."""
     tokens, soft = looker.count_tokens(output)
     text = fold_runs(texts, soft)
     if not text or not tokens:

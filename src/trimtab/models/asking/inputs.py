@@ -53,7 +53,7 @@ class ImageSource:
         return found if copies == 1 else {name: torch.cat([x] * copies) for name, x in found.items()}
 
     def has_grid(self, choice: int) -> bool:
-        """Whether patches of all images lie in one tensor, beside a table of their sizes."""
+        """Return whether patches of all images lie in one tensor, beside a table of their sizes."""
         return any("grid" in name for name in self.draw(choice, 1))
 
     def _calls(self, times: int) -> Iterator[Values]:
@@ -69,7 +69,7 @@ class ImageSource:
 
 
 def reads_images(model: Any) -> bool:
-    """Whether the model's own forward takes pixels or patches."""
+    """Return whether the model's own forward takes pixels or patches."""
     return bool(
         {"pixel_values", "flattened_patches", "image_patches"} & inspect.signature(model.forward).parameters.keys()
     )
@@ -205,7 +205,7 @@ class _Shape:
         return torch.ones(self.high * self.wide, width, dtype=torch.bfloat16)
 
     def places(self) -> Tensor:
-        """(1, patches, 2) column and row of every patch."""
+        """Return (1, patches, 2) column and row of every patch."""
         at = torch.meshgrid(torch.arange(self.wide), torch.arange(self.high), indexing="xy")
         return torch.stack(at, -1).reshape(1, -1, 2)
 

@@ -53,7 +53,7 @@ class _Seen:
 
 
 def describe_units(model: Any, units: list[Unit], passes: Passes) -> list[LayerSpec]:
-    """A layer for every unit."""
+    """Return a layer for every unit."""
     head, windows = find_head(model), _windows(model, units)
     firsts = {tower: first_block(units, tower) for tower in main_lists(units)}
     starts = {tower: units.index(block) for tower, block in firsts.items() if block is not None}
@@ -297,7 +297,7 @@ def _measure(unit: Unit, shape: BlockShape, seen: _Seen) -> MeasuredWork:
 
 
 def _parabola(at_short: float, at_long: float, S: float, T: float) -> tuple[float, float]:
-    """(a, b) of a x + b x^2 through both points; without the square where that would be negative."""
+    """Return (a, b) of a x + b x^2 through both points; without the square where that would be negative."""
     b = (at_long / T - at_short / S) / (T - S)
     if b * T * T < SLACK * at_long:
         return at_long / T, 0.0

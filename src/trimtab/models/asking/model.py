@@ -128,7 +128,7 @@ def _without_code(value: Any) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """What a library said, for a sentence of ours."""
+    """Return what a library said, for a sentence of ours."""
     text = "".join(x if x.isprintable() else "?" for x in " ".join(str(error).split())[:200])
     return f"{type(error).__name__}: {text}"
 
@@ -316,7 +316,7 @@ def _sort(units: list[Unit], passes: Passes) -> tuple[list[int], bool]:
 
 
 def _tied(units: list[Unit]) -> tuple[tuple[str, str], ...]:
-    """(owner, borrower) of every weight that several units read; its owner is the first in module order."""
+    """Return (owner, borrower) of every weight that several units read; its owner is the first in module order."""
     owner: dict[int, str] = {}
     pairs: dict[tuple[str, str], None] = {}
     for unit in units:

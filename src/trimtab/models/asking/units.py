@@ -105,7 +105,7 @@ def _walk(module: Any, path: str, list_path: str | None, head: Any) -> Iterator[
 
 
 def _is_block_list(module: Any) -> bool:
-    """Whether the elements are modules of parts; of a sequence they must be alike, too."""
+    """Return whether the elements are modules of parts; of a sequence they must be alike, too."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
     parted = [x for x in module if any(_has_parameters(y) for y in x.children())]

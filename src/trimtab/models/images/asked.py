@@ -121,7 +121,7 @@ def ask_images(files: Files, config: Mapping[str, object]) -> tuple[AskedImages,
 
 
 def question_of(model: Mapping[str, object], files: Files, **more: object) -> str:
-    """What the processor is made of, as one string."""
+    """Return what the processor is made of, as one string."""
     asked = {"model_type": model.get("model_type"), "files": files, **more}
     return json.dumps(asked, sort_keys=True, separators=(",", ":"), default=dict)
 

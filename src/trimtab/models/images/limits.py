@@ -65,7 +65,7 @@ def write_rule(rule: ImageRule) -> str:
 
 
 def tell_apart(saved: str, own: str) -> tuple[str, str]:
-    """What two unequal rules, as `write_rule` wrote them, say otherwise: settings, or the rules' names."""
+    """Return what two unequal rules, as `write_rule` wrote them, say otherwise: settings, or the rules' names."""
     try:
         first, second = json.loads(saved), json.loads(own)
     except ValueError:

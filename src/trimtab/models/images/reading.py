@@ -82,7 +82,7 @@ class Fields:
     # -- finding -----------------------------------------------------------------------------------------------------
 
     def given(self, *names: str) -> bool:
-        """Whether the field is present and not null."""
+        """Return whether the field is present and not null."""
         return self._find(names)[1] not in (_ABSENT, None)
 
     def raw(self, *names: str) -> object:
@@ -126,7 +126,7 @@ class Fields:
         return parsed
 
     def size(self, *names: str, maximum: int = MAX_SIZE) -> int:
-        """A whole number of at least 1."""
+        """Return a whole number of at least 1."""
         needed = f"a whole number from 1 to {maximum}"
         return self._read(names, lambda x: x if _is_whole(x, 1, maximum) else None, needed, 1)
 
@@ -153,7 +153,7 @@ class Fields:
             )
 
     def number(self, *names: str) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         return self._read(
             names,
             lambda x: (
@@ -168,17 +168,17 @@ class Fields:
         return self._read(names, lambda x: x if isinstance(x, bool) else None, "true or false", False, absent)
 
     def text(self, *names: str) -> str:
-        """A name of any kind."""
+        """Return a name of any kind."""
         return self._read(names, lambda x: x if isinstance(x, str) and x else None, "a text", "")
 
     def word(self, *names: str, choices: Sequence[str]) -> str:
-        """One of `choices`."""
+        """Return one of `choices`."""
         return self._read(
             names, lambda x: x if isinstance(x, str) and x in choices else None, _one_of(choices), choices[0]
         )
 
     def pairs(self, *names: str, maximum: int) -> tuple[tuple[int, int], ...]:
-        """A list of up to `maximum` [height, width]."""
+        """Return a list of up to `maximum` [height, width]."""
 
         def parse(value: object) -> tuple[tuple[int, int], ...] | None:
             found = _all(value, lambda x: len(_all(x, lambda y: _is_whole(y, 1, MAX_SIZE)) or ()) == 2)

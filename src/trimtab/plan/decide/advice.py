@@ -176,7 +176,7 @@ def tied_settings(chosen: ChosenSetting) -> tuple[Priced, ...]:
 def find_tips(
     model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, tied: Sequence[Priced]
 ) -> tuple[TipEstimate, ...]:
-    """Which of the tied settings is the fastest where something is not as it was taken to be."""
+    """Return which of the tied settings is the fastest where something is not as it was taken to be."""
     # 1. what may be otherwise: kernels, network, batch
     kernels = "unfused kernels" if options.fused_kernels else "fused kernels"
     slower = replace(cluster, node_link_bytes_per_s=cluster.node_link_bytes_per_s / 2)
@@ -228,7 +228,7 @@ def _speed_elsewhere(
 
 
 def describe_tie(tied: Sequence[Priced], tips: Sequence[TipEstimate]) -> tuple[str, ...]:
-    """A sentence on what is undecided, and one on what would decide it; nothing where all is clear."""
+    """Return a sentence on what is undecided, and one on what would decide it; nothing where all is clear."""
     if len(tied) < 2:
         return ()
     taken, *others = (setting.estimate.label for setting in tied)

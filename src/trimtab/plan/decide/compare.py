@@ -67,7 +67,7 @@ class Variant:
         return float(self.step_s.sum())
 
     def pack_sizes(self, unit: str) -> FloatArray:
-        """(num_packs,) "patches" or "tokens"."""
+        """Return (num_packs,) "patches" or "tokens"."""
         return self.pack_tokens if unit == "tokens" else self.pack_patches
 
 
@@ -182,7 +182,7 @@ def explain_losses(variants: Sequence[Variant]) -> tuple[str, ...]:
 
 
 def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstimate]) -> list[Run]:
-    """What the host does by itself, or those that were asked for: the fastest that fits last.
+    """Return what the host does by itself, or those that were asked for: the fastest that fits last.
 
     On all degrees, then on the plan's where that is another run.
     """
@@ -222,7 +222,7 @@ def _moved(case: Case, to: SettingEstimate) -> Case:
 
 
 def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int | None = None) -> Run:
-    """One baseline; where no size is said, the fastest that fits.
+    """Return one baseline; where no size is said, the fastest that fits.
 
     Of padded batches of 1, 2, 4, ... samples up to a pack's mean, of greedy packs of 1/4 to 2 times the plan's tokens.
     `most`: samples, spread over the data set; None: all, where a part of them says which size is fast.
@@ -364,7 +364,7 @@ def simulate_plan(case: Case, stages: Sequence[Stage]) -> Variant:
 
 
 def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
-    """Every step of the data set through the pipeline simulator."""
+    """Return every step of the data set through the pipeline simulator."""
     problem, table = run.problem, run.schedule.table
     dims = problem.profile.dims
     # seconds of all steps; idle is what is left of the pipelines' part, exchange and optimizer aside

@@ -41,7 +41,7 @@ class ImageSizes:
     each: FloatArray  # (all atoms,) patches of each, in any unit, sample after sample
 
     def atoms_of(self, rows: IntArray) -> FloatArray:
-        """(n, 3): patches, patches_sq and patches_windowed of the atoms of samples `rows`, in their order."""
+        """Return (n, 3): patches, patches_sq and patches_windowed of the atoms of samples `rows`, in their order."""
         count = self.count[rows]
         owner = np.repeat(np.arange(len(rows)), count)
         place = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
@@ -80,7 +80,7 @@ def image_sizes(samples: SampleTable, model: ModelSpec) -> ImageSizes:
 
 
 def _from_sums(count: IntArray, ratio: FloatArray) -> tuple[npt.NDArray[np.bool_], FloatArray]:
-    """Whether sizes are known, and every atom, in some unit; `ratio` is n Σp² / (Σp)², 1 of equal images.
+    """Return whether sizes are known, and every atom, in some unit; `ratio` is n Σp² / (Σp)², 1 of equal images.
 
     Two images are 1 ± d with d² = ratio - 1. The i-th of n others is exp(s z): s² = ln ratio, as of a log-normal
     distribution, z the logistic quantile of (i + 1/2) / n at variance 1, large and small ones mixed.

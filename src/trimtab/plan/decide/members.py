@@ -91,7 +91,7 @@ class Member:
 
     @property
     def packs(self) -> TriedPacks:
-        """Its packs, made where they were not."""
+        """Return its packs, made where they were not."""
         return self.offer.make()
 
     def bound_s(self, *, slowest_over_mean: float = 1.0, again: float = 0.0) -> float:
@@ -113,12 +113,12 @@ class Member:
 
     @property
     def series(self) -> tuple[ParallelDims, int, str]:
-        """What members of other packs share: the smaller the packs, the less they hold."""
+        """Return what members of other packs share: the smaller the packs, the less they hold."""
         return self.profile.dims, self.options.sharding, self.options.schedule
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
-        """How it divides the work: what the plan lists one of."""
+        """Return how it divides the work: what the plan lists one of."""
         dims = self.profile.dims
         return self.options.sharding, dims.pp > 1, dims.tp > 1
 
@@ -146,7 +146,7 @@ def list_members(
     budget: MemoryBudget,
     divisions: Sequence[ParallelDims],
 ) -> tuple[list[Member], list[Refusal]]:
-    """Every member of the space, and the divisions that model, data or batch rule out."""
+    """Return every member of the space, and the divisions that model, data or batch rule out."""
     members, refusals = list[Member](), list[Refusal]()
     packs_of: PacksOf | None = None
     global_batch = default_global_batch(cluster, options, len(samples))
@@ -235,7 +235,7 @@ def _schedules(options: PlanOptions, dims: ParallelDims) -> Iterator[tuple[Sched
 def _pack_maker(
     model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, profile: Profile
 ) -> PacksOf:
-    """A function that gives the packs to try at some degrees; each is made once."""
+    """Return a function that gives the packs to try at some degrees; each is made once."""
     cost = price_samples(profile, samples.work(token_window=model.token_window))
     global_batch = default_global_batch(cluster, options, len(samples))
     tried = open_steps(samples, options, global_batch=global_batch, cost=cost, token_window=model.token_window)

@@ -54,7 +54,7 @@ class ProbedProfile:
 
 
 def freed_bytes(layer: LayerCost, tier: str, work: FloatArray) -> float:
-    """What the layer keeps on `tier` beyond "full", for a micro-batch of this work, as its profile has it."""
+    """Return what the layer keeps on `tier` beyond "full", for a micro-batch of this work, as its profile has it."""
     kept, full = layer.tier(tier), layer.tier("full")
     assert kept is not None, "asked of tiers that the layer has"
     assert full is not None, "asked of layers that can recompute"
@@ -189,7 +189,7 @@ def _correct_device(layers: list[LayerCost], stages: Sequence[Stage], probe: Dev
     number = np.repeat(probe.in_flight, [stage.stop - stage.start for stage in own])
 
     def kept(name: str) -> FloatArray:
-        """(layers,) bytes for one micro-batch."""
+        """Return (layers,) bytes for one micro-batch."""
         tiers = [layers[i].tier(name) or layers[i].tiers[0] for i in held]
         return np.array([max(0.0, float(np.dot(tier.saved_bytes, problem.work_max))) for tier in tiers])
 

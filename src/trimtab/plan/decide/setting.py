@@ -140,7 +140,7 @@ class ChosenSetting:
         return (best.estimate, *listed)
 
     def sentences(self) -> tuple[str, ...]:
-        """What was considered, for the plan's reader; nothing where there was no choice."""
+        """Return what was considered, for the plan's reader; nothing where there was no choice."""
         if len(self.considered) + self.num_misfits < 2:
             return ()
         more = "1 more does" if self.num_misfits == 1 else f"{self.num_misfits} more do"

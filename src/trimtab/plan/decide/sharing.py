@@ -106,7 +106,7 @@ def _whole_towers(case: Case) -> Profile:
 
 
 def _once_a_pool(profile: Profile, pooling: int) -> Profile:
-    """What a call of the tower costs whatever is in it, divided among the micro-batches that share the call."""
+    """Return what a call of the tower costs whatever is in it, divided among the micro-batches that share the call."""
 
     def pooled(terms: tuple[float, ...]) -> tuple[float, ...]:
         return plus_constant(terms, terms[MICROBATCHES] / pooling - terms[MICROBATCHES]) if terms else ()
@@ -234,7 +234,7 @@ def _tower_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
 
 
 def exchange_of(group: VisionGroup) -> VisionExchange:
-    """How features come together among ranks that hold the same images, or images of their own."""
+    """Return how features come together among ranks that hold the same images, or images of their own."""
     return "gather" if group == "tp" else "dispatch"
 
 
@@ -400,7 +400,7 @@ def _lacking(case: Case) -> str | None:
 
 
 def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], list[str]]:
-    """What to try over this group, and why the first that cannot be cannot."""
+    """Return what to try over this group, and why the first that cannot be cannot."""
     choice, dims = case.options.vision, case.setting.dims
     assert case.options.schedule != "auto", "it was chosen before"
     schedule = ScheduleDecision(

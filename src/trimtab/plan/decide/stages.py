@@ -48,7 +48,7 @@ class SplitChoice:
     note: str = ""  # how that went
 
     def sentences(self) -> tuple[str, ...]:
-        """What the search says of its result, for the plan's reader."""
+        """Return what the search says of its result, for the plan's reader."""
         if self.note:
             return (self.note,)
         if self.search is None:
@@ -126,7 +126,7 @@ def _omnibal_split(case: Case) -> SplitChoice:
 
 
 def price_splits(case: Case, splits: Sequence[SplitResult]) -> tuple[PricedSplit, ...]:
-    """Each split with its epoch."""
+    """Return each split with its epoch."""
     return tuple(PricedSplit(split=split, epoch_s=epoch_s(case, split.stages)) for split in splits)
 
 
@@ -154,7 +154,7 @@ def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:
 
 
 def _full_rows(table: IntArray) -> IntArray:
-    """(n, num_microbatches) packs of some (step, rank) pairs without an empty slot, spread over the data set."""
+    """Return (n, num_microbatches) packs of some (step, rank) pairs without an empty slot, spread over the data set."""
     rows = table.reshape(-1, table.shape[2])
     rows = rows[(rows >= 0).all(axis=1)]
     chosen = np.unique(np.linspace(0, len(rows) - 1, num=min(_SAMPLED_STEPS, len(rows))).astype(np.int64))
@@ -346,7 +346,7 @@ def _as_priced(profile: Profile, stages: Sequence[Stage]) -> Stages:
 
 
 def _is_offered(profile: Profile, stages: Sequence[Stage]) -> bool:
-    """Whether every tier has a price: unfused attention has none of its own."""
+    """Return whether every tier has a price: unfused attention has none of its own."""
     return all(profile.layers[i].tier(tier) is not None for stage in stages for i, tier in tiers_of(stage).items())
 
 

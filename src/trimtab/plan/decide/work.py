@@ -34,7 +34,7 @@ MICROBATCHES, PATCHES, PATCHES_SQ, PATCHES_WINDOWED, TOKENS, TOKENS_SQ, TOKENS_W
 
 
 def packed_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
-    """(num_packs, T): rows of one pack are laid end to end, nothing is padded."""
+    """Return (num_packs, T): rows of one pack are laid end to end, nothing is padded."""
     work = np.asarray(packing.sums(samples_work), np.float64)
     work[:, MICROBATCHES] = 1.0
     return work
@@ -47,7 +47,7 @@ def pad_documents(samples: SampleTable, dims: ParallelDims) -> SampleTable:
 
 
 def padded_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
-    """(num_packs, T): every sample is as long as the batch's longest; images are not padded."""
+    """Return (num_packs, T): every sample is as long as the batch's longest; images are not padded."""
     work = packed_work(packing, samples_work)
     size = np.diff(packing.offsets)
     gathered = samples_work[packing.indices]
@@ -60,7 +60,7 @@ _SQUARES = ((PATCHES_SQ, PATCHES), (PATCHES_WINDOWED, PATCHES), (TOKENS_SQ, TOKE
 
 
 def limit_work(work: FloatArray, max_patches: int, max_tokens: int, *, joined: bool = False) -> FloatArray:
-    """(T,): the largest micro-batch the limits allow; squares at the densest row of `work`.
+    """Return (T,): the largest micro-batch the limits allow; squares at the densest row of `work`.
 
     `joined`: attention holds the pairs between a pack's samples too (`joins_samples`), so tokens as one sample's.
     `work` holds samples or packs, one a row, or just their `extreme_rows`. A pack is no denser than its densest sample,
@@ -98,7 +98,7 @@ def _density(work: FloatArray, square: int, rows: int) -> FloatArray:
 
 
 def price_samples(profile: Profile, samples_work: FloatArray) -> FloatArray:
-    """(num_samples,) seconds of forward and backward over all layers, for the packer to balance."""
+    """Return (num_samples,) seconds of forward and backward over all layers, for the packer to balance."""
     per_term = profile.matrix("forward_s").sum(axis=0) + profile.matrix("backward_s").sum(axis=0)
     return evaluate(per_term, samples_work)
 
@@ -145,7 +145,7 @@ def select_rows(samples: SampleTable, rows: IntArray) -> SampleTable:
 
 
 def one_tile(model: ModelSpec) -> ImageCounts:
-    """A tile's counts: an image's counts over its tiles, which must be the same whatever the image's size."""
+    """Return a tile's counts: an image's counts over its tiles, which must be the same whatever the image's size."""
     shapes = [model.image_rule.count(width, height) for width, height in ((448, 448), (896, 448), (1344, 896))]
     per_tile = {(c.patches / c.tiles, c.patches_sq / c.tiles, c.patches_windowed / c.tiles) for c in shapes}
     if len(per_tile) != 1:

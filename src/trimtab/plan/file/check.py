@@ -47,7 +47,7 @@ _ROUNDING = 0.011  # of a figure in GiB or ms
 
 
 def check_plan(path: Path | str, *, model: ModelSpec | None = None, cluster: ClusterSpec | None = None) -> list[str]:
-    """What of the plan at `path` does not hold, a sentence each; empty when all does.
+    """Return what of the plan at `path` does not hold, a sentence each; empty when all does.
 
     Use it before a run, as `trimtab check` does: a list of sentences, empty where the plan still holds.
 
@@ -108,7 +108,7 @@ def refuse_broken(path: Path) -> None:
 
 
 def reloaded_problems(found: ReloadedPlan) -> list[str]:
-    """What does not hold of a plan whose tables are the ones that it was made with, a sentence each."""
+    """Return what does not hold of a plan whose tables are the ones that it was made with, a sentence each."""
     problems: list[str] = []
     for check in (_changed_model, _wrong_counts, _wrong_cover, _over_limits, _over_memory, _divided_tower, _old_claims):
         try:
@@ -169,7 +169,7 @@ def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
 
 
 def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
-    """Every sample in one pack, or in as many as it is drawn, or left out as oversize; every pack in one slot."""
+    """Yield every sample in one pack, or in as many as it is drawn, or left out as oversize; every pack in one slot."""
     case, decision, table = found.case, found.plan.decisions, found.case.schedule.table
     options = case.options
     epoch = draw_epoch(case.samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)

@@ -85,7 +85,7 @@ class PlanDetails:
 
     @property
     def baseline(self) -> Variant:
-        """What the plan is told against."""
+        """Return what the plan is told against."""
         return self.variants[find_baseline([variant.name for variant in self.variants])]
 
 
@@ -250,7 +250,7 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
 
 
 def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Variant]) -> Estimates:
-    """Every figure of the simulation, rounded: times to 4 digits, memory to 0.01 GiB, shares to 4 decimals."""
+    """Return every figure of the simulation, rounded: times to 4 digits, memory to 0.01 GiB, shares to 4 decimals."""
     ours, profile, band = variants[-1], case.setting.profile, case.budget.band
     share = split.peak_bytes / case.budget.total_bytes
     cost = price_samples(case.without_vision().setting.profile, case.samples_work)

@@ -211,7 +211,7 @@ def placement_file(
 
 
 def summary(placement: Placement, compared: Sequence[Assessed] = ()) -> str:
-    """Two or three sentences."""
+    """Return two or three sentences."""
     used = [use for use in placement.uses if isinstance(use.device, int) and use.total_bytes]
     num = sum(isinstance(use.device, int) for use in placement.uses)
     text = (
@@ -232,7 +232,7 @@ def summary(placement: Placement, compared: Sequence[Assessed] = ()) -> str:
 
 
 def assumptions(machine: Machine, placement: Placement) -> tuple[str, ...]:
-    """What the figures rest on, in sentences."""
+    """Return what the figures rest on, in sentences."""
     return (
         "Live tensors are those of Transformers' own modules without gradients; workspace inside kernels is not "
         "counted.",

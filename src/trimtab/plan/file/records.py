@@ -217,7 +217,7 @@ class PlannedRecords(Sequence[Any]):
 
 
 def _reader(path: Path, kind: str) -> Callable[[int], object]:
-    """A record by its number in the file; of JSON Lines by the byte at which it begins."""
+    """Return a record by its number in the file; of JSON Lines by the byte at which it begins."""
     if kind != "jsonl":
         return open_rows(path)
     lines = Lines(path)

@@ -252,7 +252,7 @@ def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
 
 
 def load_details(path: Path | str) -> PlanDetails:
-    """A plan on disk with its figures simulated again, for a report."""
+    """Return a plan on disk with its figures simulated again, for a report."""
     path = Path(path)
     found = reload_plan(path)
     case, plan = found.case, found.plan

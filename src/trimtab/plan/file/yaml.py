@@ -29,7 +29,7 @@ _MAX_INLINE_KEYS = 7
 
 
 def array_bytes(array: npt.NDArray[Any]) -> bytes:
-    """One table as the content of a .npy file; the same array gives the same bytes."""
+    """Return one table as the content of a .npy file; the same array gives the same bytes."""
     buffer = io.BytesIO()
     np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)
     return buffer.getvalue()
@@ -45,7 +45,7 @@ def pack_contents(packing: Packing, schedule: Schedule) -> dict[str, bytes]:
 
 
 def name_table(name: str, content: bytes) -> TableFile:
-    """What the plan says of a table that lies beside it."""
+    """Return what the plan says of a table that lies beside it."""
     return TableFile(file=name, blake2b=blake2b(content))
 
 
@@ -55,7 +55,7 @@ def load_array(folder: Path, table: TableFile) -> npt.NDArray[Any]:
 
 
 def read_npy(source: Path | io.BytesIO, path: Path, *, mmap_mode: Literal["r"] | None = None) -> npt.NDArray[Any]:
-    """An array without Python objects; `path` names it in the error."""
+    """Return an array without Python objects; `path` names it in the error."""
     try:
         array: npt.NDArray[Any] = np.load(source, mmap_mode=mmap_mode, allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
@@ -73,7 +73,7 @@ def read_table(folder: Path, table: TableFile) -> bytes:
 
 
 def table_path(folder: Path, name: str) -> Path:
-    """A table's place, in the plan's own folder and nowhere else."""
+    """Return a table's place, in the plan's own folder and nowhere else."""
     path = folder / name
     if Path(name).name != name:
         raise PlanError(
@@ -90,7 +90,7 @@ def plan_to_yaml(plan: Plan) -> str:
 
 
 def record_to_yaml(record: DataclassInstance) -> str:
-    """A plan, or another record of the same kind of file, a key of the text for each field."""
+    """Return a plan, or another record of the same kind of file, a key of the text for each field."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

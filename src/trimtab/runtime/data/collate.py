@@ -34,7 +34,7 @@ from trimtab.runtime.data.formats import alike_videos, model_classes, pack_forma
 
 
 def label_weights(batch: Mapping[str, Any]) -> Tensor:
-    """(1, tokens) w of each label: the collator's `loss_weights`, or 1 wherever there is a label."""
+    """Return (1, tokens) w of each label: the collator's `loss_weights`, or 1 wherever there is a label."""
     weights: Tensor | None = batch.get("loss_weights")
     return (batch["labels"] != IGNORED).float() if weights is None else weights
 
@@ -109,12 +109,12 @@ def filler_sample(config: Any, *, with_image: bool, family: PackFormat | None = 
 
 
 def cumulative_lengths(lengths: Sequence[int]) -> Tensor:
-    """(samples + 1,) int32 offsets of the samples, as varlen attention kernels take them."""
+    """Return (samples + 1,) int32 offsets of the samples, as varlen attention kernels take them."""
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def sample_numbers(lengths: Sequence[int]) -> Tensor:
-    """(1, tokens) int32 number of the sample each token belongs to, as convolution and scan kernels take it."""
+    """Return (1, tokens) int32 number of the sample each token belongs to, as convolution and scan kernels take it."""
     return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[None]
 
 
@@ -124,7 +124,7 @@ def prefix_numbers(token_types: Sequence[Tensor]) -> Tensor:
 
 
 def image_numbers(token_types: Sequence[Tensor]) -> Tensor:
-    """(tokens,) the run of image tokens each token belongs to, -1 for text; runs end where their sample does.
+    """Return (tokens,) the run of image tokens each token belongs to, -1 for text; runs end where their sample does.
 
     Gemma 3's own numbering goes through the row and would take an image at a sample's end and one at the next
     sample's start for one image.
@@ -139,7 +139,7 @@ def image_numbers(token_types: Sequence[Tensor]) -> Tensor:
 
 
 def pack_mask(lengths: Sequence[int], *, window: int | None = None, images: Tensor | None = None) -> Tensor:
-    """(1, 1, tokens, tokens) True where query q may attend to key k.
+    """Return (1, 1, tokens, tokens) True where query q may attend to key k.
 
     same sample and (k <= q, or both in one image) and k > q - window; `images` as `image_numbers` gives them.
     tokens^2 bytes; work goes into the samples' own blocks.
@@ -158,7 +158,7 @@ def pack_mask(lengths: Sequence[int], *, window: int | None = None, images: Tens
 
 
 def additive(mask: Tensor) -> Tensor:
-    """What eager attention adds to its scores: 0, or float32's smallest number; 4 tokens^2 bytes."""
+    """Return what eager attention adds to its scores: 0, or float32's smallest number; 4 tokens^2 bytes."""
     return torch.where(mask, 0.0, torch.finfo(torch.float32).min)
 
 
@@ -185,12 +185,12 @@ RopeIndex = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 
 
 def text_positions(lengths: Sequence[int]) -> Tensor:
-    """(1, tokens) 0 1 2 .. 0 1 .. : Transformers takes every restart for a new sample."""
+    """Return (1, tokens) 0 1 2 .. 0 1 .. : Transformers takes every restart for a new sample."""
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
 def rope_index(config: Any) -> RopeIndex:
-    """A family's own `get_rope_index`, without the layers and weights of the model it is a method of.
+    """Return a family's own `get_rope_index`, without the layers and weights of the model it is a method of.
 
     The method reads the configuration, sibling methods and what `__init__` copies from the configuration, so it is
     bound to an empty module of its class; where that lacks a field, to the whole model on the meta device.
@@ -321,7 +321,7 @@ class PackedCollator:
         return rows if family.text_row else rows[1:]
 
     def _apart(self, family: PackFormat, pack: Sequence[ProcessedSample], lengths: Sequence[int]) -> dict[str, Any]:
-        """What keeps samples apart beside the positions: lengths, numbers, masks, token types."""
+        """Return what keeps samples apart beside the positions: lengths, numbers, masks, token types."""
         apart: dict[str, Any] = {}
         if self.attention == "flash_attention_2" or family.stateful:
             offsets, longest = cumulative_lengths(lengths), max(lengths)
@@ -390,7 +390,7 @@ def _has_pixels(sample: Mapping[str, Any]) -> bool:
 
 
 def _problems_of(collator: PackedCollator) -> list[str]:
-    """What the settings ask for and no pack of this model can give."""
+    """Return what the settings ask for and no pack of this model can give."""
     family, text = collator.family, collator.config.get_text_config()
     assert family is not None, "filled in when made"
     for name, choices in (("attention", Attention), ("loss_weighting", LossWeighting)):
@@ -428,5 +428,5 @@ def _problems_of(collator: PackedCollator) -> list[str]:
 
 
 def _needs_masks(family: PackFormat) -> bool:
-    """Whether Transformers cannot make the masks of a pack from its positions."""
+    """Return whether Transformers cannot make the masks of a pack from its positions."""
     return family.sees is not None or not family.text_row

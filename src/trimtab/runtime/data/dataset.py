@@ -282,7 +282,7 @@ class AloneThenPacked:
         return self._one_row(self.collate([given]))
 
     def _one_row(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What the collator made of one item, without padding."""
+        """Return what the collator made of one item, without padding."""
         ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1:
             shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__

@@ -41,7 +41,7 @@ SmallestImage = tuple[int, dict[str, Tensor]]
 
 
 def has_blocks(config: Any) -> bool:
-    """Whether the vision configuration says what a block of patches that leaves one token looks like."""
+    """Return whether the vision configuration says what a block of patches that leaves one token looks like."""
     fields = ("spatial_merge_size", "in_channels", "temporal_patch_size", "patch_size")
     vision = vision_config(config)
     whole_frames = getattr(vision, "temporal_merge_size", 1) == 1
@@ -69,7 +69,7 @@ def _one_tile(config: Any) -> SmallestImage:
 
 
 def _fewest_tiles(config: Any) -> SmallestImage:
-    """(images, tiles, C, H, W): the tile grid of the configuration that leaves the fewest tokens."""
+    """Return (images, tiles, C, H, W): the tile grid of the configuration that leaves the fewest tokens."""
     choices = {(h, w): _count(config, w, h) for h, w in config.image_grid_pinpoints}
     size = min(choices, key=lambda choice: (choices[choice].tokens, choice))
     pixels = torch.zeros(1, choices[size].tiles, *_tile_shape(config))
@@ -124,7 +124,7 @@ def pack_format(config: Any) -> PackFormat:
 
 
 def ask_format(config: Any) -> PackFormat:
-    """What the classes of Transformers say of a family: no weights, no list of names.
+    """Return what the classes of Transformers say of a family: no weights, no list of names.
 
     Use it to see what `PackedCollator(config)` found, or to change a field of it: docs/training-loop.md shows both.
     """
@@ -216,7 +216,7 @@ class VideoReader:
     def read(
         self, video: Video, media: MediaFolder, decode: Callable[[bytes], Any]
     ) -> tuple[ClipCounts, dict[str, Tensor]]:
-        """What a video is in the text, and what the model reads of it; `decode` gives frames that are images.
+        """Return what a video is in the text, and what the model reads of it; `decode` gives frames that are images.
 
         Raises `BadRecordError` where it cannot be decoded or the processor refuses it.
         """
@@ -255,7 +255,7 @@ def alike_videos(key: str, parts: list[Tensor]) -> list[Tensor]:
 
 
 def pixel_keys(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Which of a processor's keys hold pixels."""
+    """Return which of a processor's keys hold pixels."""
     return {key for key in tensors if key.startswith("pixel_values")}
 
 

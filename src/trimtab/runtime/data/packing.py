@@ -156,13 +156,13 @@ def perturb(samples: Sequence[ProcessedSample], which: int, vocabulary: Tensor) 
 
 
 def as_given(sample: ProcessedSample) -> dict[str, Any]:
-    """What the collator takes."""
+    """Return what the collator takes."""
     ids = sample.input_ids
     return {"input_ids": ids, "labels": ids, "token_type_ids": sample.token_types, **sample.images}
 
 
 def alone(sample: ProcessedSample, types_key: str | None) -> Batch:
-    """A batch of one as any loop would give it: no positions, no masks."""
+    """Return a batch of one as any loop would give it: no positions, no masks."""
     types = {types_key: sample.token_types[None]} if types_key is not None else {}
     return {"input_ids": sample.input_ids[None], "use_cache": False, **types, **sample.images}
 
@@ -181,7 +181,7 @@ class Gradients:
 
 
 def run(model: nn.Module, batch: Batch, *, what: str) -> Tensor:
-    """(tokens, vocabulary) logits in float32 or float64; a forward that fails is refused."""
+    """Return (tokens, vocabulary) logits in float32 or float64; a forward that fails is refused."""
     device, dtype = device_of(model), next(model.parameters()).dtype
     given = {key: _place(value, device, dtype) for key, value in batch.items() if key not in ("labels", "loss_weights")}
     try:

@@ -230,7 +230,7 @@ class Deal:
 
 @lru_cache(maxsize=2)
 def _order_of_steps(num_steps: int, seed: int, epoch: int) -> IntArray:
-    """A permutation that only (seed, epoch) decide; NumPy promises that `RandomState`'s never changes."""
+    """Return a permutation that only (seed, epoch) decide; NumPy promises that `RandomState`'s never changes."""
     words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch]
     order: IntArray = np.random.RandomState(words).permutation(num_steps)
     return order
@@ -243,7 +243,7 @@ def make_deal(
     num_microbatches: int | None = None,
     reshuffle: bool = True,
 ) -> Deal:
-    """A plan's packs for `dp` ranks; without `num_microbatches`, as many as keep the plan's packs per step.
+    """Return a plan's packs for `dp` ranks; without `num_microbatches`, as many as keep the plan's packs per step.
 
     Raises `PlanError` for settings that share nothing.
     """

@@ -241,7 +241,7 @@ def layers_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
 
 
 def verify_pipeline(model: nn.Module, stages: Sequence[Sequence[str]], batches: Sequence[Batch]) -> PipelineCheck:
-    """Whether these stages give the model's own loss and gradients; needs no process group.
+    """Return whether these stages give the model's own loss and gradients; needs no process group.
 
     Use it for a model of your own, before a run. docs/pipeline.md shows it.
 

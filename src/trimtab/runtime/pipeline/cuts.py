@@ -170,7 +170,7 @@ class Way:
         return tuple(x for x, place in self.writer.items() if place < cut <= self.last_reader.get(x, -1))
 
     def is_fed(self, start: int, stop: int) -> bool:
-        """Whether all that these layers send on with a gradient was made of something received with one."""
+        """Return whether all that these layers send on with a gradient was made of something received with one."""
         received = set(self.alive(start)) & self.graded
         fed = set(received)
         for call in self.trace.calls:
@@ -243,7 +243,7 @@ class Cuts:
         way.sizes.observe({x.name: x.shape for call in trace.calls for x in call.outputs}, self._measure(batch))
 
     def _measure(self, batch: Batch) -> dict[str, int]:
-        """What sizes may be in proportion to: dimensions of the arguments, and tokens of each special kind."""
+        """Return what sizes may be in proportion to: dimensions of the arguments, and tokens of each special kind."""
         found = {f"{key}.{i}": n for key, x in tensors_of(batch).items() for i, n in enumerate(x.shape)}
         ids = batch["input_ids"]
         for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):

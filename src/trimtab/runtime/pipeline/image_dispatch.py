@@ -113,7 +113,7 @@ class ImageDispatch:
         self.load = ImageLoad(held=_whole(held), encoded=_whole(encoded))
 
     def features(self, microbatch: int) -> Encoded | None:
-        """What the tower would have returned for this micro-batch, as leaves; None: it has no images."""
+        """Return what the tower would have returned for this micro-batch, as leaves; None: it has no images."""
         number = microbatch // self.num_pooled
         call = self._calls[number]
         if not call.has_run:

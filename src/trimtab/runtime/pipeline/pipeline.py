@@ -188,7 +188,7 @@ class PackedStage(PipelineStage):
         return self._input_gradients(mb_index) if self.has_backward else ()
 
     def _input_gradients(self, microbatch: int) -> tuple[Tensor | None, ...]:
-        """One for each wire that needs one; zeros where nothing of the wire reached the loss."""
+        """Return one for each wire that needs one; zeros where nothing of the wire reached the loss."""
         wires, gradients = self.wires_in(self.microbatches[microbatch]), self.bwd_cache.pop(microbatch)
         return tuple(
             None if not wire.requires_grad else self._buffer(wire).zero_() if x is None else x.contiguous()
@@ -422,5 +422,5 @@ class Pipeline:
 
 
 def pack_loss(logits: Tensor, target: Sealed) -> Tensor:
-    """What the schedule calls on the last stage."""
+    """Return what the schedule calls on the last stage."""
     return packed_loss(logits, target.batch, denominator=target.batch["denominator"])

@@ -80,7 +80,7 @@ def has_images(batch: Batch) -> bool:
 
 
 def arguments_of(batch: Batch, *, with_images: bool = True) -> dict[str, Any]:
-    """What the model's forward is called with."""
+    """Return what the model's forward is called with."""
     return {
         key: value
         for key, value in batch.items()
@@ -130,7 +130,7 @@ def hollow_copy(
 
 
 def find_layer(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
-    """A layer is a module, or a parameter that lies beside modules."""
+    """Return a layer is a module, or a parameter that lies beside modules."""
     parent, _, name = path.rpartition(".")
     found = getattr(model.get_submodule(parent), name)
     assert isinstance(found, (nn.Module, nn.Parameter))
@@ -168,7 +168,7 @@ def _shell(module: nn.Module, device: torch.device) -> Any:
 
 
 def _weightless(tensor: Tensor, device: torch.device) -> Tensor:
-    """One zero in that shape."""
+    """Return one zero in that shape."""
     return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
@@ -288,7 +288,7 @@ class Tracer:
         return torch.utils._pytree.tree_unflatten(handed, spec)
 
     def _encode(self, function: PatchedFunction, *args: Any, **kwargs: Any) -> Any:
-        """What a function that encodes images returned, as leaves."""
+        """Return what a function that encodes images returned, as leaves."""
         result = function.original(*args, **kwargs)
         columns = feature_rows(result)
         if columns is None:
@@ -353,7 +353,7 @@ class Tracer:
         return known[1] if known is not None else self._bare.get(id(leaf))
 
     def _weightless(self, layer: nn.Module) -> nn.Module:
-        """A copy with fake parameters."""
+        """Return a copy with fake parameters."""
         memo: dict[int, Any] = {}
         for parameter in layer.parameters():
             with self._fake:
@@ -405,7 +405,7 @@ def feature_rows(output: Any) -> list[Tensor] | None:
 
 
 def as_features(sample: Any, columns: Sequence[Tensor], *, pieces: Sequence[int] | None = None) -> Any:
-    """An output like `sample` that holds these rows; `pieces`: of each image. None: all in one."""
+    """Return an output like `sample` that holds these rows; `pieces`: of each image. None: all in one."""
     num_rows = np.array([len(columns[0])] if pieces is None else pieces, np.int64)
     return fill_features(sample, columns, num_rows)
 
@@ -426,7 +426,7 @@ def layer_order(units: Sequence[Unit], trace: Trace) -> tuple[str, ...]:
 
 
 def try_trace(tracer: Tracer, batch: Batch) -> Trace:
-    """A trace, or one sentence on what of the model cannot be followed."""
+    """Return a trace, or one sentence on what of the model cannot be followed."""
     try:
         return tracer.run(batch)
     except Exception as error:  # of any class that the model's own code likes

@@ -39,7 +39,7 @@ class DeviceUnit:
 
     @property
     def streamed(self) -> bool:
-        """Its weights are copied to where it runs, each time it does."""
+        """Return its weights are copied to where it runs, each time it does."""
         return isinstance(self.home, str) and self.runs_on != CPU
 
 
@@ -95,7 +95,7 @@ def resolve_units(
 
 
 def _device_key(device: object) -> DeviceKey:
-    """A number for "cuda:1" and torch.device("cuda", 1) too; anything else as it is."""
+    """Return a number for "cuda:1" and torch.device("cuda", 1) too; anything else as it is."""
     if isinstance(device, torch.device):
         device = str(device)
     if isinstance(device, str) and device not in ("cpu", "disk"):

@@ -68,7 +68,7 @@ class StoredTensor:
 
 
 def open_weights(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a model folder by its name in the files, none of them read yet.
+    """Return every tensor of a model folder by its name in the files, none of them read yet.
 
     `ConfigError` where there are no safetensors files, a shard is missing, is cut short or lacks what the index says.
     """
@@ -112,7 +112,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def open_file(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of one safetensors file by its name."""
+    """Return every tensor of one safetensors file by its name."""
     try:
         with safe_open(path, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
@@ -251,7 +251,7 @@ class StoredNames:
         return found
 
     def _keeps(self, pattern: str, own: str, tensor: StoredTensor) -> bool:
-        """Whether a converter leaves a tensor as it is: one that only transposes what has another shape."""
+        """Return whether a converter leaves a tensor as it is: one that only transposes what has another shape."""
         if own not in self._tensors or tensor.shape != tuple(self._tensors[own].shape):
             return False
         operations = [op for x in self._converters if pattern in x.source_patterns for op in x.operations]

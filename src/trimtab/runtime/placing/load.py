@@ -190,7 +190,7 @@ def _settle(
 
 
 def _is_mapped(parameter: nn.Parameter, stored: StoredTensor | None) -> bool:
-    """Whether it is still the mapping of a file: all of it, or a part that was split off."""
+    """Return whether it is still the mapping of a file: all of it, or a part that was split off."""
     if stored is not None:
         return stored.dtype == parameter.dtype
     return parameter.untyped_storage().nbytes() > parameter.nbytes

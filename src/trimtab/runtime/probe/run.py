@@ -63,7 +63,7 @@ def measure_full(bench: Bench) -> tuple[DeviceProbe, ...]:
 
 
 def measure_kinds(bench: Bench, full: Sequence[DeviceProbe]) -> Iterator[KeptProbe]:
-    """One run for each of a device's kinds of layers and each tier, on all devices at once: one layer keeps more.
+    """Yield one run for each of a device's kinds of layers and each tier, on all devices at once: one layer keeps more.
 
     What is kept then differs from full recompute by micro-batches in flight x what the layer keeps more: exact. A
     device whose memory would not last, by the formulas, or whose pack asks nothing of the layer tells nothing.
@@ -368,7 +368,7 @@ _LEAST_ERROR = 0.01  # of a prediction; one that was exact once may not be so th
 
 
 def _compare(bench: Bench, stages: Sequence[Stage], kept: Sequence[KeptProbe]) -> Iterator[ProbedKind]:
-    """Each kind of the device's layers, and tier, at the pack where it frees most; measured on any device."""
+    """Yield each kind of the device's layers, and tier, at the pack where it frees most; measured on any device."""
     profile = bench.case.setting.profile
     groups = {profile.layers[i].group for stage in stages for i in range(stage.start, stage.stop)}
     most: dict[tuple[int, str], KeptProbe] = {}

@@ -266,7 +266,7 @@ class _Watch:
 
 
 def _holds(pipeline: Pipeline, stage: PackedStage, name: str, batch: Batch) -> bool:
-    """Whether the stage holds the layer, and something reads its result."""
+    """Return whether the stage holds the layer, and something reads its result."""
     return name in pipeline.layout.stages[stage.stage_index] and name in stage.module.cuts.way(batch).read
 
 
@@ -325,7 +325,7 @@ class Bench:
         return int(self.case.budget.fill_bytes)
 
     def run(self, what: str, stages: Sequence[Stage], pack: int, *, whole: bool = True) -> tuple[Reading, ...]:
-        """What each device held; not `whole`: one step, and the optimizer is left out."""
+        """Return what each device held; not `whole`: one step, and the optimizer is left out."""
         names = [layer.name for layer in self.case.model.layers]
         choice: dict[str, Granularity] = {
             names[i]: entry.tier for stage in stages for entry in stage.recompute for i in entry.layers

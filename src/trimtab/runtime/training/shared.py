@@ -68,7 +68,7 @@ class SizeOfSample:
 
 
 def size_of_sample(model: nn.Module, pack: Callable[[list[Any]], Any]) -> SizeOfSample:
-    """What a sample takes of this model, which may be wrapped by PEFT."""
+    """Return what a sample takes of this model, which may be wrapped by PEFT."""
     model = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
     config: Any = model.config
     text = config.get_text_config()
@@ -145,7 +145,7 @@ class SharedSampler(BatchSampler):
         return epoch, step * self.num_microbatches
 
     def state_at(self, _global_step: int) -> dict[str, Any]:
-        """What a checkpoint holds of the place: the Trainer counts steps itself."""
+        """Return what a checkpoint holds of the place: the Trainer counts steps itself."""
         return {}
 
     def set_epoch(self, epoch: int) -> None:

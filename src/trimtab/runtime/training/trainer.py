@@ -148,7 +148,7 @@ class TrainerPlanSampler(PlanBatchSampler):
         return cursor.epoch, cursor.packs_done // self.deal.dp
 
     def state_at(self, global_step: int) -> dict[str, Any]:
-        """What a checkpoint holds of the place in the plan."""
+        """Return what a checkpoint holds of the place in the plan."""
         return dict(cursor_to_state(self.deal, self._cursor_at(global_step)))
 
     def _cursor_at(self, global_step: int) -> Cursor:

@@ -67,7 +67,7 @@ class VisionDataParallel:
 
     @property
     def load(self) -> Load:
-        """What this rank has encoded."""
+        """Return what this rank has encoded."""
         return Load() if self.sharing is None else self.sharing.load
 
     def __enter__(self) -> VisionDataParallel:

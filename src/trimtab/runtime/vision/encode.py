@@ -210,7 +210,7 @@ def encode_own(
 
 
 def share_atoms(sharing: Sharing, inputs: VisionInputs) -> ImageShares:
-    """Which rank encodes which atom; the same on every rank, without communication."""
+    """Return which rank encodes which atom; the same on every rank, without communication."""
     cost = sharing.settings.cost.of(inputs.patches, patches_windowed=inputs.windowed)
     return share_images(cost, sharing.control.num_ranks, rule=sharing.settings.rule)
 
@@ -251,7 +251,7 @@ def _encode_share(
 
 
 def _words(sharing: Sharing, own: VisionInputs | None) -> list[object]:
-    """What has to be the same on every rank, apart from the images; of the rank's own images, only the form."""
+    """Return what has to be the same on every rank, apart from the images; of the rank's own images, only the form."""
     parts = () if own is None else own.parts
     return [sharing.settings, *((part.name, part.rows.dtype, part.rows.shape[1:]) for part in parts)]
 

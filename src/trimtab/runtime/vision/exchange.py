@@ -69,7 +69,7 @@ def lay_out_rows(order: IntArray, offsets: IntArray, rows: IntArray) -> RowLayou
 
 
 def gather_rows(rows: Tensor, layout: RowLayout, group: Any) -> Tensor:
-    """All rows (T, D) in the batch's order on every rank, from the `counts[rank]` rows this one made.
+    """Return all rows (T, D) in the batch's order on every rank, from the `counts[rank]` rows this one made.
 
     One collective forward and one backward, of (N - 1) / N T D elements received by each rank.
     """

@@ -49,7 +49,7 @@ class PatchedFunction:
     signature: inspect.Signature
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name."""
+        """Return all arguments by name."""
         bound = dict(self.signature.bind(*args, **kwargs).arguments)
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -71,7 +71,7 @@ class PatchedFunction:
 
 
 def given_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a module's forward was called with."""
+    """Return what a module's forward was called with."""
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     return {**given.pop("kwargs", {}), **given}
 
@@ -114,7 +114,7 @@ def _takes_grid(module: nn.Module) -> bool:
 
 
 def _innermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that hold no other of them."""
+    """Return those that hold no other of them."""
     return [m for m in modules if not any(o is not m and any(o is x for x in m.modules()) for o in modules)]
 
 

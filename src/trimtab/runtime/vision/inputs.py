@@ -72,7 +72,7 @@ class VisionInputs:
 
 
 def join_inputs(inputs: Sequence[VisionInputs]) -> VisionInputs | None:
-    """One call's arguments from those of several, in their order; None of none."""
+    """Return one call's arguments from those of several, in their order; None of none."""
     if len(inputs) < 2:
         return inputs[0] if inputs else None
     first = inputs[0]
@@ -159,7 +159,7 @@ class GridFamily:
         )
 
     def smallest(self, inputs: VisionInputs, config: Any) -> VisionInputs:
-        """One block of zeros, where the family has blocks; else the cheapest image at hand."""
+        """Return one block of zeros, where the family has blocks; else the cheapest image at hand."""
         cheapest, side = inputs.cheapest(), self.block_side(config)
         pixels, grid, *beside = cheapest.parts
         if side is None or (not self.frames and int(grid.rows[0, 0]) > 1):
@@ -251,7 +251,7 @@ def find_family(config: Any, encode: Callable[..., Any] | None = None) -> Family
 
 
 def ask_family(config: Any, encode: Callable[..., Any]) -> Family:
-    """What the arguments of the function that encodes images say."""
+    """Return what the arguments of the function that encodes images say."""
     names = list(inspect.signature(inspect.unwrap(encode)).parameters)
     if not set(GRIDS.values()).isdisjoint(names):
         if any(name.endswith("merge_sizes") for name in names):  # a side of its own for each image

@@ -49,18 +49,18 @@ def read_features(output: Any, inputs: VisionInputs) -> Features:
 
 
 def write_features(features: Features, rows: Tensor, num_rows: IntArray) -> Any:
-    """An output like `features.sample` that holds `rows`, of which `num_rows[i]` are entry i's."""
+    """Return an output like `features.sample` that holds `rows`, of which `num_rows[i]` are entry i's."""
     return fill_features(features.sample, torch.split(rows, list(features.widths), dim=-1), num_rows)
 
 
 def fill_features(sample: Any, columns: Sequence[Tensor], num_rows: IntArray) -> Any:
-    """An output like `sample` that holds these columns, the features and those of DeepStack layers, as rows."""
+    """Return an output like `sample` that holds these columns, the features and those of DeepStack layers, as rows."""
     filled = [_fill(like, x, num_rows) for like, x in zip(columns_of(sample), columns, strict=True)]
     return _with_columns(sample, filled)
 
 
 def _with_columns(sample: Any, columns: list[Any]) -> Any:
-    """An output like `sample` that holds these columns, as `columns_of` gives them."""
+    """Return an output like `sample` that holds these columns, as `columns_of` gives them."""
     if _has_layers(sample):
         return columns[0], columns[1:]
     if isinstance(sample, (Tensor, tuple, list)):
@@ -86,7 +86,7 @@ def touch(output: Any, zero: Tensor) -> Any:
 
 
 def each_tensor(output: Any, start: int, end: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """An output of entries `start` to `end` alone, every tensor of features changed."""
+    """Return an output of entries `start` to `end` alone, every tensor of features changed."""
     return _with_columns(output, [type(x)(change(piece) for piece in x[start:end]) for x in columns_of(output)])
 
 

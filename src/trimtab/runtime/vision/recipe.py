@@ -67,7 +67,7 @@ def unapply_vision_dp_patch() -> None:
 
 
 def create_dp_vision_forward(original_forward: Callable[..., Any], dp_group: Any = None) -> Callable[..., Any]:
-    """A class's forward that puts `vision_dp` on the instance when it first runs."""
+    """Return a class's forward that puts `vision_dp` on the instance when it first runs."""
 
     @functools.wraps(original_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ class GatherVisionEmbeddings:
 
 
 def _tower_classes() -> list[type]:
-    """Those of `TOWERS` that the installed Transformers has."""
+    """Return those of `TOWERS` that the installed Transformers has."""
     found = []
     for module, _, name in (tower.partition(".") for tower in TOWERS):
         family = module.removeprefix("modeling_")
