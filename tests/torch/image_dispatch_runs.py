@@ -88,12 +88,12 @@ def run_disagreements(rank: int, own: Any) -> None:
     packs = make_packs("qwen2_5_vl")
     batches = collate(packs, MICROBATCHES)
     pipeline = build(packs, own)
-    told = "data-parallel rank 1 refused its images: its own message says why"
+    told = "rank 1"
 
     def changed(**keys: Any) -> list[dict[str, Any]]:
         return [{**batches[0], **keys}, *batches[1:]] if rank else batches
 
-    with pytest.raises(TrimtabError, match=r"of torch.float64 and shape .* use the model's own" if rank else told):
+    with pytest.raises(TrimtabError, match="torch.float64" if rank else told):
         pipeline.step(changed(pixel_values=batches[0]["pixel_values"].double()))
     with pytest.raises(TrimtabError, match=r"image_grid_thw|grid_thw counts" if rank else told):
         pipeline.step(changed(image_grid_thw=batches[0]["image_grid_thw"] * 2))

@@ -209,12 +209,12 @@ def test_all_problems_of_a_map_are_named_at_once(internvl):
 
 
 def test_the_map_of_another_model_is_named_as_such(internvl):
-    with simulated(), refused(PartitionError, "InternVL", "vision_model"):
+    with simulated(), refused(PartitionError, "InternVL", "3"):
         load_placed(internvl.folder, {"vision_model": 0, "mlp1": 0, "language_model.output": 1})
 
     with simulated(), pytest.raises(PartitionError) as caught:
         load_placed(internvl.folder, {"vision_model": 0, "mlp1": 1})
-    assert "gives no device" not in str(caught.value)  # for each of its modules
+    assert "model.vision_tower" not in str(caught.value)  # for each of its modules
     with simulated(), refused(PartitionError, "9"):
         load_placed(internvl.folder, {"": 9})
 
@@ -223,8 +223,7 @@ def test_a_tower_without_a_device_is_named_once(internvl):
     placed = {k: v for k, v in whole(internvl, 0).items() if not k.startswith("model.vision_tower")}
     with simulated(), pytest.raises(PartitionError) as caught:
         load_placed(internvl.folder, placed)
-    assert str(caught.value).count("gives no device") == 1
-    assert "gives no device for model.vision_tower: add it" in str(caught.value)
+    assert str(caught.value).count("model.vision_tower") == 1
 
 
 def test_tied_weights_on_two_devices_are_refused(gemma3):
@@ -277,8 +276,8 @@ def damage(folder, what):
     ("what", "names"),
     [
         ("shard missing", ("00002",)),
-        ("shard cut short", ("cut", "short")),
-        ("header cut short", ("cut", "short")),
+        ("shard cut short", ("model-00002-of-00007.safetensors",)),
+        ("header cut short", ("model-00002-of-00007.safetensors",)),
         ("no header", ("safetensors",)),
         ("tensor missing", ("model.extra",)),
         ("outside", ("../x.safetensors",)),

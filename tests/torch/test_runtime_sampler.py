@@ -146,7 +146,9 @@ def host_of(folder: Path, data: Any, *, accumulation: int, reshuffle: bool = Tru
 
 def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder: Path, tmp_path: Path) -> None:
     sampler = PlanBatchSampler(folder / "plan", dp=4, rank=0)
-    (tmp_path / "trimtab_plan.json").write_text(json.dumps({**sampler.state_dict(num_batches=1), "files": {}}))
+    (tmp_path / "trimtab_plan.json").write_text(
+        json.dumps({**sampler.state_dict(num_batches=1), "files": {}, "weights": {}})
+    )
     same = host_of(folder, plan_runs.Rows(), accumulation=2)  # 2 ranks x 2 as well as 4 x 1: steps of four packs
     assert same.train(resume_from_checkpoint=str(tmp_path)) == f"trained from {tmp_path}"
     assert same.train() == "trained from None"
@@ -154,7 +156,9 @@ def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder
     with refused(PlanError, "4", "1", "2", "gradient_accumulation_steps"):
         other.train(resume_from_checkpoint=str(tmp_path))
     three = PlanBatchSampler(folder / "plan", dp=3, rank=0, num_microbatches=1)
-    (tmp_path / "trimtab_plan.json").write_text(json.dumps({**three.state_dict(num_batches=1), "files": {}}))
+    (tmp_path / "trimtab_plan.json").write_text(
+        json.dumps({**three.state_dict(num_batches=1), "files": {}, "weights": {}})
+    )
     with refused(PlanError, "3"):
         same.train(resume_from_checkpoint=str(tmp_path))
     with refused(PlanError):
@@ -164,7 +168,8 @@ def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder
 def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole_and_says_so(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = {**PlanBatchSampler(folder / "plan", dp=2, rank=0).state_dict(num_batches=2), "files": {"weights": 3}}
+    place = PlanBatchSampler(folder / "plan", dp=2, rank=0).state_dict(num_batches=2)
+    state = {**place, "files": {"weights": 3}, "weights": {}}
     host = host_of(folder, plan_runs.Rows(), accumulation=2)
     host.args.output_dir = str(tmp_path)
     for name in ("checkpoint-8", "checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-old"):

@@ -54,9 +54,9 @@ def run_calls_that_differ(rank: int) -> None:
 def run_problems_of_one_rank(rank: int) -> None:
     """What goes wrong before the exchange on one rank is told to the other."""
     case = make_case("qwen2_5_vl", "images")
-    told = "rank 1 refused what get_image_features was given: that rank's own message says why"
+    told = "rank 1 .*get_image_features"
     with vision_dp(case.model):
-        with pytest.raises(TrimtabError, match="pixel_values is int, not one tensor" if rank else told):
+        with pytest.raises(TrimtabError, match="pixel_values is int" if rank else told):
             features(case, **({"pixel_values": 1} if rank else {}))
         wrong = {"image_grid_thw": torch.ones(2, 2, dtype=torch.int64)} if rank else {}
         with pytest.raises((IndexError, ValueError, TrimtabError), match=None if rank else told):

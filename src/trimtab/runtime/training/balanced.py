@@ -132,7 +132,7 @@ def balanced(
     >>> import trimtab
     >>> trimtab.balanced("no trainer", "plan")
     Traceback (most recent call last):
-    trimtab.errors.UnsupportedPlanError: a str was to be balanced, and only a transformers.Trainer can be, or ...
+    trimtab.errors.UnsupportedPlanError: a str is no transformers.Trainer and no DataLoader with its model: ...
     """
     if isinstance(trainer, DataLoader):
         return _balanced_loader(trainer, plan, model, reshuffle=reshuffle, verify=verify)
