@@ -18,6 +18,7 @@ from trimtab.balance.metrics import (
     utilisation,
 )
 from trimtab.balance.packing import pack_samples, report_packing
+from trimtab.balance.pairing import match_pairs
 from trimtab.specs import Packing, SampleTable, Schedule
 
 
@@ -170,6 +171,25 @@ def test_no_packing_has_fewer(sizes):
     assert lower_bound_packs(np.array(sizes), (9, 60)) <= fewest(sizes, (9, 60))
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 12)), min_size=1, max_size=9))
+def test_as_many_pairs_as_any_choice_makes(sizes):
+    limits = (20, 12)
+    partner = match_pairs(np.array(sizes, float), np.array(limits, float)).tolist()
+
+    def most(left: tuple[int, ...]) -> int:
+        if len(left) < 2:
+            return 0
+        i, *others = left
+        pairs = [j for j in others if all(a + b <= q for a, b, q in zip(sizes[i], sizes[j], limits, strict=True))]
+        return max([most(tuple(others)), *(1 + most(tuple(k for k in others if k != j)) for j in pairs)])
+
+    for i, j in enumerate(partner):
+        assert j < 0 or (partner[j] == i != j)
+        assert j < 0 or (np.array(sizes[i]) + sizes[j] <= limits).all()
+    assert sum(j >= 0 for j in partner) == 2 * most(tuple(range(len(sizes))))
+
+
 @pytest.mark.parametrize(
     ("sizes", "limits", "bound"),
     [
@@ -180,6 +200,8 @@ def test_no_packing_has_fewer(sizes):
         ([[1, 67], [1, 67], [1, 67]], (9, 100), 3),
         ([[8, 0]] + [[2, 0]] * 5, (9, 100), 3),  # an 8 fills a pack: 19 of 9
         ([[0, 0]], (9, 100), 0),
+        ([[6, 1], [1, 6], [6, 6]], (9, 9), 2),  # in pairs of columns: the first two share a pack
+        ([[5, 3], [3, 5], [4, 7], [7, 4]], (9, 9), 3),  # 19 of 9 in each column, and one pair at most
     ],
 )
 def test_cases_by_hand(sizes, limits, bound):

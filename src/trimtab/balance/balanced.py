@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from trimtab.balance.kinds import pack_kinds
 from trimtab.balance.metrics import counted_columns, sum_columns
 from trimtab.balance.rows import level_rows
 from trimtab.balance.schedule import Groups, shuffle_rows
@@ -254,8 +255,8 @@ def pack_balanced(
     aim: Aim | float | None = None,
     num_others: int = 0,
     rows_alike: bool = False,
-) -> tuple[Groups, Aim]:
-    """Packs of samples with columns `sizes` (n, k) that each fit a pack alone, and their aim; n is 1 or more.
+) -> tuple[Groups, Aim | None]:
+    """Packs of samples with columns `sizes` (n, k) that each fit a pack alone, and their aim, if any; n is 1 or more.
 
     Every sample is in exactly one pack. Packs plus `num_others` made elsewhere are a multiple of dp, unless there are
     fewer samples. They come in the order of the shuffle, `WINDOW_PACKS` at a time, and in random order among these.
@@ -267,15 +268,22 @@ def pack_balanced(
     """
     stream = _shuffle(sizes, cost, limits, keys)
     bounds = np.array([*limits, np.inf])
-    is_open = aim is None and len(sizes) <= COMPARED_SAMPLES
-    if not isinstance(aim, Aim):
-        aim = choose_aim(stream.columns, stream.counted, bounds, dp, aim, num_others, rows_alike)
-    streamed = _pack(stream, bounds, aim, dp, num_others, keys)
-    if is_open and aim.rule is None and len(streamed.offsets) - 1 > round_up(_count_known(stream.columns, bounds), dp):
-        fitted = [_pack(stream, bounds, Aim(1.0, "fit", rule), dp, num_others, keys) for rule in FIT_RULES]
-        streamed = min([streamed, *fitted], key=lambda found: len(found.offsets))
+    streamed, chosen = None, aim if isinstance(aim, Aim) else None
+    if aim is None:
+        alike = Aim(1.0, "fit")
+        pull, state = alike.pull(stream.columns, bounds), make_stream(*keys, 1)
+        streamed = pack_kinds(stream.columns, bounds, pull, alike.effort(), dp, num_others, state)
+    if streamed is None:
+        if chosen is None:
+            assert not isinstance(aim, Aim)
+            chosen = choose_aim(stream.columns, stream.counted, bounds, dp, aim, num_others, rows_alike)
+        streamed = _pack(stream, bounds, chosen, dp, num_others, keys)
+        is_open = aim is None and chosen.rule is None and len(sizes) <= COMPARED_SAMPLES
+        if is_open and len(streamed.offsets) - 1 > round_up(_count_known(stream.columns, bounds), dp):
+            fitted = [_pack(stream, bounds, Aim(1.0, "fit", rule), dp, num_others, keys) for rule in FIT_RULES]
+            streamed = min([streamed, *fitted], key=lambda found: len(found.offsets))
     groups = Groups(stream.order[streamed.members], streamed.offsets)
-    return shuffle_rows(groups, dp, make_stream(*keys, 5)), aim
+    return shuffle_rows(groups, dp, make_stream(*keys, 5)), chosen
 
 
 def _pack(stream: _Shuffled, bounds: FloatArray, aim: Aim, dp: int, num_others: int, keys: tuple[int, ...]) -> Streamed:

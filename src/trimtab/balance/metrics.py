@@ -24,7 +24,7 @@ def rounded_sizes(sizes: IntArray, limit: int) -> FloatArray | None:
     """Sizes (n,) rounded so that they still bound packs from below, and by more packs; None where none do.
 
     For a threshold x of at most Q / 2, what is above Q - x counts as Q, what is below x as nothing: no pack's sum of
-    these is above Q, since beside a sample above Q - x there is room only for samples below x (a dual feasible
+    these is above Q, since next to a sample above Q - x there is room only for samples below x (a dual feasible
     function; Martello and Toth 1990, bound L2). The threshold that gives most packs is found by trying all.
 
     Example: of sizes [5, 5, 5, 3, 1] under Q = 9 there are 19, which fill 2.1 packs; with x = 4.5 the fives count as 9
@@ -90,7 +90,30 @@ def lower_bound_packs(sizes: IntArray, limits: tuple[int, ...]) -> int:
     """
     if len(sizes) == 0:
         return 0
-    return int(np.ceil(counted_columns(sizes, limits).sum(axis=0).max() - 1e-9))
+    least = int(np.ceil(counted_columns(sizes, limits).sum(axis=0).max() - 1e-9))
+    return max(least, _pairs_bound(sizes, limits, least)) if sizes.shape[1] == 2 else least
+
+
+def _pairs_bound(sizes: IntArray, limits: tuple[int, ...], least: int) -> int:
+    """Packs that large samples need in two columns together: as many as there are, less the most pairs of them.
+
+    Large are samples of which no three fit one pack, for either column or both together add up to more than a third:
+    a x + (1 - a) y > 1/3 of the shares x, y, for three of them more than 1. Not counted where they are `least` at most.
+
+    Example: sizes (6, 1), (1, 6), (6, 6) under (9, 9): the first two pair, so they need 2 packs; each column alone says
+    that 13 of 9 do.
+    """
+    shares = sizes / limits
+    for part in (0.5, 0.0, 1.0):
+        large = part * shares[:, 0] + (1 - part) * shares[:, 1] > (1 + 1e-9) / 3
+        if large.sum() > least:
+            from trimtab.balance.pairing import match_pairs
+
+            own = sizes[large].astype(np.float64)
+            own = own[(own <= limits).all(axis=1)]
+            num_paired = int((match_pairs(own, np.array(limits, np.float64)) >= 0).sum())
+            least = max(least, int(large.sum()) - num_paired // 2)
+    return least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 BLOCK_STEPS = 512
 """Steps within which `tolerance` and `sorted` may move a pack: the reach of their disorder."""
 
-ALIKE_COST = 0.01
+ALIKE_COST = 0.005
 """Packs whose costs differ by more than this are grouped by cost, others by the column that differs most: rows wait for
 their cost, and below this little is to be seen of it."""
 
@@ -258,7 +258,7 @@ def split_packs(groups: Groups, sizes: IntArray, limits: tuple[int, ...], extra:
             halves += [pack[:cut], pack[cut:]]
         whole = reorder(groups, np.flatnonzero(stays))
         held = np.concatenate([counts[stays], [len(half) for half in halves]])
-        groups = Groups(np.concatenate([whole.members, *halves]), _offsets_of(held))
+        groups = Groups(np.concatenate([whole.members, *halves]), offsets_of(held))
         extra -= len(chosen)
     return groups
 
@@ -267,7 +267,7 @@ def insert_singles(groups: Groups, singles: IntArray, places: IntArray) -> Group
     """Return each of `singles` as a pack of its own, before the pack whose number `places` gives."""
     starts = np.append(groups.offsets[:-1], groups.offsets[-1])[places]
     counts = np.insert(np.diff(groups.offsets), places, 1)
-    return Groups(np.insert(groups.members, starts, singles), _offsets_of(counts))
+    return Groups(np.insert(groups.members, starts, singles), offsets_of(counts))
 
 
 def complete_rows(
@@ -318,11 +318,11 @@ def shuffle_rows(groups: Groups, dp: int, state: UIntArray) -> Groups:
 def reorder(groups: Groups, sequence: IntArray) -> Groups:
     """The same packs in another order."""
     counts = np.diff(groups.offsets)[sequence]
-    offsets = _offsets_of(counts)
+    offsets = offsets_of(counts)
     moved = np.repeat(groups.offsets[sequence] - offsets[:-1], counts)  # of each sample, by how much
     moved += np.arange(len(moved))
     return Groups(groups.members[moved], offsets)
 
 
-def _offsets_of(counts: IntArray | list[int]) -> IntArray:
+def offsets_of(counts: IntArray | list[int]) -> IntArray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

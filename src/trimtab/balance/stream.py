@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.balance.metrics import sum_columns
-from trimtab.balance.pair import Packs, make_goal, make_packs, make_scratch
+from trimtab.balance.pair import Goal, Packs, make_goal, make_packs, make_scratch
+from trimtab.balance.pairing import NO_THREE_FIT, match_pairs
 from trimtab.balance.window import (
     Effort,
     Pull,
@@ -19,6 +20,7 @@ from trimtab.balance.window import (
     even_packs,
     evict,
     fit,
+    load,
     spread,
     unload,
 )
@@ -136,18 +138,28 @@ class FitRule(NamedTuple):
 
     by_sum: bool  # samples by the sum of their shares of the limits, the largest first; else by the larger share
     squared: bool  # packs by the squares of their rests
+    paired: bool = False  # samples of which no three fit a pack are paired first: as many pairs as there can be
 
 
-FIT_RULES = (FitRule(False, False), FitRule(True, True), FitRule(True, False))
+FIT_RULES = (FitRule(False, False), FitRule(True, True), FitRule(True, False), FitRule(True, True, True))
 """The first is two-column best fit decreasing as it is known; others win where columns do not move together."""
 
 
 def fit_samples(sizes: FloatArray, limits: FloatArray, rule: FitRule) -> Packs:
     """Packs of samples (n, 2 or more columns) by best fit decreasing in the first two."""
     shares = sizes[:, :2] / limits
-    key = shares[:, 0] + shares[:, 1] if rule.by_sum else np.maximum(shares[:, 0], shares[:, 1])
+    total = shares[:, 0] + shares[:, 1]
+    key = total if rule.by_sum else np.maximum(shares[:, 0], shares[:, 1])
     packs, order = make_packs(len(sizes), *sizes.shape), np.argsort(-key, kind="stable")
-    num_packs, _ = fit(sizes, order, limits, rule.squared, packs, 0, len(sizes))
+    num_packs = 0
+    if rule.paired:
+        large = np.flatnonzero(total > NO_THREE_FIT)
+        partner, own = match_pairs(sizes[large, :2], limits), np.arange(len(large))
+        firsts, pack_of = np.unique(np.where(partner < 0, own, np.minimum(own, partner)), return_inverse=True)
+        load(sizes, large, pack_of, packs)
+        num_packs = len(firsts)
+        order = order[total[order] <= NO_THREE_FIT]
+    num_packs, _ = fit(sizes, order, limits, rule.squared, packs, num_packs, len(sizes))
     return first_packs(packs, num_packs)
 
 
@@ -200,12 +212,7 @@ def fit_stream(
             getattr(kept, name)[: len(order)] = getattr(packs, name)[order]
         kept.after[:] = packs.after
         # 3. alike
-        total = sum_columns(kept.sums)
-        mean = np.where(total > 0, total, 1.0) / wanted
-        weights, slopes = np.where(total > 0, pull.weights, 0.0), np.where(total > 0, pull.slopes, 0.0)
-        goal = make_goal(bounds, weights / mean**2, STRICT_PENALTY / bounds, mean, slopes / mean)
-        even_packs(window, kept, goal, effort, state, make_scratch(wanted, len(chosen), columns.shape[1]))
-        held, held_counts = unload(kept, state)
+        held, held_counts = even_out(window, kept, bounds, pull, effort, state)
         members.append(chosen[held])
         counts.append(held_counts)
         num_packs += len(held_counts)
@@ -213,6 +220,22 @@ def fit_stream(
         num_carried = max(num_carried, len(out))
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
     return Streamed(members=np.concatenate(members), offsets=offsets, oldest=int(num_carried > 0), num_grown=0)
+
+
+def even_out(
+    columns: FloatArray, packs: Packs, bounds: FloatArray, pull: Pull, effort: Effort, state: UIntArray
+) -> tuple[IntArray, IntArray]:
+    """Even out packs that are within the limits, and unload them."""
+    goal = _goal_of(sum_columns(columns), len(packs.head), bounds, pull, STRICT_PENALTY)
+    even_packs(columns, packs, goal, effort, state, make_scratch(len(packs.head), *columns.shape))
+    return unload(packs, state)
+
+
+def _goal_of(total: FloatArray, num_packs: int, bounds: FloatArray, pull: Pull, penalty: float) -> Goal:
+    """The goal of so many packs that hold `total` together."""
+    mean = np.where(total > 0, total, 1.0) / num_packs
+    weights, slopes = np.where(total > 0, pull.weights, 0.0), np.where(total > 0, pull.slopes, 0.0)
+    return make_goal(bounds, weights / mean**2, penalty / bounds, mean, slopes / mean)
 
 
 def _samples_of(packs: Packs, p: int) -> IntArray:
@@ -269,12 +292,11 @@ def pack_window(
     k, P = D - 1, num_packs
     total = sum_columns(window)
     # 1. the samples to P packs, improved in pairs; what does not fit is left
-    mean = np.where(total > 0, total, 1.0) / P
-    weights, slopes = np.where(total > 0, pull.weights, 0.0), np.where(total > 0, pull.slopes, 0.0)
-    goal = make_goal(bounds, weights / mean**2, PENALTY / bounds, mean, np.zeros(D))
-    last_goal = make_goal(bounds, weights / mean**2, PENALTY / bounds, mean, slopes / mean)
-    # in dealing, the cost counts as if the mean pack were as full of it as of the fullest column
-    share = np.append(1.0 / bounds[:k], min(1.0, float((total[:k] / bounds[:k]).max()) / P) / mean[k])
+    last_goal = _goal_of(total, P, bounds, pull, PENALTY)
+    goal = last_goal.copy()
+    goal["slope"] = 0.0
+    # while they are spread, the cost counts as if the mean pack were as full of it as of the fullest column
+    share = np.append(1.0 / bounds[:k], min(1.0, float((total[:k] / bounds[:k]).max()) / P) / goal[k]["mean"])
     packs, scratch = make_packs(P, n, D), make_scratch(P, n, D)
     spread(window, share, packs)
     arrange(window, packs, goal, last_goal, effort, state, scratch)
@@ -289,9 +311,7 @@ def pack_window(
     grown.after[:] = packs.after
     num_packs, _ = fit(window, out, bounds[:k], True, grown, P, n)
     grown = first_packs(grown, min(n, P + round_up(num_packs - P, dp)))
-    strict = make_goal(bounds, weights / mean**2, STRICT_PENALTY / bounds, mean * P / len(grown.head), slopes / mean)
-    even_packs(window, grown, strict, effort, state, make_scratch(len(grown.head), n, D))
-    members, counts = unload(grown, state)
+    members, counts = even_out(window, grown, bounds, pull, effort, state)
     return PackedWindow(members=members, counts=counts, left=out[:0], num_wanted=len(grown.head), num_grown=1)
 
 

@@ -430,6 +430,13 @@ def _put(sizes: FloatArray, packs: Packs, item: int, p: int) -> None:
         packs.sums[p, d] += sizes[item, d]
 
 
+@compiled
+def load(sizes: FloatArray, items: IntArray, pack_of: IntArray, packs: Packs) -> None:
+    """Each of `items` into the pack that `pack_of` says."""
+    for i in range(len(items)):
+        _put(sizes, packs, items[i], pack_of[i])
+
+
 def unload(packs: Packs, state: UIntArray) -> tuple[IntArray, IntArray]:
     """Samples pack by pack in random order of the packs, and the number in each; packs without samples are left out."""
     order = permute(np.arange(len(packs.head)), state)
