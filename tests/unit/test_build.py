@@ -38,7 +38,7 @@ def test_the_same_inputs_give_the_same_bytes(made: PlanDetails) -> None:
 
 
 def test_what_is_left_open_is_chosen_so_that_it_fits(tmp_path: Path) -> None:
-    made = make_plan(MODEL, tile_samples(), CLUSTER, PlanOptions())
+    made = make_plan(MODEL, tile_samples(), CLUSTER, PlanOptions(host="none"))  # another one has no moved baseline
     parallel = made.plan.decisions.parallel
     assert parallel.dp * parallel.pp * parallel.tp == 32
     assert made.variants[-1].fits
@@ -51,7 +51,7 @@ def test_what_is_left_open_is_chosen_so_that_it_fits(tmp_path: Path) -> None:
     assert first.epoch_s < moved.epoch_s
     assert first.fits
     elsewhere = next(x for x in settings if x.label in first.packs)
-    there = PlanOptions(dp=elsewhere.dp, pp=elsewhere.pp, tp=elsewhere.tp, zero_stage=elsewhere.zero_stage)
+    there = PlanOptions(host="none", dp=elsewhere.dp, pp=elsewhere.pp, tp=elsewhere.tp, zero_stage=elsewhere.zero_stage)
     alone = make_plan(MODEL, tile_samples(), CLUSTER, there).plan.estimates.compared[0]
     assert first.samples_per_s == pytest.approx(
         alone.samples_per_s, rel=0.25

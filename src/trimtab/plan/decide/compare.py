@@ -118,12 +118,12 @@ def compare_variants(
 
     Where ranks share images, that is the last one, and the rows above are those of the case without it.
 
-    The baseline is what a launcher does when nobody decides: random batches padded to their longest, of the batch size
-    that is fastest and fits; as many blocks on every stage; and recompute everywhere, or nowhere if that fits. It is
-    the fastest that fits on the plan's degrees and on those of `elsewhere`; where others win, the row after it moves
-    to the plan's. Or it is the fastest that fits of those that were asked for, the others before it. Steps of all
-    variants hold about equally many samples. `without`: what `choose_split` found for the case without sharing, if it
-    ran.
+    The baseline is what a launcher does when nobody decides: padded batches, random or grouped by length, or greedy
+    packs where the host packs, of the size that is fastest and fits; as many blocks on every stage; and recompute
+    everywhere, or nowhere if that fits. It is the fastest that fits on the plan's degrees and on those of `elsewhere`;
+    where others win, the row after it moves to the plan's. Or it is the fastest that fits of those that were asked for,
+    the others before it. Steps of all variants hold about equally many samples. `without`: what `choose_split` found
+    for the case without sharing, if it ran.
     """
     # 1. the plan's own packs, on the stages that each row is about
     shared, case = case, case.without_vision()
@@ -307,20 +307,27 @@ def _batched(
     elif baseline.method == "greedy":  # by tokens alone
         tokens = max(int(samples.num_tokens.max()), round(case.setting.max_tokens * size / per_pack))
         limits = (MOST_LIMIT, tokens)
-    packing = pack_samples(
+    # 2. as many a step as hold the plan's samples
+    unit = microbatch_unit(problem.schedule, problem.num_stages)
+
+    def per_step(size: float) -> int:
+        return max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
+
+    made = pack_samples(
         samples,
         limits=limits,
         dp=dp,
+        num_microbatches=per_step(size),
         method=baseline.method,
         batch_size=size if baseline.is_padded else 1,
         oversize=options.oversize,
         seed=options.seed,
-    ).packing
-    if baseline.method == "greedy":
+    )
+    packing, schedule, num_microbatches = made.packing, made.schedule, per_step(size)
+    if baseline.method == "greedy":  # only now it is known how many samples a pack holds
         size = len(packing.indices) / packing.num_packs
-    # 2. as many a step as hold the plan's samples; nobody sorts them by cost, so rows are as the shuffle has them
-    unit = microbatch_unit(problem.schedule, problem.num_stages)
-    num_microbatches = max(1, round(problem.num_microbatches * per_pack / size / unit)) * unit
+        num_microbatches, none = per_step(size), np.empty((packing.num_packs, 0))
+        schedule = schedule_packs(none, dp=dp, num_microbatches=num_microbatches, seed=options.seed)
     work = padded_work(packing, samples_work) if baseline.is_padded else packed_work(packing, samples_work)
     name = baseline.method.replace("_", "-")
     how = {"greedy": f"greedy by tokens, {format_number(size)} a pack"}.get(name, f"{name}, packed")
@@ -329,9 +336,7 @@ def _batched(
         problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
         packs=f"{name}, padded, {format_number(size)} a batch" if baseline.is_padded else how,
         work=work,
-        schedule=schedule_packs(
-            np.empty((packing.num_packs, 0)), dp=dp, num_microbatches=num_microbatches, seed=options.seed
-        ),
+        schedule=schedule,
     )
 
 
