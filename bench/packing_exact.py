@@ -1,7 +1,7 @@
 """Which families of the installed Transformers compute packs exactly. Run: python bench/packing_exact.py [FAMILY ...]
 
 Every family of AutoModelForImageTextToText, built small from its default configuration (tests/torch/shrunk_models.py:
-one layer of each kind), goes through `prepare_packing`: texts, and images where one can be made by the rules there.
+one layer of each kind), goes through `verify_packing`: texts, and images where one can be made by the rules there.
     packed: texts are exact, by logits and gradients.  images: the same with images inside and at the ends of samples.
     apart: layers with a state that run each sample by itself, for want of their fused kernels on this machine.
 --json FILE writes the rows as a list of objects; --no-images leaves them out. No weights, no network; 90 CPU seconds.
@@ -28,8 +28,7 @@ from drawn_images import draw_image_samples  # noqa: E402
 from shrunk_models import make_shrunk  # noqa: E402
 
 from trimtab.errors import TrimtabError  # noqa: E402
-from trimtab.runtime.data.formats import runs_apart  # noqa: E402
-from trimtab.runtime.data.packing import prepare_packing, verify_packing  # noqa: E402
+from trimtab.runtime.data.packing import verify_packing  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +38,10 @@ class Row:
     family: str
     packed_exact: bool
     images_exact: bool | None = None  # None: not tried
-    layers_apart: int = 0
     leak: float | None = None
     logits_error: float | None = None
     gradient_error: float | None = None
-    seconds: float | None = None  # of prepare_packing, twice verify_packing where layers are held apart
+    seconds: float | None = None
     reason: str = ""
 
 
@@ -54,7 +52,7 @@ def check_family(family: str, *, with_images: bool) -> Row:
         return Row(family=family, packed_exact=False, reason=f"not built small: {_sentence(error)}")
     begin = time.perf_counter()
     try:
-        proof = prepare_packing(model)
+        proof = verify_packing(model)
     except TrimtabError as error:
         return Row(family=family, packed_exact=False, reason=_sentence(error))
     seconds = time.perf_counter() - begin
@@ -65,7 +63,6 @@ def check_family(family: str, *, with_images: bool) -> Row:
         family=family,
         packed_exact=True,
         images_exact=exact,
-        layers_apart=sum(runs_apart(module) for module in model.modules()),
         leak=proof.leak,
         logits_error=proof.logits_error,
         gradient_error=proof.gradient_error,
@@ -91,8 +88,8 @@ def _sentence(error: Exception) -> str:
 
 
 def print_rows(rows: list[Row]) -> None:
-    print("| family | packed | images | apart | logits off by | gradients off by | s | reason |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| family | packed | images | logits off by | gradients off by | s | reason |")
+    print("|---|---|---|---|---|---|---|")
     words = {True: "exact", False: "no", None: "-"}
     for row in rows:
         figures = [
@@ -103,7 +100,6 @@ def print_rows(rows: list[Row]) -> None:
             row.family,
             words[row.packed_exact],
             words[row.images_exact],
-            str(row.layers_apart),
             *figures,
             row.reason,
         ]

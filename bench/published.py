@@ -33,7 +33,7 @@ from trimtab.errors import TrimtabError
 from trimtab.lora import Lora
 from trimtab.options import HostName
 from trimtab.plan.decide.work import in_patches
-from trimtab.plan.given import GivenRun
+from trimtab.plan.options import GivenRun
 from trimtab.plan.predict import Prediction, predict_run
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
 

@@ -13,11 +13,11 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests" / "torch")]
 
 from drawn_images import draw_several_images  # noqa: E402
+from family_check import check_family  # noqa: E402
 from shrunk_models import make_shrunk  # noqa: E402
 
 from columns.cell import Cell, sweep  # noqa: E402
 from trimtab.runtime.vision.hooks import find_functions  # noqa: E402
-from trimtab.runtime.vision.verify import check_family  # noqa: E402
 
 CLOSE = 1e-6
 """Some towers compute positions or a norm in float32, whatever their own type; a neighbour that is seen gives 1e-2."""

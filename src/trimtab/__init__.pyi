@@ -58,7 +58,7 @@ from trimtab.plan.file.yaml import load_plan as load_plan
 from trimtab.plan.file.check import check_plan as check_plan
 from trimtab.plan.plan import Plan as Plan
 from trimtab.plan.predict import predict_run as predict_run
-from trimtab.plan.given import GivenRun as GivenRun
+from trimtab.plan.options import GivenRun as GivenRun
 
 # Stages and their time
 from trimtab.partition.stages import (

@@ -4,14 +4,15 @@ A new option is one field of a dataclass such as `PlanOptions`: `trimtab.cli.set
 it, `option_problems` checks it. No NumPy here: `--help` reads these.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from trimtab.address import Allowed
+from trimtab.address import Allowed, place_of
+from trimtab.errors import TrimtabError
 
 Tower = Literal["vision", "projector", "language", "audio"]
 RecomputedTier = Literal["selective", "full"]
@@ -196,15 +197,7 @@ class ReadingOptions:
         SpecialTokens,
         Option("Special tokens: as the chat template writes them, or as the model's processor adds them."),
     ] = "template"
-    media_root: Annotated[
-        Sequence[Path | str] | Path | str | None,
-        Option(
-            "Folder of image paths, or FILE=FOLDER.",
-            read=tuple,
-            typed=list[str],
-            common=True,
-        ),
-    ] = None
+    media_root: Annotated[Path | str | None, Option("Folder of image paths.", read=place_of, common=True)] = None
     columns: Annotated[str | None, Option("Fields, as in question=query,answer=label.", common=True)] = None
     allow_outside: Annotated[bool, Option("Read files outside of named folders.", common=True)] = False
     allow_remote: Annotated[bool, Option("Open addresses that files name.", common=True)] = False
@@ -215,3 +208,57 @@ class ReadingOptions:
     def allowed(self) -> Allowed:
         """What files from outside may name."""
         return Allowed(outside=self.allow_outside, remote=self.allow_remote)
+
+
+# -- degrees of parallelism -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """How the devices are divided: data, pipeline, tensor and context parallel degrees, and those of experts.
+
+    Use it where a function asks for `dims`. dp x pp x tp x cp is the number of devices. Experts divide the dp x cp x tp
+    devices of a pipeline stage once more, among ep x etp of them; the others hold copies, as Megatron-Core's parallel
+    folding has it. Neighbours are first those of tp (of etp for experts), then cp (ep), then dp.
+
+    >>> ParallelDims(dp=4, pp=8)
+    ParallelDims(dp=4, pp=8, tp=1, cp=1, ep=1, etp=None)
+    >>> dims = ParallelDims(dp=4, tp=2, ep=4, etp=1)
+    >>> dims.replicas, dims.expert_replicas
+    (4, 2)
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1  # devices that share the tokens of a pack
+    ep: int = 1  # devices that share the experts of a layer
+    etp: int | None = None  # devices that share one expert; None: as many as tp
+
+    def __post_init__(self) -> None:
+        for axis in ("dp", "pp", "tp", "cp", "ep", "etp"):
+            degree = getattr(self, axis)
+            if degree is not None and degree < 1:
+                raise TrimtabError(f"{axis} {degree} is not a degree of parallelism: give 1 or more")
+        ranks = self.dp * self.cp * self.tp
+        if ranks % (self.ep * self.expert_tp):
+            raise TrimtabError(f"ep {self.ep} x etp {self.expert_tp} does not divide dp x cp x tp = {ranks}")
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether experts are divided otherwise than the dense layers."""
+        return self.ep > 1 or self.expert_tp != self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same dense weights, and share their gradients and optimizer state."""
+        return self.dp * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """The same of experts' weights."""
+        return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from trimtab.errors import TrimtabError
 from trimtab.lora import Lora
+from trimtab.options import ParallelDims as ParallelDims
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
-from trimtab.parallel import ParallelDims as ParallelDims
 from trimtab.units import format_count, format_degrees, three_lines
 
 IntArray = npt.NDArray[np.int64]
@@ -325,18 +325,10 @@ class ClusterSpec:
     devices_per_node: int
     node_link_bytes_per_s: float = 25e9  # of one device to other nodes, one direction: its share of its node's ports
     latency_s: float = 10e-6  # of one message between devices
-    # standard deviation of a device's time in a step, relative: GPUs of one kind in one cluster differ by 8 % (at most
-    # 22 %) from fastest to slowest (arXiv 2208.11035), products on them by up to 14 % (arXiv 2510.15596); the first is
-    # taken as four standard deviations
-    jitter: float = 0.02
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.devices_per_node < 1:
-            raise TrimtabError(
-                f"a cluster of {self.num_nodes} nodes x {self.devices_per_node} devices is empty: give at least 1 x 1"
-            )
-        if not 0 <= self.jitter < 1:
-            raise TrimtabError(f"jitter {self.jitter} was given, and it is a share: give 0 or more, below 1, as in 2%")
+            raise TrimtabError(f"{self.num_nodes} nodes x {self.devices_per_node} devices: give at least 1 x 1")
 
     @property
     def num_devices(self) -> int:

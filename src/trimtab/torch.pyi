@@ -5,12 +5,11 @@ from trimtab.runtime.data.dataset import PlanDataset as PlanDataset
 from trimtab.runtime.data.dataset import PlanBatchSampler as PlanBatchSampler
 from trimtab.runtime.data.dataset import PlanDataLoader as PlanDataLoader
 from trimtab.runtime.data.tables import hold_tables as hold_tables
-from trimtab.runtime.data.records import open_records as open_records
+from trimtab.plan.file.records import open_records as open_records
 from trimtab.runtime.data.collate import PackedCollator as PackedCollator
 
 # Packs and their loss
 from trimtab.runtime.data.formats import ask_format as ask_format
-from trimtab.runtime.data.formats import hold_samples_apart as hold_samples_apart
 from trimtab.runtime.data.collate import packed_loss as packed_loss
 from trimtab.runtime.data.collate import step_denominator as step_denominator
 

@@ -15,7 +15,6 @@ def test_each_data_format_is_written_and_told(run: Run, planned: Path, tmp_path:
     for verb, out, files in (
         ("jsonl", tmp_path / "ordered.jsonl", 1),
         ("qwen-packs", tmp_path / "packs.jsonl", 1),
-        ("npy", tmp_path / "npy", 9),
     ):
         result = run("export", verb, planned, "--out", out, "--json")
         assert result.code == 0, result.err
@@ -24,15 +23,3 @@ def test_each_data_format_is_written_and_told(run: Run, planned: Path, tmp_path:
         assert all(Path(name).is_file() for name in result.json["files"])
     with (tmp_path / "packs.jsonl").open(encoding="utf-8") as file:
         assert sum(len(json.loads(line)) for line in file) == NUM_SAMPLES
-
-
-def test_options_reach_the_writer(run: Run, planned: Path, drawn: Path, tmp_path: Path) -> None:
-    data = drawn / "data.jsonl"
-    words = ["--set", "field=pack", "--set", "field=num_patches", "--data", data]
-    result = run("export", "jsonl", planned, "--out", tmp_path / "ordered.jsonl", *words)
-    assert result.code == 0, result.err
-    assert f"{NUM_SAMPLES} records in" in result.out
-    with (tmp_path / "ordered.jsonl").open(encoding="utf-8") as file:
-        record = json.loads(file.readline())
-    assert {"pack", "num_patches"} <= record.keys()
-    assert "length" not in record

@@ -54,11 +54,10 @@ def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path
     assert WEIGHTS in (tmp_path / "plan" / "plan.yaml").read_text(encoding="utf-8")
     exported = run("export", "jsonl", tmp_path / "plan", "--out", tmp_path / "all.jsonl", "--json").json
     assert exported["num_records"] == 240
-    assert any("are repeats, drawn by the plan's weights: a host must take an id" in note for note in exported["notes"])
-    assert not any("larger than a pack" in note for note in exported["notes"])
+    assert len(exported["notes"]) == 1
 
     from trimtab.adapters.data_files import read_planned
-    from trimtab.runtime.data.records import open_records
+    from trimtab.plan.file.records import open_records
 
     planned, records = read_planned(tmp_path / "plan"), open_records(tmp_path / "plan")
     expected = Counter(records[row]["id"] for row in planned.packing.indices.tolist())
@@ -69,11 +68,6 @@ def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path
     assert Counter(record["source"] for record in written)["text"] == 120
     packs = run("export", "qwen-packs", tmp_path / "plan", "--out", tmp_path / "packs.jsonl", "--json").json
     assert packs["num_records"] == 240
-    arrays = run("export", "npy", tmp_path / "plan", "--out", tmp_path / "npy", "--json")
-    assert arrays.code == 0, arrays.err
-    record, indices = np.load(tmp_path / "npy" / "record.npy"), np.load(tmp_path / "npy" / "indices.npy")
-    lines = (drawn / "data.jsonl").read_text(encoding="utf-8").splitlines()
-    assert Counter(json.loads(lines[i])["id"] for i in record[indices].tolist()) == expected
 
 
 @pytest.fixture(scope="module")
@@ -102,4 +96,4 @@ def test_what_fit_writes_is_checked(run: Run, mixed: Path, tmp_path: Path, monke
     monkeypatch.setattr(reload, "assemble_plan", lose)
     result = run("export", "deepspeed", mixed, "--fit", tmp_path / "fit", "--json")
     assert result.code == 2
-    assert "fit, and it does not hold: make it again from a plan that `trimtab check` passes" in result.json["error"]
+    assert "fit does not hold" in result.json["error"]

@@ -21,8 +21,7 @@ from trimtab.errors import TrimtabError
 from trimtab.lora import parse_lora
 from trimtab.models.describe import describe
 from trimtab.placement.machine import parse_images, parse_machine
-from trimtab.plan.given import GivenRun
-from trimtab.plan.options import parse_baseline, parse_share, parse_weights
+from trimtab.plan.options import GivenRun, parse_baseline, parse_share, parse_weights
 from trimtab.plan.predict import parse_stages
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.problems import BadRecordError

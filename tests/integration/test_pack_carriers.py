@@ -22,8 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from test_host_packs import drawn, ids_of, plan  # noqa: F401  # fixtures
 
-from trimtab.adapters.data_files import read_planned
-from trimtab.adapters.host_packs import write_energon_packs, write_swift_packs
+from trimtab.adapters.data_files import read_planned, write_energon_packs, write_swift_packs
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 

@@ -24,7 +24,7 @@ from border_cases import served  # noqa: E402
 from trimtab import describe, size_samples  # noqa: E402
 from trimtab.address import Allowed, place_of  # noqa: E402
 from trimtab.errors import SampleError  # noqa: E402
-from trimtab.runtime.data.records import PlannedRecords  # noqa: E402
+from trimtab.plan.file.records import PlannedRecords  # noqa: E402
 from trimtab.samples.lengths import read_lengths  # noqa: E402
 from trimtab.samples.sources import find_sources  # noqa: E402
 from trimtab.samples.table import table_bytes  # noqa: E402

@@ -15,7 +15,7 @@ from trimtab.models.asking.units import split_units
 from trimtab.options import Tower
 from trimtab.runtime.data.conversations import read_processed
 from trimtab.runtime.data.formats import ask_format, model_classes
-from trimtab.runtime.data.packing_runs import alone, draw_samples, types_key_of
+from trimtab.runtime.data.packing import alone, draw_samples, types_key_of
 from trimtab.runtime.pipeline.trace import Batch, has_images
 
 

@@ -10,7 +10,7 @@ import torch
 
 from trimtab.models.asking.inputs import first_int, image_token, vision_config
 from trimtab.runtime.data.formats import ask_format
-from trimtab.runtime.data.packing_runs import text_ids
+from trimtab.runtime.data.packing import text_ids
 
 
 def draw_image_samples(model: Any) -> list[dict[str, torch.Tensor]] | None:

@@ -88,14 +88,14 @@ def run_disagreements(rank: int, own: Any) -> None:
     packs = make_packs("qwen2_5_vl")
     batches = collate(packs, MICROBATCHES)
     pipeline = build(packs, own)
-    told = "data-parallel rank 1 refused its images: its own message says why"
+    elsewhere = "rank 1 refused its images"
 
     def changed(**keys: Any) -> list[dict[str, Any]]:
         return [{**batches[0], **keys}, *batches[1:]] if rank else batches
 
-    with pytest.raises(TrimtabError, match=r"of torch.float64 and shape .* use the model's own" if rank else told):
+    with pytest.raises(TrimtabError, match="float64" if rank else elsewhere):
         pipeline.step(changed(pixel_values=batches[0]["pixel_values"].double()))
-    with pytest.raises(TrimtabError, match=r"image_grid_thw|grid_thw counts" if rank else told):
+    with pytest.raises(TrimtabError, match="grid_thw" if rank else elsewhere):
         pipeline.step(changed(image_grid_thw=batches[0]["image_grid_thw"] * 2))
     others = build(make_packs("qwen2_5_vl"), own, num=3 if rank else 4)
     with refused(TrimtabError, "1", "3"):

@@ -258,7 +258,7 @@ def test_a_model_that_mixes_samples_is_refused_before_the_first_step(tmp_path: P
     attention = trainer.model.model.language_model.layers[1].self_attn
     forward = attention.forward
     attention.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, attention_mask=None, **kwargs)
-    with refused(UnsupportedPlanError, "language_model.layers.1.self_attn"):
+    with refused(UnsupportedPlanError, "qwen2_5_vl"):
         balanced(trainer, tables_of()).train()
 
 
@@ -295,5 +295,6 @@ def test_an_image_that_stood_in_the_padding_is_left_out_and_long_packs_are_said_
     assert "pixel_values" not in text
     assert image["image_grid_thw"].shape == (1, 3)
     packed([data[1], data[0]])
-    found = [record.getMessage()[:46] for record in caplog.records if record.name == "trimtab"]
-    assert found == ["a pack has 17 tokens and the plan's hold at mo"]
+    found = [record.getMessage() for record in caplog.records if record.name == "trimtab"]
+    assert len(found) == 1
+    assert "17 tokens" in found[0]

@@ -53,7 +53,7 @@ def test_a_folder_decides_what_recomputes_and_changes_no_loss(folder, tmp_path, 
     planned = {name for x in load_plan(folder / "alone").decisions.recompute for name in unfold_modules(x.modules)}
     assert len(planned) > 4
     assert applied_to(trainer.model).keys() == planned
-    assert any("which layers recompute is the plan's decision" in record.getMessage() for record in caplog.records)
+    assert any("which layers recompute" in record.getMessage() for record in caplog.records)
     assert not trainer.args.gradient_checkpointing
 
     nothing = folder / "nothing"

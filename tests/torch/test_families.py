@@ -78,14 +78,14 @@ CAPABILITIES: dict[str, Callable[[Given], object]] = {
     "images apart": lambda x: find_family(x.config),
 }
 REFUSED: dict[tuple[str, str], str] = {
-    **{(x, "images counted without torch"): "no image rule for" for x in ("shieldgemma2", "hunyuan_vl", "paligemma")},
+    **{(x, "images counted without torch"): "no image rule" for x in ("shieldgemma2", "hunyuan_vl", "paligemma")},
     ("mllama", "images apart"): "its class has no get_image_features",
     ("mllama", "work"): "which no cost formula prices: plan another family",
     **{(x, "filler image"): "not known: give vision_in_every_pack" for x in ("mllama", "hunyuan_vl", "paligemma")},
     ("internvl_chat", "batches for tracing and timing"): "has no such model",
-    ("internvl_chat", "packs"): "register the class",
-    ("internvl_chat", "filler image"): "register the class",
-    ("internvl_chat", "images apart"): "register the class",
+    ("internvl_chat", "packs"): "register",
+    ("internvl_chat", "filler image"): "register",
+    ("internvl_chat", "images apart"): "register",
 }
 """What a family does not have, and words of the reason that is given; everything else has a value."""
 

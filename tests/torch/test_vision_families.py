@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from family_check import check_family
 
 from refusals import refused
 
@@ -23,7 +24,6 @@ from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision.hooks import find_functions
 from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, find_family, tower_flops
-from trimtab.runtime.vision.verify import check_family
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

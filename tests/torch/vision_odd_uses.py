@@ -16,8 +16,7 @@ from refusals import refused
 from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import exchange
-from trimtab.runtime.vision.apply import vision_dp, vision_heartbeat
-from trimtab.runtime.vision.handle import VisionDataParallel
+from trimtab.runtime.vision.apply import VisionDataParallel, vision_dp, vision_heartbeat
 from trimtab.runtime.vision.verify import verify_vision_dp
 
 
@@ -55,12 +54,12 @@ def run_calls_that_differ(rank: int) -> None:
 def run_problems_of_one_rank(rank: int) -> None:
     """What goes wrong before the exchange on one rank is told to the other."""
     case = make_case("qwen2_5_vl", "images")
-    told = "rank 1 refused what get_image_features was given: that rank's own message says why"
+    elsewhere = "rank 1 refused what get_image_features"
     with vision_dp(case.model):
-        with pytest.raises(TrimtabError, match="pixel_values is int, not one tensor" if rank else told):
+        with pytest.raises(TrimtabError, match="pixel_values" if rank else elsewhere):
             features(case, **({"pixel_values": 1} if rank else {}))
         wrong = {"image_grid_thw": torch.ones(2, 2, dtype=torch.int64)} if rank else {}
-        with pytest.raises((IndexError, ValueError, TrimtabError), match=None if rank else told):
+        with pytest.raises((IndexError, ValueError, TrimtabError), match=None if rank else elsewhere):
             features(case, **wrong)
         assert len(features(case).pooler_output) == 3
 

@@ -28,12 +28,10 @@ def origin_of(*files: Path) -> PlanOrigin:
     return PlanOrigin(command="trimtab plan", data_files=tuple(named))
 
 
-def size_and_plan(
-    files: Sequence[Path], out: Path, *, unique_ids: bool = True, max_pixels: int | None = None, **options: Any
-) -> Path:
+def size_and_plan(files: Sequence[Path], out: Path, *, max_pixels: int | None = None, **options: Any) -> Path:
     """A plan for Qwen2.5-VL-7B on 8 devices as dp 4, of files that are sized without a tokenizer."""
     model = describe("Qwen2.5-VL-7B", max_pixels=max_pixels)
-    sized = size_samples(list(files), image_rule=model.image_rule, tokenizer=None, on_bad="skip", unique_ids=unique_ids)
+    sized = size_samples(list(files), image_rule=model.image_rule, tokenizer=None, on_bad="skip")
     chosen = PlanOptions(**({"dp": 4, "pp": 2, "num_microbatches": 2} | options))
     write_plan(make_plan(model, sized.table, parse_cluster("8xA100-80GB"), chosen, origin=origin_of(*files)), out)
     return out

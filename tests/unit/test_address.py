@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ fsspec = pytest.importorskip("fsspec", reason="the [remote] extra is not install
 
 from trimtab.address import Address, place_of  # noqa: E402
 from trimtab.errors import SampleError  # noqa: E402
-from trimtab.runtime.data.records import PlannedRecords  # noqa: E402
+from trimtab.plan.file.records import PlannedRecords  # noqa: E402
 from trimtab.samples.media import MediaFolders  # noqa: E402
 from trimtab.samples.problems import BadRecordError  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
@@ -88,8 +89,8 @@ def test_a_plan_leads_to_its_addresses(store: str) -> None:
     from trimtab.plan.file.yaml import record_to_yaml
     from trimtab.samples.sources import find_sources
 
-    sources = find_sources(f"{store}/data.jsonl", f"{store}/data.jsonl={store}")
-    (file,) = data_files(sources)
+    (source,) = find_sources(f"{store}/data.jsonl")
+    (file,) = data_files([replace(source, media_root=place_of(store))])
     assert (file.path, file.media_root) == (f"{store}/data.jsonl", store)
     assert store in record_to_yaml(file)
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import size_and_plan
-from sample_sets import tar_bytes
 
 from refusals import refused
 from trimtab.adapters.data_files import (
-    data_of,
-    find_records,
     open_records,
     order_packs,
     read_planned,
-    write_arrays,
+    sources_of,
     write_jsonl,
     write_nested_packs,
 )
@@ -30,6 +28,7 @@ from trimtab.errors import PlanError, SampleError
 from trimtab.models.describe import describe
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.samples.size import size_samples
+from trimtab.samples.sources import find_sources
 from trimtab.specs import Schedule
 
 pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
@@ -103,21 +102,6 @@ def test_nested_packs_are_dealt_to_the_ranks_by_their_line(planned: Path, tmp_pa
     assert sorted(r["id"] for pack in packs for r in pack) == sorted(plan.samples.ids or ())
 
 
-def test_arrays_name_the_record_of_every_row(drawn: Path, planned: Path, tmp_path: Path) -> None:
-    write_arrays(planned, tmp_path / "npy")
-    manifest = json.loads((tmp_path / "npy" / "manifest.json").read_text(encoding="utf-8"))
-    arrays = {f.stem: np.load(f, allow_pickle=False) for f in (tmp_path / "npy").glob("*.npy")}
-    plan = read_planned(planned)
-    lines = [x for x in Path(manifest["files"][0]).read_text(encoding="utf-8").splitlines() if x.strip()]
-    ids = [json.loads(lines[record])["id"] for record in arrays["record"]]
-    assert ids == list(plan.samples.ids or ())
-    assert (arrays["file"] == 0).all()
-    for name in ("offsets", "indices", "schedule"):
-        np.testing.assert_array_equal(arrays[name], np.load(planned / f"{name}.npy"))
-    np.testing.assert_array_equal(arrays["num_tokens"], plan.samples.num_tokens)
-    assert manifest["num_packs"] == plan.packing.num_packs
-
-
 def test_writing_twice_gives_the_same_bytes_and_leaves_nothing_else(planned: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_jsonl(planned, tmp_path / name / "ordered.jsonl")
@@ -173,26 +157,6 @@ def test_json_lists_parquet_and_several_files_are_found_again(tmp_path: Path) ->
     assert sorted(key) == sorted(row["conversations"][0]["value"] for group in rows for row in group)
     assert all(record["length"] > 1 for record in written)
     assert {record.get("big") for record in written} == {12345678901234567890123, None}
-    write_arrays(plan, tmp_path / "npy")
-    planned = read_planned(plan)
-    numbers, file = find_records([lines, table, listed], planned.samples), planned.samples.file_index
-    with open_records([lines, table, listed], planned.samples, folder=tmp_path) as records:
-        for row in range(len(planned.samples)):
-            assert json.loads(records.read(row)) == rows[file[row]][numbers[row]]
-    np.testing.assert_array_equal(np.load(tmp_path / "npy" / "record.npy"), numbers)
-
-
-def test_repeated_ids_are_told_apart_by_their_line(tmp_path: Path) -> None:
-    rows = records_of(12)
-    for i in (3, 7, 9):
-        rows[i]["id"] = "r1"
-    rows[3]["image"] = "gone.png"  # sizing leaves this one out
-    data = write_lines(tmp_path / "data.jsonl", rows)
-    plan = size_and_plan([data], tmp_path / "plan", unique_ids=False)
-    assert {"r1", "r1#2", "r1#3"} <= set(read_planned(plan).samples.ids or ())
-    write_jsonl(plan, tmp_path / "out.jsonl")
-    texts = sorted(r["conversations"][1]["value"] for r in read(tmp_path / "out.jsonl"))
-    assert texts == sorted(row["conversations"][1]["value"] for i, row in enumerate(rows) if i != 3)
 
 
 @settings(max_examples=25, deadline=None)
@@ -217,14 +181,14 @@ def test_any_mixture_of_good_and_bad_lines_is_found_again(
         files.append(folder / f"part{number}.jsonl")
         files[-1].write_text("\r\n".join(lines), encoding="utf-8")
     model = describe("Qwen2.5-VL-7B")
-    sized = size_samples(files, image_rule=model.image_rule, tokenizer=None, on_bad="skip")
-    with open_records(files, sized.table, folder=folder) as records:
-        found = [records.read(row) for row in range(len(sized.table))]
-    again = folder / "again.jsonl"
-    again.write_bytes(b"\n".join(found))
+    sized = size_samples(files, image_rule=model.image_rule, tokenizer=None, on_bad="skip").table
+    planned: Any = SimpleNamespace(samples=sized)
+    with open_records(planned, find_sources(files), folder) as record:
+        found = [record(row) for row in range(len(sized))]
+    again = write_lines(folder / "again.jsonl", found)
     resized = size_samples(again, image_rule=model.image_rule, tokenizer=None)
-    np.testing.assert_array_equal(resized.table.num_tokens, sized.table.num_tokens)
-    questions = [json.loads(record)["conversations"][1]["value"] for record in found]
+    np.testing.assert_array_equal(resized.table.num_tokens, sized.num_tokens)
+    questions = [record["conversations"][1]["value"] for record in found]
     assert len(set(questions)) == len(questions)  # no record twice
 
 
@@ -235,14 +199,14 @@ def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "data.jsonl", records_of(12))
     plan = size_and_plan([data], tmp_path / "plan")
     write_lines(data, records_of(13))
-    for named, told in ((None, "is not what .*data.jsonl was when it was sized"), ([data], "changed since the plan")):
-        with pytest.raises(PlanError, match=told):
+    for named in (None, [data]):
+        with refused(PlanError, "data.jsonl"):
             write_jsonl(plan, tmp_path / "out.jsonl", data=named)
     other = write_lines(tmp_path / "other.jsonl", records_of(11))
-    with refused(SampleError, "1", "12", "r11"):
+    with refused(SampleError, "other.jsonl", "11", "12"):
         write_jsonl(plan, tmp_path / "out.jsonl", data=[other])
     swapped = write_lines(tmp_path / "swapped.jsonl", records_of(12)[::-1])
-    with refused(SampleError, "12", "r0"):
+    with refused(SampleError, "swapped.jsonl"):
         write_jsonl(plan, tmp_path / "out.jsonl", data=[swapped])
     with refused(SampleError, "1", "2"):
         write_jsonl(plan, tmp_path / "out.jsonl", data=[other, swapped])
@@ -252,22 +216,13 @@ def test_changed_or_missing_data_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_file_with_other_records_than_a_plan_without_ids_is_refused(tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "data.jsonl", records_of(12, ids=False))
-    plan = size_and_plan([data], tmp_path / "plan")
-    assert write_jsonl(plan, tmp_path / "out.jsonl").num_records == 12
-    other = write_lines(tmp_path / "other.jsonl", [*records_of(12, ids=False), ["no object"]])
-    with refused(SampleError, "12", "13", "1"):
-        write_jsonl(plan, tmp_path / "out.jsonl", data=[other])
-
-
 def test_files_of_sizes_and_shards_are_refused(planned: Path, tmp_path: Path) -> None:
     sizes = write_lines(tmp_path / "sizes.jsonl", [{"num_tokens": 3}])
     with refused(SampleError, "sizes.jsonl"):
-        data_of(read_planned(planned), [sizes])
+        sources_of(read_planned(planned), [sizes])
     shard = tmp_path / "shard.tar"
     shard.write_bytes(bytes(1024))
-    with refused(SampleError, "shard.tar", "JSON"):
+    with refused(SampleError, "shard.tar"):
         write_jsonl(planned, tmp_path / "out.jsonl", data=[shard])
 
 
@@ -281,28 +236,13 @@ def test_bytes_in_a_column_are_refused(tmp_path: Path) -> None:
         del row["big"]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
     plan = size_and_plan([tmp_path / "data.parquet"], tmp_path / "plan")
-    with refused(SampleError, "1", "JSON", "thumb"):
+    with refused(SampleError, "1", "JSON"):
         write_jsonl(plan, tmp_path / "out.jsonl")
-    write_arrays(plan, tmp_path / "npy")  # what the message offers
-    assert sorted(np.load(tmp_path / "npy" / "record.npy").tolist()) == list(range(6))
 
 
-def test_a_shards_samples_are_named_in_arrays(tmp_path: Path) -> None:
-    records = [{"conversations": record["conversations"]} for record in records_of(8)]
-    members = [(f"s{i}.json", b"{" if i == 3 else json.dumps(record).encode()) for i, record in enumerate(records)]
-    (tmp_path / "shard.tar").write_bytes(tar_bytes(members))
-    plan = size_and_plan([tmp_path / "shard.tar"], tmp_path / "plan")
-    write_arrays(plan, tmp_path / "npy")
-    ids = read_planned(plan).samples.ids
-    assert ids == ("s0", "s1", "s2", "s4", "s5", "s6", "s7")
-    assert np.load(tmp_path / "npy" / "record.npy").tolist() == [0, 1, 2, 4, 5, 6, 7]
-
-
-def test_names_and_fields_are_checked(planned: Path, tmp_path: Path) -> None:
+def test_names_are_checked(planned: Path, tmp_path: Path) -> None:
     with refused(SampleError, "packs.txt"):
         write_nested_packs(planned, tmp_path / "packs.txt")
-    with refused(SampleError, "num_tokens", "words"):
-        write_jsonl(planned, tmp_path / "out.jsonl", fields=("words",))  # type: ignore[arg-type]
 
 
 def test_a_schedule_that_data_files_cannot_say_is_refused() -> None:
@@ -325,10 +265,9 @@ def test_the_notes_tell_what_a_loader_would_do_to_a_short_row(tmp_path: Path) ->
     plan = size_and_plan([data], tmp_path / "plan", max_patches=100, max_tokens=60)
     result = write_nested_packs(plan, tmp_path / "packs.jsonl")
     assert result.num_packs == 3
-    assert result.notes == (
-        "the last row has 3 packs for 4 ranks: a sampler that fills it up repeats packs, one with drop_last leaves "
-        "them out",
-    )
+    (note,) = result.notes
+    assert "3" in note
+    assert "4" in note
 
 
 def test_a_plan_that_packs_a_sample_twice_is_refused(planned: Path, tmp_path: Path) -> None:

@@ -62,11 +62,9 @@ INNER_FLOORS = {
     "models/families": 1,
     "models/description": 2,
     "models/shipped": 2,
-    "models/stored": 2,
     "models/describe": 3,
     "models/asking": 4,  # torch, in a child process
     "plan/options": 0,  # no NumPy: `--help` reads it
-    "plan/given": 0,
     "plan/plan": 0,  # the nouns of the file
     "plan/decide": 1,
     "plan/file": 2,  # a decided case as a plan, and back

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trimtab.placement.fullest import choices_of, least_sum, smallest_fullest
+from trimtab.placement.place import choices_of, least_sum, smallest_fullest
 
 
 def draw(seed: int) -> tuple[np.ndarray, list[int], np.ndarray]:

@@ -12,8 +12,7 @@ import pytest
 from plans import size_and_plan
 
 from refusals import refused
-from trimtab.adapters.data_files import PlannedPacks, read_planned
-from trimtab.adapters.host_packs import write_energon_packs
+from trimtab.adapters.data_files import PlannedPacks, read_planned, write_energon_packs
 from trimtab.errors import PlanError, SampleError
 from trimtab.samples.rows import read_conversation
 
@@ -86,7 +85,7 @@ def test_shards_of_an_older_result_are_never_read_with_new_ones(
     written = write_energon_packs(plan, tmp_path)
     assert list(tmp_path.glob("*.tar")) == [path for path in written.files if path.suffix == ".tar"]
     assert (tmp_path / ".nv-meta" / "dataset.yaml").is_file()
-    monkeypatch.setattr("trimtab.adapters.host_packs._members", lambda *_: 1 / 0)
+    monkeypatch.setattr("trimtab.adapters.data_files._members", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_energon_packs(plan, tmp_path)
     assert not (tmp_path / ".nv-meta" / "dataset.yaml").exists(), "Energon would read what is there"
@@ -113,6 +112,6 @@ def test_ranks_that_do_not_divide_the_packs_are_refused(plan: Path, tmp_path: Pa
 
 def test_a_video_is_refused_by_name(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = {"video": "a.mp4", "conversations": [{"from": "human", "value": "<video>"}]}
-    monkeypatch.setattr("trimtab.adapters.host_packs.read_conversation", lambda _, **__: read_conversation(clip))
+    monkeypatch.setattr("trimtab.adapters.data_files.read_conversation", lambda _, **__: read_conversation(clip))
     with refused(SampleError):
         write_energon_packs(plan, tmp_path / "packs")

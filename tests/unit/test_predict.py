@@ -1,4 +1,4 @@
-"""Tests of plan/predict.py and plan/given.py: a run that somebody else decided, priced as a plan's own rows are."""
+"""Tests of plan/predict.py: a run that somebody else decided, priced as a plan's own rows are."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from plan_cases import tile_samples
 from trimtab.costs.devices import parse_cluster
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
-from trimtab.plan.given import GivenRun
-from trimtab.plan.options import PlanOptions
+from trimtab.plan.options import GivenRun, PlanOptions
 from trimtab.plan.predict import parse_stages, predict_run
 
 MODEL = describe("InternVL-Chat-V1-5")
@@ -81,8 +80,7 @@ def test_a_global_batch_gives_the_micro_batches():
     found = predict_run(MODEL, SAMPLES, CLUSTER, run_of(num_microbatches=None, global_batch=64))
     assert (found.dims.dp, found.num_microbatches) == (2, 16)
     assert found.samples_per_s == pytest.approx(300 / found.variant.step_s.sum())
-    assert found.variant.step_s.min() <= found.mean_step_s < found.expected_step_s < found.p95_step_s
-    assert found.p95_step_s < 1.1 * found.variant.step_s.max(), "jitter of 2 % a device"
+    assert found.variant.step_s.min() <= found.mean_step_s <= found.p95_step_s <= found.variant.step_s.max()
 
 
 def test_a_profile_that_was_given_is_predicted_with():

@@ -13,7 +13,7 @@ from trimtab.costs.bands import TIME_BANDS
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.curves import efficiency_of
 from trimtab.costs.formula.host import HOSTS
-from trimtab.plan.given import GivenRun
+from trimtab.plan.options import GivenRun
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 

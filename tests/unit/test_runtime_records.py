@@ -1,4 +1,4 @@
-"""`runtime/data/records.py`: a plan's rows lead to the records they were sized from, whatever was left out."""
+"""`plan/file/records.py`: a plan's rows lead to the records they were sized from, whatever was left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sample_sets import PixelRule, talk, write_jsonl
 
 from refusals import refused
 from trimtab.errors import SampleError
-from trimtab.runtime.data.records import PlannedRecords, open_records
+from trimtab.plan.file.records import PlannedRecords, open_records
 from trimtab.samples.size import size_samples
 from trimtab.samples.table import SizingResult, load_table, save_sizing, table_bytes
 from trimtab.specs import SampleTable
@@ -106,7 +106,7 @@ def test_line_starts_are_found_once_and_again_for_another_file(tmp_path: Path, m
     assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["a", "b"]
     assert len(list(tmp_path.glob("line-starts-*.npy"))) == 1
     with monkeypatch.context() as patched:
-        patched.setattr("trimtab.runtime.data.records.row_starts", lambda *_: pytest.fail("the file was read again"))
+        patched.setattr("trimtab.plan.file.records.row_starts", lambda *_: pytest.fail("the file was read again"))
         assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["a", "b"]
     write_jsonl(file, [record("longer"), b"[", record("b")])
     assert names(PlannedRecords(table, [file], index_dir=tmp_path)) == ["longer", "b"]

@@ -16,7 +16,7 @@ pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not install
 pytest.importorskip("pyarrow.parquet")
 
 from trimtab.errors import SampleError  # noqa: E402
-from trimtab.runtime.data.records import PlannedRecords  # noqa: E402
+from trimtab.plan.file.records import PlannedRecords  # noqa: E402
 from trimtab.samples.rows import read_conversation  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 from trimtab.samples.sources import find_sources, source_labels  # noqa: E402
@@ -102,28 +102,14 @@ def test_records_that_look_like_a_meta_file_stay_records(tmp_path: Path) -> None
 # -- media roots ------------------------------------------------------------------------------------------------------
 
 
-def test_each_file_may_have_a_media_root(tmp_path: Path) -> None:
-    files = []
+def test_chunks_of_another_media_root_are_not_taken(tmp_path: Path) -> None:
     for name, sides in zip("ab", IMAGES, strict=False):
-        (tmp_path / f"pics={name}").mkdir()
-        (tmp_path / f"pics={name}" / "x.png").write_bytes(png(*sides))
-        files.append(write_jsonl(tmp_path / f"{name}.jsonl", [{"image": "x.png", "conversations": talk("<image>")}]))
-    roots = [f"{file}={tmp_path / f'pics={file.stem}'}" for file in files]
-    assert size(files, media_root=roots).table.num_patches.tolist() == PATCHES[:2]
-    swapped = [f"{files[0]}={tmp_path / 'pics=b'}", f"{files[1]}={tmp_path / 'pics=a'}"]
-    for given, patches in (
-        (roots, PATCHES[:2]),
-        (swapped, PATCHES[1::-1]),
-    ):  # what was kept for other roots is not taken
-        kept = size(files, media_root=given, resume_dir=tmp_path / "kept")
-        assert kept.table.num_patches.tolist() == patches
-    mixed = size(files, media_root=[tmp_path / "pics=a", roots[1]])
-    assert mixed.table.num_patches.tolist() == PATCHES[:2]
-    assert [file.media_root is None for file in mixed.files] == [True, False]
-    with refused(SampleError, "c.jsonl=pics", "FILE=FOLDER"):
-        size(files, media_root=["c.jsonl=pics"])
-    with refused(SampleError, "2"):
-        size(files, media_root=[tmp_path, tmp_path / "pics=a"])
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(png(*sides))
+    file = write_jsonl(tmp_path / "data.jsonl", [{"image": "x.png", "conversations": talk("<image>")}])
+    for name, patches in zip("ab", PATCHES, strict=False):
+        kept = size([file], media_root=tmp_path / name, resume_dir=tmp_path / "kept")
+        assert kept.table.num_patches.tolist() == [patches]
 
 
 # -- columns ----------------------------------------------------------------------------------------------------------

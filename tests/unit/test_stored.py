@@ -11,8 +11,7 @@ from described_configs import describe
 
 from trimtab.costs.devices import parse_cluster
 from trimtab.lora import Lora
-from trimtab.models.describe import read_config
-from trimtab.models.stored import stored_format
+from trimtab.models.describe import read_config, stored_format
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload
 from trimtab.plan.build import make_plan

@@ -1,179 +1,43 @@
-"""A plan as data files, for hosts that need no code of ours: records in order, packs as lists, packs as arrays.
+"""A plan as data files, for hosts that need no code of ours: records in order, packs as lists, packs as shards.
 
 The order of packs is the schedule's, row by row: step 0 micro-batch 0 of ranks 0, 1, ..., then micro-batch 1 of them,
-and so on. A loader that deals line i to rank i mod dp, as PyTorch's DistributedSampler without shuffling and
+and so on. A loader that gives line i to rank i mod dp, as PyTorch's DistributedSampler without shuffling and
 Accelerate with one line a batch do, then gives every rank its own packs in the order of the plan.
+Energon gives rank r the r-th of as many equal runs of its samples. So shards hold the packs of rank 0 first, then those
+of rank 1, each rank's in its own order. ms-swift reads samples in the order of a file and packs them: the plug-in puts
+the plan's packs in the place of its own. Read at megatron-energon 7.4.1 and ms-swift 4.6.0.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from trimtab.address import Allowed
+from trimtab.address import place_of
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import fingerprint_file, open_atomically, open_passing, write_atomically, written_together
-from trimtab.plan.file.reload import find_data_files, load_packs, read_samples, refuse_no_records
-from trimtab.plan.file.yaml import array_bytes, open_plan, pack_contents
+from trimtab.options import ReadingOptions
+from trimtab.plan.file.records import PlannedRecords, find_data_files, refuse_no_records
+from trimtab.plan.file.reload import load_packs, read_samples
+from trimtab.plan.file.yaml import open_plan
 from trimtab.plan.plan import Plan
+from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError, shorten
-from trimtab.samples.records import (
-    Lines,
-    detect_format,
-    places_of,
-    read_records,
-    refuse_other_files,
-    row_starts,
-    rows_of,
-)
-from trimtab.samples.rows import record_id
-from trimtab.samples.sources import MediaRoot, SourceFile, find_sources
+from trimtab.samples.records import detect_format, places_of, rows_of
+from trimtab.samples.rows import read_conversation, record_id
+from trimtab.samples.shapes import read_columns
+from trimtab.samples.sources import SourceFile, find_sources
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
-# -- the records of a data set, found again ---------------------------------------------------------------------------
-# JSON Lines are read in place. A JSON list or a Parquet file is first written out as JSON Lines, into a file that goes
-# when the work is done; a list is held in memory for that, as in sizing. Else memory is the names and positions of the
-# samples, and no record is held.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Records:
-    """The record of each row of a sample table, as JSON."""
-
-    _file: IntArray
-    _start: IntArray  # byte at which the record's line begins
-    _lines: tuple[Lines | None, ...]  # None: no record in the file
-
-    def read(self, row: int) -> bytes:
-        """The record as JSON on one line, without the line's end."""
-        lines = self._lines[int(self._file[row])]
-        assert lines is not None, "the row's file is empty"
-        return lines.read(int(self._start[row]))
-
-
-def find_records(files: Sequence[Path], samples: SampleTable) -> IntArray:
-    """Of each row the number of its record in its file, from 0, blank lines aside; files of any format that is sized.
-
-    Rows are found by file and line, and their ids compared. Exact or refused: raises `SampleError` where a record is
-    missing or has another id than the sample.
-    """
-    refuse_other_files(samples, files)
-    places, named = places_of(samples), ", ".join(map(str, files))
-    numbers, num_read, num_broken = np.full(len(samples), -1, np.int64), 0, 0
-    for index, path in enumerate(files):
-        rows = np.flatnonzero(places.file == index)
-        rows = rows[np.argsort(places.line[rows], kind="stable")]
-        lines, at = places.line[rows].tolist(), 0
-        for number, (line, own) in enumerate(_ids_in(path)):
-            num_read += 1
-            num_broken += own is None
-            while at < len(lines) and lines[at] == line:  # one row, or as many as the record is repeated
-                if own is not None and _is_sample(samples, int(rows[at]), own):
-                    numbers[rows[at]] = number
-                at += 1
-    if samples.ids is None and (num_read != len(samples) or num_broken):
-        raise SampleError(
-            f"the plan holds {len(samples)} samples without ids, hence all of its data, and {named} "
-            f"{'hold' if len(files) > 1 else 'holds'} {num_read} records"
-            f"{f', {num_broken} of them broken' if num_broken else ''}: name the files that were planned, in order"
-        )
-    wrong = np.flatnonzero(numbers < 0)
-    if len(wrong):
-        raise SampleError(
-            f"{len(wrong)} of the plan's {len(samples)} samples, such as {shorten(samples.sample_id(int(wrong[0])))}, "
-            f"are not on the lines of {named} where they were sized (line {places.line[wrong[0]]}): name the files "
-            "that were planned, in their order, or plan again"
-        )
-    return numbers
-
-
-@contextmanager
-def open_records(files: Sequence[Path], samples: SampleTable, *, folder: Path) -> Iterator[Records]:
-    """The samples' records as JSON; found and refused as by `find_records`. `folder` takes the passing JSON Lines."""
-    with ExitStack() as stack:
-        sources: list[Path] = []
-        for path in files:
-            kind, source = detect_format(path), path
-            if kind == "tar":
-                raise SampleError(
-                    f"{path} is a tar shard, whose images lie beside the record and go into no JSON: export npy, and "
-                    "read the records in your own loader"
-                )
-            if kind != "jsonl":
-                spill = stack.enter_context(open_passing(folder, ".jsonl"))
-                _spill(path, spill)
-                spill.flush()
-                source = Path(spill.name)
-            sources.append(source)
-        find_records(sources, samples)
-        opened = tuple(
-            None if source.stat().st_size == 0 else stack.enter_context(closing(Lines(source))) for source in sources
-        )
-        yield Records(_file=places_of(samples).file, _start=row_starts(samples, sources), _lines=opened)
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _ids_in(path: Path) -> Iterator[tuple[int, str | None]]:
-    """Line and own id of every record, blank lines aside: "" without one, None for a record that no table can hold."""
-    for record in read_records(path):
-        if record.blank:
-            continue
-        try:
-            usable = record.problem is None and isinstance(record.value, dict)
-            own = record_id(record.value) or record.key or "" if usable else None
-        except BadRecordError:
-            own = None
-        yield record.line, own
-
-
-def _spill(path: Path, spill: BinaryIO) -> None:
-    """Every record of the file as one line."""
-    for number, value in enumerate(rows_of(path)):
-        try:
-            text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError):
-            name = _odd_field(value)
-            raise SampleError(
-                f"field {name!r} of record {number + 1} of {path} was to be written as JSON, which has no such value: "
-                "keep images as files and name their paths, or export npy and read the records in your own loader"
-            ) from None
-        spill.write(text + b"\n")
-
-
-def _odd_field(record: object) -> str:
-    for name, value in record.items() if isinstance(record, Mapping) else ():
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError):
-            return str(name)
-    return ""
-
-
-def _is_sample(samples: SampleTable, row: int, own: str) -> bool:
-    """Whether sizing may have called a record of this id so: perhaps behind its file's name, perhaps numbered."""
-    if samples.ids is None:
-        return True
-    name = samples.ids[row]
-    if not own:
-        return name.rpartition(":")[2].isdigit()
-    stem, mark, number = name.rpartition("#")
-    names = [name, stem] if mark and number.isdigit() else [name]
-    return any(x == own or x.endswith("/" + own) for x in names)
-
-
-Field = Literal["length", "num_tokens", "num_patches", "pack"]
-FIELDS: tuple[Field, ...] = ("length", "num_tokens", "num_patches", "pack")
-"""What a record can be told: tokens under two names (InternVL reads `length`, Qwen's finetuning code `num_tokens`), ViT
-patches, and the number of its pack in the order of the packs."""
+# -- what is planned --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,6 +51,12 @@ class PlannedPacks:
     schedule: Schedule
     order: IntArray  # packs in the order in which the ranks run them, see the module
 
+    def rows(self, place: int) -> list[int]:
+        """Return the rows of the sample table in the pack that is the `place`-th in order."""
+        pack = self.order[place]
+        rows: list[int] = self.packing.indices[self.packing.offsets[pack] : self.packing.offsets[pack + 1]].tolist()
+        return rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenData:
@@ -199,12 +69,12 @@ class WrittenData:
 
 
 def read_planned(path: Path) -> PlannedPacks:
-    """The packs of the plan at `path` (the file or its folder); `PlanError` unless each of them is run exactly once."""
+    """Return the packs of the plan at `path` (the file or its folder); `PlanError` unless each is run exactly once."""
     plan, folder = open_plan(path)
     samples = read_samples(plan, folder)
     packs = load_packs(folder, plan.decisions.packing, times=np.ones(len(samples), np.int64))
     if not plan.inputs.data.mixture and len(np.unique(packs.packing.indices)) != len(packs.packing.indices):
-        raise PlanError(f"the packs in {folder} hold a sample twice, and data files say each once: plan again")
+        raise PlanError(f"the packs in {folder} hold a sample twice: plan again")
     return PlannedPacks(
         plan=plan,
         folder=folder,
@@ -216,170 +86,269 @@ def read_planned(path: Path) -> PlannedPacks:
 
 
 def order_packs(schedule: Schedule, num_packs: int) -> IntArray:
-    """Packs row by row: place i is run by rank i mod dp. Empty slots may only stand at the end."""
+    """Return packs row by row: place i is run by rank i mod dp. Empty slots may only stand at the end."""
     slots = schedule.table.transpose(0, 2, 1).reshape(-1)
     used = slots >= 0
-    order = slots[used]
+    order: IntArray = slots[used].astype(np.int64)
     if not np.array_equal(np.sort(order), np.arange(num_packs)):
-        raise PlanError(
-            f"the schedule runs {len(order)} packs, of {num_packs} not each exactly once, and data files say each "
-            "once: plan again"
-        )
+        raise PlanError(f"the schedule runs {len(order)} packs, of {num_packs} not each exactly once: plan again")
     if not used[: len(order)].all():
-        raise PlanError(
-            "the schedule has an empty slot before a pack, and packs in the order of a file leave none out: plan again"
-        )
-    result: IntArray = order.astype(np.int64)
-    return result
+        raise PlanError("the schedule has an empty slot before a pack, which no order of a file leaves out: plan again")
+    return order
 
 
 def sources_of(
-    planned: PlannedPacks, data: Sequence[Path] | None, media_root: MediaRoot = None, allowed: Allowed | None = None
+    planned: PlannedPacks,
+    data: Sequence[Path] | None,
+    reading: ReadingOptions = ReadingOptions(),  # noqa: B008 - frozen
 ) -> list[SourceFile]:
-    """The files with the plan's records: those that the plan leads to, or `data`; `PlanError` if they have changed."""
+    """Return the files with the plan's records: those that the plan leads to, or `data` unless they have changed."""
     if data is None:
-        return find_data_files(planned.plan, planned.folder, media_root=media_root, allowed=allowed)
-    given = find_sources(data, media_root, allowed)
+        return find_data_files(planned.plan, planned.folder, allowed=reading.allowed)
+    given = find_sources(data, reading.media_root, reading.allowed)
     refuse_no_records([source.file for source in given])
     # a file of another name, such as a copy with other answers, is known only by its lines and ids
-    changed = [
-        str(source.file)
-        for source, file in zip(given, planned.plan.inputs.data.files, strict=False)
-        if source.file.name == Path(file.path).name and fingerprint_file(source.file) != file.blake2b
-    ]
-    if changed:
-        raise PlanError(f"{', '.join(changed)} changed since the plan was made: run `trimtab plan` again")
+    for source, file in zip(given, planned.plan.inputs.data.files, strict=False):
+        if source.file.name == Path(file.path).name and fingerprint_file(source.file) != file.blake2b:
+            raise PlanError(f"{source.file} changed since the plan was made: run `trimtab plan` again")
     return given
 
 
-def data_of(planned: PlannedPacks, data: Sequence[Path] | None) -> list[Path]:
-    """The paths of `sources_of`."""
-    return [source.file for source in sources_of(planned, data)]
+# -- the records of rows ----------------------------------------------------------------------------------------------
 
 
-# -- records ----------------------------------------------------------------------------------------------------------
+@contextmanager
+def open_records(
+    planned: PlannedPacks, sources: Sequence[SourceFile], folder: Path
+) -> Iterator[Callable[[int], Mapping[str, Any]]]:
+    """Yield a function from a row to its record; `SampleError` for one with another id than the sample.
+
+    A JSON list or a file of columns first becomes JSON Lines in `folder`, in a file that goes when the work is done.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(_as_lines(source.file, folder)) for source in sources]
+        records = PlannedRecords(planned.samples, files)
+
+        def read(row: int) -> Mapping[str, Any]:
+            place = records.place(row)
+            named = f"{sources[files.index(place.file)].file}:{place.line}"
+            try:
+                record = records[row]
+                if isinstance(record, Mapping) and _is_sample(planned.samples, row, record_id(record) or ""):
+                    return record
+                problem = "another record is there"
+            except BadRecordError as error:
+                problem = str(error)
+            raise SampleError(
+                f"sample {shorten(planned.samples.sample_id(row))} is not in {named} ({problem}): name the files that "
+                "were planned"
+            )
+
+        yield read
+
+
+@contextmanager
+def _as_lines(path: Path, folder: Path) -> Iterator[Path]:
+    if detect_format(path) in ("jsonl", "tar"):  # the latter is refused where rows are read
+        yield path
+        return
+    with open_passing(folder, ".jsonl") as lines:
+        for number, value in enumerate(rows_of(path), 1):
+            try:
+                lines.write(json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            except (TypeError, ValueError) as error:
+                raise SampleError(f"{path}: record {number} is no JSON ({error}): name images by path") from None
+        lines.flush()
+        yield Path(lines.name)
+
+
+def _is_sample(samples: SampleTable, row: int, own: str) -> bool:
+    """Return whether sizing may have called a record of this id so: perhaps behind its file's name, or numbered."""
+    if samples.ids is None:
+        return True
+    name = samples.ids[row]
+    if not own:
+        return name.rpartition(":")[2].isdigit()
+    stem, mark, number = name.rpartition("#")
+    names = [name, stem] if mark and number.isdigit() else [name]
+    return any(x == own or x.endswith("/" + own) for x in names)
+
+
+# -- records in order -------------------------------------------------------------------------------------------------
 
 
 def write_jsonl(
-    plan: Path,
-    out: Path,
-    *,
-    data: Sequence[Path] | None = None,
-    fields: Sequence[Field] = ("length", "num_tokens"),
+    plan: Path, out: Path, *, data: Sequence[Path] | None = None, fields: Sequence[str] = ("length", "num_tokens")
 ) -> WrittenData:
-    """The plan's records as JSON Lines, each with `fields` added (or overwritten); otherwise their own bytes.
+    """Write the plan's records as JSON Lines, pack after pack, each with its tokens under the names `fields`.
 
-    One file, pack after pack in the order of the packs.
+    InternVL reads `length`, Qwen's finetuning code `num_tokens`.
     """
     planned = read_planned(plan)
-    with (
-        open_records(data_of(planned, data), planned.samples, folder=out.parent) as records,
-        open_atomically(out) as file,
-    ):
+    with open_records(planned, sources_of(planned, data), out.parent) as record, open_atomically(out) as file:
         for place in range(len(planned.order)):
-            file.writelines(line + b"\n" for line in _lines(planned, records, place, fields))
+            file.writelines(line + b"\n" for line in _lines(planned, record, place, fields))
     return _exported(planned, (out,), ragged=False)
 
 
 def write_nested_packs(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> WrittenData:
-    """JSON Lines of packs, each a list of records: what the Qwen-VL finetuning code reads with `data_packing`."""
+    """Write JSON Lines of packs, each a list of records: what the Qwen-VL finetuning code reads with `data_packing`."""
     if out.suffix != ".jsonl":
-        raise SampleError(
-            f"{out} was to hold a list of records a line, and hosts tell JSON Lines by the name: end it in .jsonl"
-        )
+        raise SampleError(f"{out} does not end in .jsonl, by which the host knows JSON Lines: give it that ending")
     planned = read_planned(plan)
-    with (
-        open_records(data_of(planned, data), planned.samples, folder=out.parent) as records,
-        open_atomically(out) as file,
-    ):
+    with open_records(planned, sources_of(planned, data), out.parent) as record, open_atomically(out) as file:
         for place in range(len(planned.order)):
-            file.write(b"[" + b", ".join(_lines(planned, records, place, ("num_tokens",))) + b"]\n")
+            file.write(b"[" + b", ".join(_lines(planned, record, place, ("num_tokens",))) + b"]\n")
     return _exported(planned, (out,), ragged=True)
 
 
-def rows_of_pack(planned: PlannedPacks, place: int) -> list[int]:
-    """Rows of the sample table in the pack that is the `place`-th in order."""
-    packing, pack = planned.packing, planned.order[place]
-    rows: list[int] = packing.indices[packing.offsets[pack] : packing.offsets[pack + 1]].tolist()
-    return rows
-
-
-def _lines(planned: PlannedPacks, records: Records, place: int, fields: Sequence[Field]) -> list[bytes]:
-    """The records of one pack, the fields added."""
-    unknown = [name for name in fields if name not in FIELDS]
-    if unknown:
-        raise SampleError(f"field {unknown[0]!r} is unknown to a plan: choose of {', '.join(FIELDS)}")
-    lines = []
-    for row in rows_of_pack(planned, place):
-        tokens, patches = int(planned.samples.num_tokens[row]), int(planned.samples.num_patches[row])
-        every = {"length": tokens, "num_tokens": tokens, "num_patches": patches, "pack": place}
-        lines.append(_with_fields(records.read(row), {name: every[name] for name in fields}))
-    return lines
-
-
-def _with_fields(record: bytes, values: dict[str, int]) -> bytes:
-    """The record with the values at its end; its other bytes stay, unless it has one of the fields already."""
-    if not values:
-        return record
-    content = json.loads(record)
-    if not content.keys().isdisjoint(values):
-        kept = {name: value for name, value in content.items() if name not in values}
-        return json.dumps(kept | values, ensure_ascii=False).encode()
-    body = record[:-1].rstrip()
-    return body + (b", " if content else b"") + json.dumps(values).encode()[1:]
+def _lines(
+    planned: PlannedPacks, record: Callable[[int], Mapping[str, Any]], place: int, fields: Sequence[str]
+) -> Iterator[bytes]:
+    for row in planned.rows(place):
+        tokens = dict.fromkeys(fields, int(planned.samples.num_tokens[row]))
+        yield json.dumps({**record(row), **tokens}, ensure_ascii=False).encode()
 
 
 def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -> WrittenData:
     packing, dp = planned.packing, planned.schedule.table.shape[1]
     notes = []
-    short = packing.num_packs % dp
-    if ragged and short:
-        notes.append(
-            f"the last row has {short} packs for {dp} ranks: a sampler that fills it up repeats packs, one with "
-            "drop_last leaves them out"
-        )
-    repeated = len(packing.indices) - len(np.unique(packing.indices))
-    if repeated:
-        notes.append(
-            f"{repeated} of the records are repeats, drawn by the plan's weights: a host must take an id several times"
-        )
-    missing = planned.plan.decisions.packing.num_oversize
-    if missing:
+    if ragged and (short := packing.num_packs % dp):
+        notes.append(f"the last row has {short} packs for {dp} ranks: a sampler repeats packs, or leaves them out")
+    if repeated := len(packing.indices) - len(np.unique(packing.indices)):
+        notes.append(f"{repeated} records are repeats, drawn by the plan's weights: the host must take ids twice")
+    if missing := planned.plan.decisions.packing.num_oversize:
         notes.append(f"{missing} samples are larger than a pack and were left out of the plan by choice")
     return WrittenData(files=files, num_records=len(packing.indices), num_packs=packing.num_packs, notes=tuple(notes))
 
 
-# -- arrays -----------------------------------------------------------------------------------------------------------
+# -- Energon ----------------------------------------------------------------------------------------------------------
 
 
-def write_arrays(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> WrittenData:
-    """Packs, schedule and the places of their records as .npy, for a loader of the user's own.
+_INDEX = (".info.*", "index.*", "split.*")  # counts, places and parts of the shards: webdataset/config.py at 7.4.1
+_DATASET = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"  # of which type the samples are
 
-    Pack p holds rows `indices[offsets[p]:offsets[p + 1]]`; row i is record `record[i]` (from 0, blank lines aside) of
-    `files[file[i]]` in manifest.json; `schedule[step, rank, microbatch]` is a pack or -1. manifest.json comes last.
+
+def write_energon_packs(
+    plan: Path,
+    out: Path,
+    *,
+    data: Sequence[Path] | None = None,
+    ranks: int | None = None,
+    packs_per_shard: int = 1000,
+    reading: ReadingOptions | None = None,
+) -> WrittenData:
+    """Write WebDataset shards with one pack a sample, for Megatron-LM and Megatron-Bridge.
+
+    A sample is json {"pack", "samples"} with the records as they are, and img0, img1, ... of all of them in order.
+    `ranks`: data-parallel ranks of the run; None: the plan's. Raises `PlanError` where they do not divide the packs,
+    `SampleError` for a record whose image cannot be read.
     """
+    planned, reading = read_planned(plan), reading or ReadingOptions()
+    dp, num_packs = ranks or planned.schedule.table.shape[1], planned.packing.num_packs
+    if num_packs % dp:
+        raise PlanError(f"{dp} ranks do not divide {num_packs} packs, and Energon gives each as many: choose others")
+    sources = sources_of(planned, data, reading)
+    root = None if reading.media_root is None else place_of(reading.media_root)
+    media = MediaFolders(root, allow_outside=reading.allow_outside, exif=reading.exif)
+    columns, file_of = read_columns(reading.columns), places_of(planned.samples).file
+    order = [place for rank in range(dp) for place in range(rank, num_packs, dp)]
+    written = []
+    _remove_index(out)
+    with open_records(planned, sources, out) as record:
+
+        def with_images(row: int) -> tuple[Mapping[str, Any], list[bytes]]:
+            own, source = record(row), sources[int(file_of[row])]
+            try:
+                conversation = read_conversation(own, columns=columns)
+                if conversation.videos:
+                    raise BadRecordError("video", "it holds a video, and these packs carry only images: leave it out")
+                folder = media.of(source.file, source.media_root)
+                return own, [folder.read(image) for image in conversation.images]
+            except BadRecordError as error:
+                raise SampleError(f"sample {planned.samples.sample_id(row)}: {error}") from None
+
+        for start in range(0, num_packs, packs_per_shard):
+            path = out / f"packs-{start // packs_per_shard:06}.tar"
+            with open_atomically(path) as file, tarfile.open(fileobj=file, mode="w") as tar:
+                for place in order[start : start + packs_per_shard]:
+                    for name, content in _members(place, [with_images(row) for row in planned.rows(place)]):
+                        member = tarfile.TarInfo(f"pack-{place:09}.{name}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+            written.append(path)
+    for older in {*out.glob(f"packs-{'[0-9]' * 6}.tar")} - {*written}:
+        older.unlink()
+    write_atomically(out / ".nv-meta" / "dataset.yaml", _DATASET)  # without it Energon reads nothing
+    written.append(out / ".nv-meta" / "dataset.yaml")
+    notes = (
+        f"index it once: energon prepare --non-interactive --split-parts 'train:.*' --skip-dataset-yaml {out}",
+        f"read it on {dp} ranks with num_workers 0 or 1, shuffle_buffer_size=None, max_samples_per_sequence=None, "
+        "shuffle_over_epochs_multiplier=None, parallel_shard_iters=1, and without a packing buffer",
+    )
+    return WrittenData(files=tuple(written), num_records=len(planned.packing.indices), num_packs=num_packs, notes=notes)
+
+
+def _remove_index(out: Path) -> None:
+    """Remove what makes Energon read a folder, then what it has written to index the shards of an older export."""
+    (out / ".nv-meta" / "dataset.yaml").unlink(missing_ok=True)
+    for pattern in ("packs-*.tar.idx", *(f".nv-meta/{name}" for name in _INDEX)):
+        for file in out.glob(pattern):
+            file.unlink()
+
+
+def _members(place: int, samples: Sequence[tuple[Mapping[str, Any], list[bytes]]]) -> Iterator[tuple[str, bytes]]:
+    """Yield name and bytes of everything in one pack."""
+    content = {"pack": place, "samples": [record for record, _ in samples]}
+    yield "json", json.dumps(content, ensure_ascii=False).encode()
+    images = [image for _, found in samples for image in found]
+    for number, image in enumerate(images):
+        kind = "png" if image.startswith(b"\x89PNG") else "jpg"
+        yield f"img{number}.{kind}", image
+
+
+# -- ms-swift ---------------------------------------------------------------------------------------------------------
+
+_PLUGIN = '''"""The packs of a trimtab plan, for ms-swift's --external_plugins; records.jsonl holds their samples."""
+
+import swift.dataset.packing as packing
+
+ENDS = {ends}  # number of samples up to the end of every pack
+_init = packing.PackingDataset.__init__
+
+
+def init(self, template, dataset, *args, **kwargs):
+    _init(self, template, dataset, *args, **kwargs)
+    lengths = [sum(length) if isinstance(length, list) else length for length in dataset["lengths"]]
+    if len(lengths) != ENDS[-1]:
+        raise ValueError(
+            f"{{ENDS[-1]}} samples were planned, and ms-swift holds {{len(lengths)}}: train with --strict true, only "
+            "with records.jsonl, and without a validation set"
+        )
+    packs = [list(range(start, stop)) for start, stop in zip([0, *ENDS], ENDS)]
+    totals = [sum(lengths[number] for number in pack) for pack in packs]
+    if max(totals) > self.packing_length:
+        raise ValueError(f"a pack has {{max(totals)}} tokens here, more than --packing_length: plan with this template")
+    self.packed_idx, self.packed_length = packs, totals
+
+
+packing.PackingDataset.__init__ = init
+'''
+
+
+def write_swift_packs(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> WrittenData:
+    """Write `records.jsonl`, the samples pack by pack, and `planned_packs.py` for --external_plugins of ms-swift."""
     planned = read_planned(plan)
-    files = data_of(planned, data)
-    samples = planned.samples
-    arrays: dict[str, npt.NDArray[Any]] = {
-        "file.npy": places_of(samples).file.astype(np.int32),
-        "record.npy": find_records(files, samples),
-        "num_tokens.npy": samples.num_tokens,
-        "num_patches.npy": samples.num_patches,
-        "num_images.npy": samples.num_images,
-    }
-    contents = pack_contents(planned.packing, planned.schedule) | {n: array_bytes(a) for n, a in arrays.items()}
-    parallel = planned.plan.decisions.parallel
-    manifest = {
-        "files": [str(path) for path in files],
-        "dp": parallel.dp,
-        "max_patches": planned.packing.limits[0],
-        "max_tokens": planned.packing.limits[1],
-        "num_samples": len(samples),
-        "num_packs": planned.packing.num_packs,
-    }
-    contents["manifest.json"] = (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode()
+    ends = np.cumsum(np.diff(planned.packing.offsets)[planned.order])
+    plugin = out / "planned_packs.py"
     with written_together():
-        for name, content in contents.items():
-            write_atomically(out / name, content)
-    return _exported(planned, tuple(out / name for name in contents), ragged=False)
+        written = write_jsonl(plan, out / "records.jsonl", data=data, fields=())
+        write_atomically(plugin, _PLUGIN.format(ends=ends.tolist()))
+    notes = (
+        *written.notes,
+        f"train with --dataset {out / 'records.jsonl'} --external_plugins {plugin} and what `trimtab export ms-swift` "
+        "prints; a plug-in is code: look at it",
+    )
+    return WrittenData(
+        files=(*written.files, plugin), num_records=written.num_records, num_packs=written.num_packs, notes=notes
+    )

@@ -12,7 +12,6 @@ from trimtab.cli.output import JsonOption, console, log, print_json
 from trimtab.cli.settings import verb
 from trimtab.errors import SampleError
 from trimtab.options import Option, ReadingOptions, same_fields
-from trimtab.plan.options import parse_share
 
 if TYPE_CHECKING:
     from trimtab.samples.table import SizingResult
@@ -39,18 +38,13 @@ class ClusterOptions:
     node_link: Annotated[
         str | None, Option("Ports of a node and their rate, as in 8x400Gb; default: as its vendor builds nodes.")
     ] = None
-    jitter: Annotated[
-        float,
-        Option("Standard deviation of a device's time from step to step.", read=parse_share, shown="2%"),
-    ] = 0.02
 
     def parsed(self, *, beside: "DeviceSpec | None" = None) -> "ClusterSpec":
         """The cluster; `beside`: one more device to find, of a profile."""
         from trimtab.costs.devices import parse_cluster
 
         how = {"devices_per_node": self.devices_per_node, "node_link": self.node_link}
-        cluster = parse_cluster(self.cluster, beside=beside, **how)  # type: ignore[arg-type]  # by name
-        return replace(cluster, jitter=self.jitter)
+        return parse_cluster(self.cluster, beside=beside, **how)  # type: ignore[arg-type]  # by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +74,6 @@ class SizingOptions:
     on_bad: Annotated[Literal["error", "skip"], Option("At bad samples.", common=True)] = "error"
     max_length: Annotated[int | None, Option("Treat a sample with more tokens as bad.", least=1)] = None
     source_key: Annotated[str | None, Option("Field of a record that names its data set; else its file.")] = None
-    number_ids: Annotated[bool, Option("Number repeated ids instead of refusing them.")] = False
     workers: Annotated[int | None, WORKERS] = None
     resume: Annotated[
         Path | None,
@@ -104,9 +97,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
     if all(saved):
         return load_saved(model, data, sizing)
     if any(saved):
-        raise SampleError(
-            f"{data[saved.index(True)]} is a saved table and {data[saved.index(False)]} is not: size the rest first"
-        )
+        raise SampleError(f"{data[saved.index(False)]} is no saved table, as others are: size it first")
     reading = sizing.reading
     if reading.tokenizer is None and model.origin is not None and model.origin.config is not None:
         given = Path(model.origin.config)
@@ -120,7 +111,6 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
             **{name: value for name, value in same_fields(reading, ReadingOptions).items() if name != "video"},
             image_markup=family_of(model.family).markup or model.image_markup,
             max_tokens=sizing.max_length,
-            unique_ids=not sizing.number_ids,
             source_key=sizing.source_key,
             on_bad=sizing.on_bad,
             workers=sizing.workers or os.cpu_count() or 1,
@@ -135,7 +125,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
 def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
     from trimtab.cli.output import log
-    from trimtab.models.images.limits import tell_apart, write_rule
+    from trimtab.models.images.rules import tell_apart, write_rule
     from trimtab.samples.lengths import saved_part
     from trimtab.samples.table import SizingResult, join_parts, load_sizing
 
@@ -148,8 +138,7 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
         if result.image_rule not in (None, own_rule):
             sized, counts = tell_apart(result.image_rule, own_rule)
             raise SampleError(
-                f"{path} was sized with {sized}, and {model.name} counts images with {counts}: size the data for this "
-                "model, with the same --set max_tiles or --max-pixels"
+                f"{path} was sized with {sized}, not {counts} of {model.name}: size it for this model and --max-pixels"
             )
     return SizingResult(
         table=results[0].table if len(results) == 1 else join_parts(tables, [[saved_part(r.table)] for r in results]),

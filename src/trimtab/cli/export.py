@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -14,7 +15,7 @@ from trimtab.errors import ConfigError, PlanError
 from trimtab.options import Option
 
 if TYPE_CHECKING:
-    from trimtab.adapters.data_files import Field, WrittenData
+    from trimtab.adapters.data_files import WrittenData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +45,6 @@ class ExportOptions:
         Path | None, Option("torchserve: setup_config.json of its recipe for large models.", common=True)
     ] = None
     name: Annotated[str | None, Option("torchserve: name of the model; else the recipe's, or the folder's.")] = None
-    record_fields: Annotated[
-        tuple[str, ...],
-        Option(
-            "jsonl: added to each record: length, num_tokens, num_patches or pack.",
-            flag="--field",
-            read=tuple,
-            typed=list[str],
-        ),
-    ] = ()
     ranks: Annotated[
         int | None, Option("energon-packs: data-parallel ranks of the run; default: the plan's.", least=1)
     ] = None
@@ -210,27 +202,19 @@ def _engine(target: str, placed: Path | None, _options: ExportOptions, as_json: 
 
 
 def _packs(target: str, plan: Path | None, options: ExportOptions, as_json: bool) -> None:
-    from trimtab.adapters.data_files import write_arrays, write_jsonl, write_nested_packs
-    from trimtab.adapters.host_packs import write_energon_packs, write_swift_packs
+    from trimtab.adapters import data_files
     from trimtab.options import ReadingOptions
 
     if plan is None:
-        raise PlanError(f"{target} was asked for without a plan: name plan.yaml or its folder")
-    out, data = options.path(target), list(options.data) or None
-    written: WrittenData
-    if target == "jsonl":
-        record_fields = cast("tuple[Field, ...]", options.record_fields) or ("length", "num_tokens")
-        written = write_jsonl(plan, out, data=data, fields=record_fields)
-    elif target == "qwen-packs":
-        written = write_nested_packs(plan, out, data=data)
-    elif target == "npy":
-        written = write_arrays(plan, out, data=data)
-    elif target == "swift-packs":
-        written = write_swift_packs(plan, out, data=data)
-    else:
-        reading = ReadingOptions(media_root=options.media_root)
-        how = {"data": data, "ranks": options.ranks, "reading": reading}
-        written = write_energon_packs(plan, out, **how)  # type: ignore[arg-type]  # by name
+        raise PlanError(f"{target} needs a plan: name plan.yaml or its folder")
+    more = {"ranks": options.ranks, "reading": ReadingOptions(media_root=options.media_root)}
+    writers: dict[str, Callable[..., WrittenData]] = {
+        "jsonl": data_files.write_jsonl,
+        "qwen-packs": data_files.write_nested_packs,
+        "swift-packs": data_files.write_swift_packs,
+        "energon-packs": partial(data_files.write_energon_packs, **more),  # type: ignore[arg-type]  # by name
+    }
+    written = writers[target](plan, options.path(target), data=list(options.data) or None)
     if as_json:
         print_json(written)
         return
@@ -251,7 +235,7 @@ _WRITERS: Mapping[str, tuple[str, set[str], _Writer]] = {
     "sglang": ("Print SGLANG_PP_LAYER_PARTITION for PLACED, the folder of `trimtab map --out`.", set(), _engine),
     "jsonl": (
         "Write the records of PLAN in its order as JSON Lines, with exact lengths in every record.",
-        {"out", "data", "record_fields"},
+        {"out", "data"},
         _packs,
     ),
     "qwen-packs": (
@@ -259,7 +243,6 @@ _WRITERS: Mapping[str, tuple[str, set[str], _Writer]] = {
         {"out", "data"},
         _packs,
     ),
-    "npy": ("Write packs, schedule and the places of the records of PLAN as NumPy arrays.", {"out", "data"}, _packs),
     "energon-packs": (
         "Write the packs of PLAN as WebDataset shards, one pack a sample, in Megatron-Energon's order.",
         {"out", "data", "ranks", "media_root"},

@@ -12,8 +12,7 @@ from trimtab.cli.data import ClusterOptions, ConfigArgument, DataArgument, Image
 from trimtab.cli.output import JsonOption, console, given_command, print_json
 from trimtab.cli.settings import verb
 from trimtab.options import Option
-from trimtab.plan.given import GivenRun
-from trimtab.plan.options import PlanOptions
+from trimtab.plan.options import GivenRun, PlanOptions
 
 if TYPE_CHECKING:
     from trimtab.plan.build import Within
@@ -34,15 +33,11 @@ def plan(
     cluster: ClusterOptions,
     out: Annotated[Path, typer.Option(help="Folder for plan and report.")] = Path("plan"),
     target: Annotated[
-        Framework | None,
-        typer.Option("--for", help="Only what this target of `export` can run."),
+        Framework | None, typer.Option("--for", help="Only what this target of `export` can run.")
     ] = None,
     as_json: JsonOption = False,
     options: PlanOptions,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Profile of `trimtab profile` to plan with."),
-    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Profile of `trimtab profile` to plan with.")] = None,
     sizing: SizingOptions,
     images: ImageOptions,
 ) -> None:
@@ -257,7 +252,6 @@ def _figures(found: "Prediction") -> dict[str, object]:
         "num_microbatches": found.num_microbatches,
         "num_steps": len(ran.step_s),
         "mean_step_s": found.mean_step_s,
-        "expected_step_s": found.expected_step_s,
         "p95_step_s": found.p95_step_s,
         "samples_per_s": found.samples_per_s,
         "epoch_s": ran.epoch_s,

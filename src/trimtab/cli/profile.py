@@ -12,7 +12,7 @@ from trimtab.cli.settings import verb
 from trimtab.errors import TrimtabError, join_problems
 from trimtab.lora import Lora
 from trimtab.options import Attention, DType, HostName, Option, Tower, option_problems
-from trimtab.plan.options import LORA, parse_towers
+from trimtab.plan.options import FREEZE, LORA
 
 if TYPE_CHECKING:
     from trimtab.costs.measured.fitted import Calibration
@@ -54,55 +54,21 @@ class ProfileOptions:
     tp: Annotated[int, Option("Tensor-parallel degree; layers are timed at 1.", least=1, common=True)] = 1
     host: Annotated[HostName, Option("Whose seconds the formulas take, and which logged runs are fitted to.")] = "eager"
     fused_kernels: Annotated[bool, Option("Norms, rotary and gates as single kernels (TE, Liger).")] = False
-    frozen_towers: Annotated[
-        tuple[Tower, ...],
-        Option(
-            "Towers that are not trained, as in vision.",
-            flag="--freeze",
-            read=parse_towers,
-            typed=list[str],
-            common=True,
-        ),
-    ] = ()
+    frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
     lora: Annotated[Lora | None, LORA] = None
 
     def __post_init__(self) -> None:
-        tp, sizes = self.tp, self.sizes is not None
         given = {"--timed": self.timed, "--traced": self.traced, "--from-logs": self.from_logs is not None}
         sources = [flag for flag, asked in given.items() if asked]
         refused = (
-            (
-                len(sources) > 1,
-                f"{' and '.join(sources)} were both given, and each makes a profile of its own: give one of them",
-            ),
-            (
-                self.timed and tp > 1,
-                f"tp {tp} was to be timed on one device: leave --tp out, `trimtab plan` divides what was timed",
-            ),
-            (
-                self.timed and self.fused_kernels,
-                "fused kernels were to be timed, and Transformers' own layers are: leave fused_kernels out",
-            ),
-            (
-                self.timed and self.lora is not None,
-                f"LoRA ({self.lora}) was to be timed, and Transformers' own layers are: leave --lora out, or --timed",
-            ),
-            (
-                self.traced and tp > 1,
-                f"tp {tp} was to be traced, and real layers are whole: leave --tp out, `trimtab plan` divides",
-            ),
-            (
-                not self.timed and self.device is None,
-                "no device was named: give --device as in H200, or --timed to time the one that is here",
-            ),
-            (
-                not self.timed and sizes,
-                "--set sizes were given, and rows are chosen where nothing is timed: leave them out, or give --timed",
-            ),
-            (
-                not self.timed and self.repeats is not None,
-                f"--set repeats={self.repeats} was given, and nothing is timed: leave it out, or give --timed",
-            ),
+            (len(sources) > 1, f"{' and '.join(sources)} exclude each other: give one of them"),
+            (self.timed and self.tp > 1, "layers are timed at tp 1: leave --tp out, `trimtab plan` divides"),
+            (self.traced and self.tp > 1, "layers are traced at tp 1: leave --tp out, `trimtab plan` divides"),
+            (self.timed and self.fused_kernels, "Transformers' own layers are timed: leave fused_kernels out"),
+            (self.timed and self.lora is not None, "Transformers' own layers are timed: leave --lora out"),
+            (not self.timed and self.device is None, "no device was named: give --device, as in H200, or --timed"),
+            (not self.timed and self.sizes is not None, "--set sizes needs --timed"),
+            (not self.timed and self.repeats is not None, "--set repeats needs --timed"),
         )
         problems = [*option_problems(self), *(sentence for wrong, sentence in refused if wrong)]
         if problems:

@@ -4,6 +4,7 @@ One field is one option: `trimtab plan` shows it, `PlanOptions` checks it (see `
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
@@ -23,6 +24,7 @@ from trimtab.options import (
     Order,
     Oversize,
     PackMethod,
+    ParallelDims,
     PlanMethod,
     Precision,
     RecomputeMode,
@@ -31,6 +33,7 @@ from trimtab.options import (
     Tower,
     VisionObjective,
     option_problems,
+    same_fields,
 )
 from trimtab.units import parse_bytes
 
@@ -69,24 +72,18 @@ class Baseline:
         found = []
         if self.unknown:
             words = ", ".join([*METHODS, "batch=N", "padded", "packed", *STAGES, *RECOMPUTE])
-            found.append(f"baseline {text!r} has {', '.join(map(repr, self.unknown))} in it: its words are {words}")
-        if self.batch is not None and not (math.isfinite(self.batch) and self.batch >= 1):
-            found.append(f"baseline {text!r} has batches of {self.batch:g} samples: give 1 or more")
+            found.append(f"baseline {text!r}: {', '.join(map(repr, self.unknown))} is none of {words}")
+        if self.batch is not None and self.batch < 1:
+            found.append(f"baseline {text!r}: batch must be at least 1")
         if self.batch is not None and not self.is_padded:
-            found.append(
-                f"baseline {text!r} gives {self.method} a batch size, and it packs up to the plan's limits: leave "
-                "batch= out"
-            )
+            found.append(f"baseline {text!r}: {self.method} packs up to the plan's limits, leave batch= out")
         if self.padded is not None and self.padded != self.is_padded:
-            is_made = "pads its batches" if self.is_padded else "packs without padding"
-            found.append(
-                f"baseline {text!r} does not agree with itself, for {self.method} {is_made}: leave one word out"
-            )
+            found.append(f"baseline {text!r}: {self.method} {'pads' if self.is_padded else 'packs'}")
         return found
 
 
 def parse_baseline(text: str) -> Baseline:
-    """Words in any order, joined by commas; what is wrong with them is told by `Baseline.problems`.
+    """Read words in any order, joined by commas; `Baseline.problems` says what is wrong with them.
 
     >>> parse_baseline("random,batch=4,padded,full-recompute")
     Baseline(method='random', batch=4.0, padded=True, stages='equal-layers', recompute='full')
@@ -94,7 +91,7 @@ def parse_baseline(text: str) -> Baseline:
     said: dict[str, object] = {}
     unknown = []
     for word in (word.strip() for word in text.split(",")):
-        name, _, number = word.partition("=")
+        batch = re.fullmatch(r"batch=([0-9.]+)", word)
         if word in METHODS:
             said["method"] = METHODS[word]
         elif word in STAGES:
@@ -103,19 +100,11 @@ def parse_baseline(text: str) -> Baseline:
             said["recompute"] = RECOMPUTE[word]
         elif word in ("padded", "packed"):
             said["padded"] = word == "padded"
-        elif name == "batch" and _is_number(number):
-            said["batch"] = float(number)
+        elif batch is not None:
+            said["batch"] = float(batch[1])
         else:
             unknown.append(word)
     return Baseline(**said, unknown=tuple(unknown))  # type: ignore[arg-type]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 # What a user may ask of vision data parallel.
@@ -134,14 +123,8 @@ class VisionChoice:
     'balanced'
     """
 
-    group: Annotated[
-        GroupChoice,
-        Option(
-            "Ranks that share images.",
-            flag="--vision-dp",
-            common=True,
-        ),
-    ] = "none"  # auto: the group whose simulated epoch is shortest, or none
+    # auto: the group whose simulated epoch is shortest, or none
+    group: Annotated[GroupChoice, Option("Ranks that share images.", flag="--vision-dp", common=True)] = "none"
     pooling: Annotated[
         int | None,
         Option(
@@ -158,7 +141,7 @@ class VisionChoice:
     def problems(self) -> Iterator[str]:
         """What no plan could follow of values that options take, a sentence each."""
         if self.group == "none" and self != VisionChoice():
-            yield "vision data parallel was described without a group to share the images: give --vision-dp too"
+            yield "vision_rule, vision_pooling and vision_objective need a group: give --vision-dp too"
 
 
 ScheduleChoice = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble", "auto"]
@@ -189,7 +172,7 @@ def parse_weights(given: Sequence[str]) -> tuple[tuple[str, float], ...]:
         except ValueError:
             mark = ""
         if not mark or not name.strip():
-            problems.append(f"{word!r} is no weight of a source: write it as NAME=NUMBER, as in web=0.5,docs=2")
+            problems.append(f"{word!r} is no weight: write NAME=NUMBER, as in web=0.5,docs=2")
     if problems:
         raise PlanError(join_problems(problems))
     return tuple(weights)
@@ -206,49 +189,86 @@ WEIGHTS = Option(
 )
 
 
-# of every run that is priced
-MEMORY = Option("Memory of a device, as in 80GiB.", flag="--memory", read=parse_bytes, common=True)
-RISK = Option(
-    "Accepted chance to lack memory.",
-    read=parse_share,
-    shown="0.5%",
-    common=True,
-)
-OPTIMIZER = Option("Optimizer, which decides the bytes of state.")
-DTYPE = Option("Of weights and activations; fp8, mxfp8: of the blocks' products, the rest bf16.")
-ATTENTION = Option("Attention as it will run.")
-HOST = Option("What launches the kernels: its settings hold where nothing is said, its seconds where it is slower.")
-HOST_BLOCK_S = Option("Seconds of the host for a block's forward; default: the host's own.", least=0.0)
-FUSED_KERNELS = Option("Norms, rotary and gates as single kernels (TE, Liger); default: as the host.")
-SEQUENCE_PARALLEL = Option("The language model's norms and residuals divided among tp; default: as the host.")
-VISION_SEQUENCE_PARALLEL = Option("The same in the vision tower; default: as the host.")
-GRAD_DTYPE = Option("Gradients as they are summed; default: as the host.")
-ATTENTION_KERNEL = Option("Of flash attention: FlashAttention-2, or cuDNN's; default: as the host.")
-EARLY_STOP = Option("Recompute ends before a block's last product, as PyTorch's own does; default: as the host.")
-EXPERT_PRODUCTS = Option("Experts by grouped kernels, or by a loop over them; default: as the host.")
-TP_OVERLAP = Option("tp's messages run beside the products, as with Megatron's --tp-comm-overlap.")
-EP_OVERLAP = Option("Experts' rows are sent beside products, as with --overlap-moe-expert-parallel-comm.")
+# of runs that are priced, and of layers alone
 FREEZE = Option(
-    "Towers not trained, as in vision,projector.",
-    flag="--freeze",
-    read=parse_towers,
-    typed=list[str],
-    common=True,
+    "Towers not trained, as in vision,projector.", flag="--freeze", read=parse_towers, typed=list[str], common=True
 )
-ETP = Option("Tensor-parallel degree of one expert; default: that of --tp, or 1 where --set ep is chosen.", least=1)
-IMBALANCE = Option("Rows of the busiest expert-parallel device over the mean.", least=1)
-DISPATCHER = Option("How rows reach experts of other devices: once for each expert, or for each device (deepep).")
-LORA = Option(
-    "LoRA, as in r=16,targets=q_proj,bits=4.",
-    read=parse_lora,
-    shown=None,
-    common=True,
-)
-SEED = Option("Same seed, same result.")
+LORA = Option("LoRA, as in r=16,targets=q_proj,bits=4.", read=parse_lora, shown=None, common=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
+class RunOptions:
+    """What a run is priced by, whoever decides it."""
+
+    dp: Annotated[int | None, Option("Data-parallel degree.", least=1, common=True)] = None
+    pp: Annotated[int | None, Option("Pipeline degree.", least=1, common=True)] = None
+    tp: Annotated[int | None, Option("Tensor-parallel degree.", least=1, common=True)] = None
+    cp: Annotated[int | None, Option("Context-parallel degree (tokens of a pack).", least=1)] = None
+    ep: Annotated[int | None, Option("Expert-parallel degree.", least=1)] = None
+    etp: Annotated[
+        int | None, Option("Tensor-parallel degree of one expert; default: that of --tp, or 1.", least=1)
+    ] = None
+    global_batch: Annotated[int | None, Option("Samples a step.", least=1, common=True)] = None
+    max_patches: Annotated[int | None, Option("Most ViT patches of a pack.", least=1)] = None
+    max_tokens: Annotated[int | None, Option("Most LLM tokens of a pack.", least=1)] = None
+    memory_bytes: Annotated[
+        int | None, Option("Memory of a device, as in 80GiB.", flag="--memory", read=parse_bytes, common=True)
+    ] = None  # None: all of it
+    zero_stage: Annotated[int | None, Option("ZeRO sharding; 3 is FSDP.", least=0, most=3, common=True)] = None
+    optimizer: Annotated[Optimizer, Option("Optimizer, which decides the bytes of state.")] = "adamw"
+    dtype: Annotated[
+        Precision, Option("Of weights and activations; fp8, mxfp8: of the blocks' products, the rest bf16.")
+    ] = "bf16"
+    attention: Annotated[Attention, Option("Attention as it will run.")] = "flash"
+    # what the host does by itself where nothing is said
+    host: Annotated[
+        HostName,
+        Option("What launches the kernels: its settings hold where nothing is said, its seconds where it is slower."),
+    ] = "common"
+    host_block_s: Annotated[
+        float | None, Option("Seconds of the host for a block's forward; default: the host's own.", least=0.0)
+    ] = None
+    fused_kernels: Annotated[
+        bool | None, Option("Norms, rotary and gates as single kernels (TE, Liger); default: as the host.")
+    ] = None
+    sequence_parallel: Annotated[
+        bool | None, Option("The language model's norms and residuals divided among tp; default: as the host.")
+    ] = None
+    vision_sequence_parallel: Annotated[bool | None, Option("The same in the vision tower; default: as the host.")] = (
+        None
+    )
+    grad_dtype: Annotated[DType | None, Option("Gradients as they are summed; default: as the host.")] = None
+    attention_kernel: Annotated[
+        AttentionKernel | None, Option("Of flash attention: FlashAttention-2, or cuDNN's; default: as the host.")
+    ] = None
+    early_stop: Annotated[
+        bool | None,
+        Option("Recompute ends before a block's last product, as PyTorch's own does; default: as the host."),
+    ] = None
+    tp_overlap: Annotated[
+        bool | None, Option("tp's messages run with the products, as with Megatron's --tp-comm-overlap.")
+    ] = None
+    expert_imbalance: Annotated[
+        float | None, Option("Rows of the busiest expert-parallel device over the mean.", least=1)
+    ] = None
+    expert_products: Annotated[
+        ExpertProducts | None, Option("Experts by grouped kernels, or by a loop over them; default: as the host.")
+    ] = None
+    dispatcher: Annotated[
+        Dispatcher | None,
+        Option("How rows reach experts of other devices: once for each expert, or for each device (deepep)."),
+    ] = None
+    ep_overlap: Annotated[
+        bool, Option("Experts' rows are sent with products, as with --overlap-moe-expert-parallel-comm.")
+    ] = False
+    frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
+    lora: Annotated[Lora | None, LORA] = None
+    seed: Annotated[int, Option("Same seed, same result.")] = 0
+    profile: "Profile | None" = None  # whose seconds to price with; None: the formulas'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(RunOptions):
     """Choices of one plan.
 
     Use it to fix what you know already; what stays None is chosen.
@@ -257,20 +277,9 @@ class PlanOptions:
     'full'
     """
 
-    dp: Annotated[int | None, Option("Data-parallel degree; default: chosen.", least=1, common=True)] = None
-    pp: Annotated[int | None, Option("Pipeline degree; default: chosen.", least=1, common=True)] = None
-    tp: Annotated[int | None, Option("Tensor-parallel degree; default: chosen.", least=1, common=True)] = None
-    cp: Annotated[int | None, Option("Context-parallel degree (tokens of a pack); default: chosen.", least=1)] = None
-    ep: Annotated[int | None, Option("Expert-parallel degree; default: chosen.", least=1)] = None
-    etp: Annotated[int | None, ETP] = None
     num_microbatches: Annotated[
         int | None, Option("Packs per rank and step; without --global-batch they are filled.", least=1, most=2**20)
     ] = None
-    global_batch: Annotated[
-        int | None, Option("Samples a step; default: 256, or 8 a device.", least=1, common=True)
-    ] = None
-    max_patches: Annotated[int | None, Option("Most ViT patches of a pack; default: chosen.", least=1)] = None
-    max_tokens: Annotated[int | None, Option("Most LLM tokens of a pack; default: chosen.", least=1)] = None
     schedule: Annotated[ScheduleChoice, Option("Pipeline schedule; auto: chosen by simulation.")] = "auto"
     num_chunks: Annotated[int, Option("Virtual stages per device (Interleaved1F1B; ZBVZeroBubble: 2).", least=1)] = (
         1  # auto: those of an interleaved schedule, 1 standing for 2
@@ -293,37 +302,14 @@ class PlanOptions:
     weights: Annotated[tuple[tuple[str, float], ...], WEIGHTS] = ()  # of every source, by name; none: each sample once
     num_drawn: Annotated[int | None, NUM_DRAWN] = None
     recompute: Annotated[RecomputeMode, Option("Layers that recompute.", common=True)] = "auto"
-    memory_bytes: Annotated[int | None, MEMORY] = None  # None: all of it
-    risk: Annotated[float, RISK] = 0.005
+    risk: Annotated[float, Option("Accepted chance to lack memory.", read=parse_share, shown="0.5%", common=True)] = (
+        0.005
+    )
     reserve_bytes: int | None = None  # kept free instead: of a plan that was probed, or made before there was a risk
-    zero_stage: Annotated[
-        int | None,
-        Option("ZeRO sharding; default: chosen.", least=0, most=3, common=True),
-    ] = None
     prefer: Annotated[
         Preference, Option("fastest: the simplest of the settings within 1 % of it; simplest: of those within 5 %.")
     ] = "fastest"
-    optimizer: Annotated[Optimizer, OPTIMIZER] = "adamw"
-    dtype: Annotated[Precision, DTYPE] = "bf16"
-    attention: Annotated[Attention, ATTENTION] = "flash"
-    # what the host does by itself where nothing is said
-    host: Annotated[HostName, HOST] = "common"
-    host_block_s: Annotated[float | None, HOST_BLOCK_S] = None
-    fused_kernels: Annotated[bool | None, FUSED_KERNELS] = None
-    sequence_parallel: Annotated[bool | None, SEQUENCE_PARALLEL] = None
-    vision_sequence_parallel: Annotated[bool | None, VISION_SEQUENCE_PARALLEL] = None
-    grad_dtype: Annotated[DType | None, GRAD_DTYPE] = None
-    attention_kernel: Annotated[AttentionKernel | None, ATTENTION_KERNEL] = None
-    early_stop: Annotated[bool | None, EARLY_STOP] = None
-    tp_overlap: Annotated[bool | None, TP_OVERLAP] = None
-    expert_imbalance: Annotated[float | None, IMBALANCE] = None
-    expert_products: Annotated[ExpertProducts | None, EXPERT_PRODUCTS] = None
-    dispatcher: Annotated[Dispatcher | None, DISPATCHER] = None
-    ep_overlap: Annotated[bool, EP_OVERLAP] = False
-    frozen_towers: Annotated[tuple[Tower, ...], FREEZE] = ()
-    lora: Annotated[Lora | None, LORA] = None
     vision: VisionChoice = field(default_factory=VisionChoice)  # whether and how ranks share their images
-    seed: Annotated[int, SEED] = 0
     search: Annotated[
         Literal["exact", "omnibal"],
         Option("How stages are searched: exactly, or as OmniBal published it (the best ranked near an anchor)."),
@@ -342,23 +328,22 @@ class PlanOptions:
             common=True,
         ),
     ] = ()
-    profile: "Profile | None" = None  # whose seconds to plan with; None: the formulas'
 
     def __post_init__(self) -> None:
         problems = option_problems(self)
         problems += self._step_problems()
         problems += weight_problems(self.weights)
         if self.num_drawn is not None and not self.weights:
-            problems.append(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
+            problems.append(f"num_drawn {self.num_drawn} needs weights: give every source one")
         problems += self.vision.problems()
         problems += risk_problems(self.risk)
         problems += self._schedule_problems()
         problems += [problem for text in self.baselines for problem in parse_baseline(text).problems(text)]
         unknown = [tower for tower in self.frozen_towers if tower not in get_args(Tower)]
         if unknown:
-            problems.append(f"tower {unknown[0]!r} was to be frozen: models have {', '.join(get_args(Tower))}")
+            problems.append(f"tower {unknown[0]!r} is unknown: models have {', '.join(get_args(Tower))}")
         if set(self.frozen_towers) | {"audio"} == set(get_args(Tower)):  # no sample trains an audio tower
-            problems.append("all towers were to be frozen, which leaves nothing to train: train one of them")
+            problems.append("all towers are frozen: train one of them")
         problems += lora_problems(self.lora, self.frozen_towers)
         if problems:
             raise PlanError(join_problems(problems))
@@ -369,8 +354,7 @@ class PlanOptions:
         if self.fills_packs:
             return []
         return [
-            f"{name} {value} was asked for, which fills packs, and the steps here hold exactly so many samples: "
-            "give --set steps=filled, or leave it out"
+            f"{name} {value} fills packs, and steps hold exactly so many samples: give --set steps=filled, or leave it"
             for name, value, own in (("method", self.method, "balanced"), ("order", self.order, "random"))
             if value != own
         ]
@@ -378,18 +362,13 @@ class PlanOptions:
     def _schedule_problems(self) -> list[str]:
         problems = []
         if self.num_chunks > 1 and self.schedule not in ("Interleaved1F1B", "ZBVZeroBubble", "auto"):
-            problems.append(
-                f"num_chunks {self.num_chunks} was asked for with {self.schedule}, which has one stage per device: "
-                "give --set schedule=Interleaved1F1B, or leave num_chunks out"
-            )
+            problems.append(f"num_chunks must be 1 with {self.schedule}: give --set schedule=Interleaved1F1B for more")
         if self.schedule == "Interleaved1F1B" and self.num_chunks == 1:
-            problems.append("Interleaved1F1B needs several stages per device: give --set num_chunks=2 or more")
+            problems.append("num_chunks must be 2 or more with Interleaved1F1B: give --set num_chunks=2")
         if self.schedule == "ZBVZeroBubble" and self.num_chunks != 2:
-            problems.append(
-                f"ZBVZeroBubble has two stages per device, and num_chunks is {self.num_chunks}: give --set num_chunks=2"
-            )
+            problems.append(f"num_chunks must be 2 with ZBVZeroBubble, not {self.num_chunks}: give --set num_chunks=2")
         if self.num_chunks > 1 and self.pp == 1 and self.schedule != "auto":
-            problems.append("several stages per device were asked for on a pipeline of one device: give pp 2 or more")
+            problems.append("num_chunks needs a pipeline: give pp 2 or more")
         return problems
 
     def of_host(self) -> "PlanOptions":
@@ -418,6 +397,68 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenRun(RunOptions):
+    """What a run that you already have is made of; None is what a launcher does when nothing is said.
+
+    Use it for `predict_run`. Raises `PlanError` for values that no run can have.
+
+    >>> GivenRun(dp=4, pp=2, tp=4, batch=1, global_batch=64, stages="vision-first", recompute="full").pp
+    2
+    """
+
+    batch: Annotated[
+        int | None,
+        Option("Samples of a micro-batch; else give --set max_patches, --set max_tokens.", least=1, common=True),
+    ] = None
+    no_padding: Annotated[bool, Option("Samples of --batch are joined, not padded to the longest.")] = False
+    method: Annotated[
+        PackMethod | None, Option("How batches or packs are made; default: random batches, balanced packs.")
+    ] = None
+    num_microbatches: Annotated[
+        int | None, Option("Micro-batches per rank and step; default: 1.", least=1, common=True)
+    ] = None
+    stages: Annotated[
+        str | None,
+        Option(
+            "Blocks of each stage, vision v and language l, as in '24v|8v+10l|18l'; even: as many of both on each; "
+            "vision-first: the tower on the first, the language model even. Default: even.",
+            common=True,
+        ),
+    ] = None
+    recompute: Annotated[
+        str | None,
+        Option(
+            "none, full, selective, or how many blocks of each stage recompute all, as in 2,1,0,0.",
+            common=True,
+        ),
+    ] = None
+    schedule: Annotated[ScheduleName | None, Option("Pipeline schedule; default: 1F1B.", common=True)] = None
+    num_chunks: Annotated[int | None, Option("Virtual stages per device.", least=1)] = None
+
+    def __post_init__(self) -> None:
+        problems = option_problems(self)
+        problems += batch_problems(self.num_microbatches, self.global_batch)
+        if self.batch is not None and (self.max_patches or self.max_tokens):
+            problems.append(f"batch {self.batch} excludes max_patches and max_tokens, which make packs: give one kind")
+        if problems:
+            raise PlanError(join_problems(problems))
+
+    def options(self, dims: ParallelDims) -> PlanOptions:
+        """Options that price this run; what was not said has a plan's default."""
+        return replace(self._said(), **same_fields(dims, ParallelDims))
+
+    def open_options(self, *, global_batch: int) -> PlanOptions:
+        """Options of a plan in place of this run: the same training, and everything that a plan decides left open."""
+        return replace(self._said(), global_batch=global_batch, schedule="1F1B", num_chunks=1, zero_stage=None)
+
+    def _said(self) -> PlanOptions:
+        decided = {"dp", "pp", "tp", "cp", "ep", "etp", "method", "recompute"}
+        decided |= {"max_patches", "max_tokens", "num_microbatches", "global_batch"}
+        said = same_fields(self, PlanOptions) | {"schedule": self.schedule or "1F1B"}
+        return PlanOptions(**{name: x for name, x in said.items() if x is not None and name not in decided})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOrigin:
     """Where a plan's inputs came from, for its header and for `trimtab check`."""
 
@@ -431,24 +472,20 @@ def risk_problems(risk: float) -> list[str]:
     """A sentence where `risk` is no chance."""
     if risk > 0 and 0 < 1 - risk < 1:  # 1e-17 from 1 is 1
         return []
-    return [f"risk {risk} was asked for, and it is a chance: give one above 0 and below 1, as in 5%"]
+    return [f"risk {risk} must be above 0 and below 1, as in 5%"]
 
 
 def batch_problems(num_microbatches: int | None, global_batch: int | None) -> list[str]:
     """A sentence where a step's size was given twice."""
     if num_microbatches is None or global_batch is None:
         return []
-    return [
-        f"num_microbatches {num_microbatches} and global_batch {global_batch} were both given, and each follows from "
-        "the other: give one of them"
-    ]
+    return [f"num_microbatches {num_microbatches} and global_batch {global_batch} exclude each other: give one"]
 
 
 def lora_problems(lora: Lora | None, frozen: Sequence[Tower]) -> list[str]:
     """A sentence for each tower that was to have adapters and to be frozen with them."""
     return [
-        f"tower {tower!r} was to be frozen (--freeze) and to have adapters (--lora): LoRA freezes its weights by "
-        "itself, leave one of the two out"
+        f"tower {tower!r} is frozen (--freeze) and has adapters (--lora), which freeze it already: leave one out"
         for tower in (() if lora is None else lora.towers)
         if tower in frozen
     ]
@@ -461,10 +498,10 @@ def weight_problems(weights: Weights) -> list[str]:
         f"source {name!r} has two weights: give it one" for name in dict.fromkeys(names) if names.count(name) > 1
     ]
     problems += [
-        f"source {name!r} was to have weight {weight:g}, which is no proportion: give 0 or more"
+        f"source {name!r} has weight {weight:g}: give 0 or more"
         for name, weight in weights
         if not (math.isfinite(weight) and weight >= 0)
     ]
     if weights and all(weight == 0 for _, weight in weights):
-        problems.append("all weights are 0, which draws nothing: give one source a weight above 0")
+        problems.append("all weights are 0: give one source more")
     return problems

@@ -180,8 +180,7 @@ class Estimates:
     variants: tuple[VariantEstimate, ...]  # other baselines, the baseline, decisions one by one, this plan last
     memory_share: float | None = None  # of its memory that the fullest device is expected to fill; null: an older plan
     misfit_chance: float | None = None  # that it needs more than it has
-    step_expected_ms: float | None = None  # with jitter of the devices; null: an older plan
-    step_p95_ms: float | None = None  # that one step in 20 takes, or more
+    step_p95_ms: float | None = None  # that one step in 20 takes, or more; null: an older plan
     vision_data_parallel: VisionEstimate | None = None
     searched: tuple[SearchedSplit, ...] = ()
     settings: tuple[SettingEstimate, ...] = ()  # this plan's first, then the fastest others; none: nothing was open
@@ -276,7 +275,6 @@ class ClusterInput:
     device_blake2b: str  # of the device's published figures
     node_link_bytes_per_s: float
     latency_s: float
-    jitter: float = 0.02  # of a device's time in a step
     memory_bytes: int
     risk: float | None = None  # accepted chance that the fullest device needs more; null: reserve_bytes stay free
     reserve_bytes: int | None = None

@@ -58,10 +58,7 @@ class AppliedRecompute(AbstractContextManager["AppliedRecompute"]):
         """Every layer's `forward` is what it was before; a second call does nothing."""
         covered = [name for name, wrapper in self._wrapped.items() if wrapper.layer.__dict__["forward"] is not wrapper]
         if covered:
-            raise TrimtabError(
-                f"recompute of {_listed(covered)} was to be removed, but another wrapper was put around its forward "
-                "since: remove that one first"
-            )
+            raise TrimtabError(f"another wrapper is around {_listed(covered)} since: remove that one first")
         for wrapper in self._wrapped.values():
             wrapper.restore()
         self._wrapped.clear()
@@ -174,29 +171,20 @@ def _problems(chosen: tuple[tuple[str, Granularity], ...], layers: Mapping[str, 
     known = set(names)
     problems = []
     for how in sorted({how for _, how in chosen} - set(get_args(Granularity))):
-        problems.append(
-            f"granularity {how!r} was asked for, which is unknown: choose {', '.join(get_args(Granularity))}"
-        )
+        problems.append(f"granularity {how!r} is unknown: choose {', '.join(get_args(Granularity))}")
     if unknown := [name for name in names if name not in layers]:
-        problems.append(
-            f"recompute was asked for {_listed(unknown)}, which the model lacks: plan with its own config, or give "
-            "names as `model.named_modules()` spells them"
-        )
+        problems.append(f"the model lacks {_listed(unknown)}: plan with its config, or name its modules")
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        problems.append(f"recompute was asked for {_listed(repeated)} more than once: name each layer once")
+        problems.append(f"{_listed(repeated)} stands twice: name each layer once")
     if inside := [name for name in sorted(known) if any(name.startswith(f"{other}.") for other in known)]:
-        problems.append(
-            f"recompute was asked for {_listed(inside)} and for a module that holds it, which would run it three "
-            "times: name the outer or the inner one"
-        )
+        problems.append(f"{_listed(inside)} is inside another named module: name the outer or the inner one")
     if already := [
         name for name in names if name in layers and isinstance(layers[name].__dict__.get("forward"), _Recomputed)
     ]:
-        problems.append(f"recompute was asked for {_listed(already)}, which recomputes already: remove() that first")
+        problems.append(f"{_listed(already)} recomputes already: remove() that first")
     if any(getattr(layer, "gradient_checkpointing", False) for layer in layers.values()):
         problems.append(
-            "recompute of single layers was asked for, but the model's own gradient checkpointing is on, which would "
-            "run layers three times: switch it off first (model.gradient_checkpointing_disable())"
+            "the model's own gradient checkpointing is on: switch it off (model.gradient_checkpointing_disable())"
         )
     return problems
 

@@ -12,14 +12,14 @@ from trimtab.address import Address, Allowed, place_of
 from trimtab.errors import SampleError
 from trimtab.files import fingerprint_file
 from trimtab.models.images.asked import AskedClips, AskedImages
-from trimtab.models.images.limits import write_rule
+from trimtab.models.images.rules import write_rule
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
 from trimtab.samples.problems import BadSample, Chunk, refuse_bad, shorten
 from trimtab.samples.records import list_chunks
 from trimtab.samples.shapes import read_columns
 from trimtab.samples.sizer import SizerSettings, ask_assumptions, size_chunks
-from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, source_labels, whole_root
+from trimtab.samples.sources import SourceFile, find_sources, source_labels
 from trimtab.samples.table import (
     Part,
     SizedFile,
@@ -46,12 +46,11 @@ def size_samples(
     chat_template: Path | None = None,
     image_markup: ImageMarkup | None = None,
     special_tokens: SpecialTokens = "template",
-    media_root: MediaRoot = None,
+    media_root: Path | str | None = None,
     allow_outside: bool = False,
     allow_remote: bool = False,
     exif: Exif = "ignore",
     max_tokens: int | None = None,
-    unique_ids: bool = True,
     source_key: str | None = None,
     columns: str | None = None,
     on_bad: Literal["error", "skip"] = "error",
@@ -65,13 +64,12 @@ def size_samples(
     result's `table` has a row for every sample; without a tokenizer tokens are estimated.
 
     `data` is what `find_sources` takes: files, folders, addresses such as s3://, InternVL's meta file.
-    Image paths are taken below `media_root` (None: the folder of the data file; FILE=FOLDER: of that file). What a list
-    of data sets names lies below its folder or a media root, unless `allow_outside`, and is no address unless
-    `allow_remote`. Bad samples
-    raise one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read
-    at all always raises. `unique_ids=False` numbers a repeated id instead of refusing the sample. `source_key` names
-    the field that says which data set a record comes from (text, at most 80 characters); without it what was named is
-    the source. `columns` says what fields of another shape mean, as in question=query,answer=label,image=img.
+    Image paths are taken below `media_root` (None: the folder of the data file). What a list of data sets names lies
+    below its folder or `media_root`, unless `allow_outside`, and is no address unless `allow_remote`. Bad samples raise
+    one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read at all
+    always raises. `source_key` names the field that says which data set a record comes from (text, at most 80
+    characters); without it what was named is the source. `columns` says what fields of another shape mean, as in
+    question=query,answer=label,image=img.
     `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
     kept there: a killed pass started again takes them over, unless data file, images (by size and time; not those
     behind an address), tokenizer or settings have changed. The result does not depend on `workers` nor interruptions.
@@ -85,7 +83,7 @@ def size_samples(
     [13]
     """
     sources = find_sources(data, media_root, Allowed(outside=allow_outside, remote=allow_remote))
-    kept_in = None if resume_dir is None else place_of(resume_dir)
+    kept_in, root = (None if given is None else place_of(given) for given in (resume_dir, media_root))
     _refuse_other_tiles(sources, image_rule)
     assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
     ready = _hold_lengths([source.file for source in sources])
@@ -97,12 +95,12 @@ def size_samples(
             image_rule=image_rule,
             source_key=source_key,
             tokenizer=None if tokenizer is None else read_tokenizer(Path(tokenizer), **how),
-            media_root=whole_root(sources, media_root),
+            media_root=root,
             allow_outside=allow_outside,
             exif=exif,
             clip_rule=clip_rule,
             columns=read_columns(columns),
-            network=_is_remote(sources, media_root),
+            network=_is_remote(sources, root),
         )
         assumptions += ask_assumptions(settings)  # refuses a tokenizer before anything is read
         most_bad = _MAX_BAD if on_bad == "error" else None
@@ -114,30 +112,27 @@ def size_samples(
         unused = sorted({name for file_parts in parts for part in file_parts for name in part.unused})
         if unused:
             assumptions.append(
-                f"these fields of records are not read: {', '.join(map(shorten, unused[:_MOST_NAMED]))}"
+                f"fields that are not read: {', '.join(map(shorten, unused[:_MOST_NAMED]))}"
                 f"{', ...' if len(unused) > _MOST_NAMED else ''} (--columns says what a field means)"
             )
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
         if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):
             assumptions.append(f"videos are sampled with {asked}: train with the same")
-    parts = [
-        _left_in(source, file_parts, max_tokens, unique_ids=unique_ids)
-        for source, file_parts in zip(sources, parts, strict=True)
-    ]
+    parts = [_left_in(source, file_parts, max_tokens) for source, file_parts in zip(sources, parts, strict=True)]
     return _result(sources, parts, on_bad, assumptions, None if ready else write_rule(image_rule))
 
 
-def _is_remote(sources: Sequence[SourceFile], media_root: MediaRoot) -> bool:
-    """Whether the user named an address: only then a process that reads has a network."""
+def _is_remote(sources: Sequence[SourceFile], root: Path | None) -> bool:
+    """Return whether the user named an address: only then a process that reads has a network."""
     places = [place for source in sources for place in (source.file, source.media_root)]
-    return any(isinstance(place, Address) for place in [*places, whole_root(sources, media_root)])
+    return any(isinstance(place, Address) for place in [*places, root])
 
 
-def _left_in(source: SourceFile, parts: list[Part], max_tokens: int | None, *, unique_ids: bool) -> list[Part]:
-    """The parts of one file without samples that are too long or stand there twice, as often as a list asks for it."""
+def _left_in(source: SourceFile, parts: list[Part], max_tokens: int | None) -> list[Part]:
+    """Return a file's parts without samples that are too long or stand there twice, as often as a list asks for it."""
     short = [leave_out_long(source.file, part, max_tokens) for part in parts]
-    return repeat_samples(leave_out_repeated(source.file, short, unique_ids), source.repeat)
+    return repeat_samples(leave_out_repeated(source.file, short), source.repeat)
 
 
 def _result(
@@ -174,8 +169,8 @@ def _refuse_other_tiles(sources: Sequence[SourceFile], rule: ImageRule) -> None:
     other = [source for source in sources if source.max_tiles not in (None, own)]
     if other:
         raise SampleError(
-            f"{other[0].named}: data set {shorten(str(other[0].name))!r} has max_dynamic_patch {other[0].max_tiles}, "
-            f"and images are counted with max_tiles {own}: give the same to every data set and to --set max_tiles"
+            f"{other[0].named}: {shorten(str(other[0].name))!r} has max_dynamic_patch {other[0].max_tiles}, not "
+            f"max_tiles {own}: give the same to every data set and to --set max_tiles"
         )
 
 

@@ -174,9 +174,7 @@ def join_parts(
     flat = [part for file_parts in parts for part in file_parts]
     units = sorted({part.patch_unit for part in flat if part.patch_unit is not None})
     if len(units) > 1:
-        raise SampleError(
-            "the files count in both tiles (vit_num) and patches, which cannot be added: size each kind by itself"
-        )
+        raise SampleError("tiles (vit_num) and patches cannot be added: size each kind by itself")
     names: dict[str, int] = {}
     codes: list[npt.NDArray[np.int32]] = []
     for label, file_parts in zip(sources or labels, parts, strict=True):
@@ -372,9 +370,7 @@ def sized_files(path: Path) -> tuple[SizedFile, ...]:
 def _unreadable(origin: str, error: Exception) -> SampleError:
     if isinstance(error, FileNotFoundError):
         return SampleError(f"there is no sample table at {origin}: give one that `trimtab size --out` wrote")
-    return SampleError(
-        f"{origin} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
-    )
+    return SampleError(f"{origin} is no sample table ({shorten(str(error), 120)}): write it with trimtab size")
 
 
 def _file_row(file: SizedFile) -> list[str]:
@@ -477,35 +473,18 @@ def leave_out_long(file: Path, part: Part, max_tokens: int | None) -> Part:
     return _leave_out(file, part, {row: f"{part.numbers[row, 2]} tokens, {advice}" for row in over}, "length")
 
 
-def leave_out_repeated(file: Path, parts: Sequence[Part], unique_ids: bool) -> list[Part]:
-    """Leave out, or number, samples whose id an earlier sample of the file has."""
+def leave_out_repeated(file: Path, parts: Sequence[Part]) -> list[Part]:
+    """Leave out samples whose id an earlier sample of the file has."""
     first: dict[str, int] = {}
     result = []
     for part in parts:
-        if part.ids is None:
-            result.append(part)
-            continue
-        ids, again = list(part.ids), dict[int, str]()
-        for row, name in enumerate(part.ids):
-            if name is None:
-                continue
+        again = {}
+        for row, name in enumerate(part.ids or ()):
             line = int(part.lines[row])
-            if name not in first:
-                first[name] = line
-            elif unique_ids:
-                again[row] = f"line {first[name]} has this id too: make ids unique, or let unique_ids=False number them"
-            else:
-                numbered = _numbered(name, first)
-                ids[row], first[numbered] = numbered, line
-        result.append(_leave_out(file, replace(part, ids=tuple(ids)), again, "id"))
+            if name is not None and first.setdefault(name, line) != line:
+                again[row] = f"line {first[name]} has this id too: make ids unique"
+        result.append(_leave_out(file, part, again, "id"))
     return result
-
-
-def _numbered(name: str, taken: dict[str, int]) -> str:
-    number = 2
-    while f"{name}#{number}" in taken:
-        number += 1
-    return f"{name}#{number}"
 
 
 def _leave_out(file: Path, part: Part, reasons: dict[int, str], kind: BadKind) -> Part:

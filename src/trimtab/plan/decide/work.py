@@ -13,7 +13,7 @@ from trimtab.costs.formula.settings import Efficiency
 from trimtab.costs.profile import host_share, regime_of, time_band
 from trimtab.errors import PlanError
 from trimtab.options import Attention
-from trimtab.partition.simulate import StageTimes, StepSpread, simulate_steps, spread_steps, stage_times
+from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem
 from trimtab.specs import (
     NUM_WORK_TERMS,
@@ -184,22 +184,6 @@ def steps_of(times: StageTimes, table: IntArray, stages: Sequence[Stage], proble
         schedule=problem.schedule,
         num_devices=problem.num_stages,
         all_reduce_s=rank_step_s(problem, stages),
-    )
-
-
-def spread_of(
-    work: FloatArray, table: IntArray, step_s: FloatArray, stages: Sequence[Stage], *, on: SplitProblem, at: ClusterSpec
-) -> StepSpread:
-    """Of steps `step_s`, which `steps_of` found, on devices with the cluster's jitter."""
-    return spread_steps(
-        times_of(work, stages, on.profile, at),
-        table,
-        step_s,
-        schedule=on.schedule,
-        num_devices=on.num_stages,
-        stage_devices=on.profile.dims.tp * on.profile.dims.cp,
-        jitter=at.jitter,
-        all_reduce_s=rank_step_s(on, stages),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from trimtab import __version__
 from trimtab.balance.packing import PackResult, report_packing
 from trimtab.costs.bands import MemoryBand
@@ -17,7 +19,7 @@ from trimtab.partition.assess import SplitResult
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.compare import Variant
 from trimtab.plan.decide.sharing import with_memory
-from trimtab.plan.decide.work import price_samples, spread_of, with_band
+from trimtab.plan.decide.work import price_samples, with_band
 from trimtab.plan.file.yaml import name_table, pack_contents
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import (
@@ -254,7 +256,7 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
     cost = price_samples(case.without_vision().setting.profile, case.samples_work)
     balance = report_packing(case.samples, PackResult(packing=case.packing, schedule=case.schedule), cost=cost)
     num_packed, chi2 = balance.num_packed, balance.shuffle_chi2
-    steps = spread_of(case.work, case.schedule.table, ours.step_s, split.stages, on=case.problem, at=case.cluster)
+
     shares = {
         name: round(value, 4) for name, value in same_fields(balance, BalanceEstimate).items() if value is not None
     }
@@ -267,8 +269,7 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
         epoch_s=round_digits(ours.epoch_s),
         samples_per_s=round_digits(num_packed / ours.epoch_s),
         stage_imbalance=round(split.imbalance, 4),
-        step_expected_ms=round_digits(steps.mean_s * 1e3),
-        step_p95_ms=round_digits(steps.p95_s * 1e3),
+        step_p95_ms=round_digits(float(np.quantile(ours.step_s, 0.95)) * 1e3),
         stages=tuple(
             StageEstimate(
                 stage=stage.index,

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.address import Address, Allowed, place_of
 from trimtab.balance.packing import PackResult
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_from_bytes
-from trimtab.errors import PlanError, SampleError
-from trimtab.files import fingerprint_file, is_there
+from trimtab.errors import PlanError
+from trimtab.files import is_there
 from trimtab.models.describe import describe
 from trimtab.models.shipped import find_shipped
 from trimtab.options import RecomputedTier, same_fields
@@ -27,10 +26,8 @@ from trimtab.plan.decide.stages import ABOUT_SPLIT
 from trimtab.plan.file.figures import PlanDetails, assemble_plan, device_fingerprint, plan_details
 from trimtab.plan.file.yaml import load_array, open_plan, plan_folder, read_table
 from trimtab.plan.options import PlanOptions, PlanOrigin, VisionChoice
-from trimtab.plan.plan import DataFile, PackingDecision, Plan, TableFile
-from trimtab.samples.lengths import holds_lengths
-from trimtab.samples.sources import MediaRoot, SourceFile, find_sources, state_roots
-from trimtab.samples.table import SizedFile, is_saved_table, sized_files, table_from_bytes
+from trimtab.plan.plan import PackingDecision, Plan, TableFile
+from trimtab.samples.table import table_from_bytes
 from trimtab.specs import (
     ClusterSpec,
     DeviceSpec,
@@ -71,10 +68,7 @@ def cover_problems(plan: Plan, epoch: Epoch, packed: PackResult) -> Iterator[str
         yield f"{int((missing_times < 0).sum())} samples are packed {often}: run `trimtab plan` again"
     missing = int(missing_times[missing_times > 0].sum())
     if missing != plan.decisions.packing.num_oversize:
-        yield (
-            f"{missing} samples are in no pack, and the plan says that {plan.decisions.packing.num_oversize} were left "
-            "out: run `trimtab plan` again"
-        )
+        yield (f"{missing} samples are in no pack, not {plan.decisions.packing.num_oversize}: run `trimtab plan` again")
     runs = np.bincount(table[table >= 0], minlength=packing.num_packs)
     if (runs != 1).any():
         yield f"{int((runs != 1).sum())} packs are not run exactly once: run `trimtab plan` again"
@@ -134,8 +128,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     cluster = cluster or find_cluster(plan, beside=None if saved is None else saved.device)
     if device_fingerprint(cluster.device) != inputs.cluster.device_blake2b:
         raise PlanError(
-            f"device {inputs.cluster.device} has other figures than when the plan was made: "
-            "pass the ClusterSpec it was made with as cluster=, or run `trimtab plan` again"
+            f"device {inputs.cluster.device} has other figures now: pass cluster=, or run `trimtab plan` again"
         )
     samples = read_samples(plan, folder)
     options = replace(options_of(plan), profile=saved)
@@ -156,8 +149,8 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
         num_ranks, num_slots = packs.schedule.table.shape[1:]
         if (num_ranks, num_slots) != (parallel.dp, decisions.schedule.num_microbatches):
             raise PlanError(
-                f"the schedule's table has {num_ranks} x {num_slots} slots a step, and the plan dp {parallel.dp} x "
-                f"{decisions.schedule.num_microbatches} micro-batches: run `trimtab plan` again"
+                f"the schedule has {num_ranks} x {num_slots} slots, not dp {parallel.dp} x "
+                f"{decisions.schedule.num_microbatches}"
             )
         case = share_vision(case, decisions.vision_data_parallel)
     return ReloadedPlan(plan=plan, case=case, stages=stages_of(plan, model))
@@ -180,20 +173,14 @@ def find_model(plan: Plan, folder: Path) -> ModelSpec:
     """The plan's model: its config as the user named it, from here or from the plan's folder."""
     given = plan.inputs.model
     if given.config is None:
-        raise PlanError(
-            f"the plan's model {given.name} was described from Python, and no file says what it is: "
-            "describe it again and pass it as model="
-        )
+        raise PlanError(f"no file says what {given.name} is: describe it again and pass it as model=")
     source, preprocessor = find_config(given.config, folder), given.preprocessor
     other = None if preprocessor is None else Path(preprocessor)
     if other is not None and not is_there(other, or_folder=True) and is_there(folder / other, or_folder=True):
         other = folder / other
     for what, place in (("model", None if find_shipped(source) else source), ("preprocessor", other)):
         if place is not None and not is_there(Path(place), or_folder=True):
-            raise PlanError(
-                f"the plan names its {what} {place}, which is neither here nor beside the plan: run this from the "
-                f"folder that the plan was made in, or put the {what} there"
-            )
+            raise PlanError(f"{what} {place} is neither here nor beside the plan: run this where the plan was made")
     return describe(source, preprocessor=other, name=given.name, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
 
 
@@ -288,107 +275,3 @@ def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: froz
         tips=plan.estimates.tips,
         assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
     )
-
-
-# Where the records of a plan are: in the data files it was made from, or in those behind its saved sizes.
-
-
-def find_data_files(
-    plan: Plan,
-    folder: Path,
-    given: Sequence[Path] | None = None,
-    media_root: MediaRoot = None,
-    *,
-    allowed: Allowed | None = None,
-) -> list[SourceFile]:
-    """The files that were sized, in their order: `given`, or those that the plan in `folder` leads to.
-
-    Each says which media folder is stated for it: by `media_root` as FILE=FOLDER, by what was given, or by the plan.
-
-    A plan made from tables that `trimtab size` saved leads through them to the files that were sized. An address that
-    the plan names is opened only if that is `allowed`. Raises `SampleError` where a file is missing or holds no
-    records, and `PlanError` where it is not the one that was sized.
-    """
-    allowed = allowed or Allowed()
-    # 1. path and fingerprint of every file that was sized; unknown behind a table that is gone or does not say it
-    sized: list[SizedFile] | None = []
-    for file in plan.inputs.data.files:
-        found = _behind(file, folder, allowed) if is_saved_table(place_of(file.path)) else [_sized(file)]
-        sized = None if found is None or sized is None else [*sized, *found]
-    # 2. where they are
-    if given is None:
-        known = sized if sized is not None else list(map(_sized, plan.inputs.data.files))
-        sources = [_source(file, folder, allowed) for file in known]
-        sources = state_roots(sources, media_root)
-    else:
-        sources = find_sources(given, media_root, allowed)
-    files = [source.file for source in sources]
-    (refuse_absent if given is None else refuse_no_records)(files)
-    # 3. whether they are what was sized
-    if sized is not None:
-        if len(sized) != len(files):
-            named = ", ".join(file.path for file in sized)
-            raise PlanError(
-                f"{len(files)} data files were named, and the plan was sized from {len(sized)} ({named}): name those, "
-                "in the same order (--data)"
-            )
-        for place, told in zip(files, sized, strict=True):
-            if fingerprint_file(place) != told.blake2b:
-                raise PlanError(
-                    f"{place} is not what {told.path} was when it was sized: name that file (--data), or size and plan "
-                    "again"
-                )
-    refuse_no_records(files)  # only now: what a plan leads to is not parsed before it is known to be what was sized
-    return sources
-
-
-def refuse_absent(files: Sequence[Path]) -> None:
-    """Raises `SampleError` where a file is missing."""
-    gone = [str(file) for file in files if not is_there(file)]
-    if gone or not files:
-        raise SampleError(
-            f"the records of the plan were looked for in {', '.join(gone) or 'no file'}, which is not there: name the "
-            "data files that were sized, in the same order (--data)"
-        )
-
-
-def refuse_no_records(files: Sequence[Path]) -> None:
-    """Raises `SampleError` where a file is missing, or holds sizes and no records."""
-    refuse_absent(files)
-    bare = [str(file) for file in files if holds_lengths(file)]
-    if bare:
-        raise SampleError(
-            f"{', '.join(bare)} holds sizes and no records: name the data files that were sized, in the same order "
-            "(--data)"
-        )
-
-
-def _place(path: str, folder: Path, allowed: Allowed) -> Path:
-    """A file as the plan names it: from the working folder, or else from the plan's; or an address, if allowed."""
-    place = place_of(path)
-    if isinstance(place, Address):
-        if not allowed.remote:
-            raise SampleError(
-                f"the plan in {folder} names the address {path}, and no file may make us connect: name the data "
-                "yourself (--data), or give --allow-remote if you trust the plan"
-            )
-        return place
-    return place if is_there(place) else folder / path
-
-
-def _source(file: SizedFile, folder: Path, allowed: Allowed) -> SourceFile:
-    place = _place(file.path, folder, allowed)
-    root = None if file.media_root is None else place_of(file.media_root)
-    if isinstance(root, Address):
-        _place(str(root), folder, allowed)
-    return SourceFile(file=place, named=place, media_root=root)
-
-
-def _sized(file: DataFile) -> SizedFile:
-    return SizedFile(path=file.path, blake2b=file.blake2b, media_root=file.media_root)
-
-
-def _behind(file: DataFile, folder: Path, allowed: Allowed) -> list[SizedFile] | None:
-    """The files behind a saved table of the plan; None where that cannot be told."""
-    place = _place(file.path, folder, allowed)
-    return (list(sized_files(place)) or None) if place.is_file() else None

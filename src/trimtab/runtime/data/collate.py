@@ -97,8 +97,7 @@ def filler_sample(config: Any, *, with_image: bool, family: PackFormat | None = 
         smallest = (family or pack_format(config)).smallest
         if smallest is None:
             raise UnsupportedPlanError(
-                f"a pack without images was to get a filler image, but the smallest image of {config.model_type!r} is "
-                "not known: give vision_in_every_pack=False, or family= with `smallest`"
+                f"the smallest image of {config.model_type!r} is not known: give vision_in_every_pack=False"
             )
         num_image_tokens, image = smallest_image(smallest, config)
     ids = torch.tensor([image_token(config)] * num_image_tokens + [TEXT_TOKEN])
@@ -220,9 +219,7 @@ def rope_index(config: Any) -> RopeIndex:
                 result = _ask(model, ids, given)
             except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
                 raise UnsupportedPlanError(
-                    f"positions of a sample with images were asked of {core.__name__}.get_rope_index, which fails "
-                    f"({type(error).__name__}: {error}): see that the configuration names all special tokens, or train "
-                    "without packing"
+                    f"{core.__name__}.get_rope_index fails ({type(error).__name__}: {error}): train without packing"
                 ) from error
         return result[:, 0].long()
 
@@ -397,39 +394,24 @@ def _problems_of(collator: PackedCollator) -> list[str]:
     for name, choices in (("attention", Attention), ("loss_weighting", LossWeighting)):
         if getattr(collator, name) not in get_args(choices):
             asked, allowed = getattr(collator, name), ", ".join(get_args(choices))
-            raise TrimtabError(
-                f"{name} {asked!r} was asked for, but packs are tested with {allowed} only: choose one of these"
-            )
+            raise TrimtabError(f"{name} {asked!r} is unknown: choose one of {allowed}")
     problems = []
     loaded = getattr(text, "_attn_implementation", None)
     both_flash = "flash" in str(loaded) and collator.attention == "flash_attention_2"  # 3, or a kernel from the Hub
     if loaded is not None and loaded != collator.attention and not both_flash:
-        problems.append(
-            f"packs for {collator.attention} attention were asked for, but the model was loaded with {loaded}: "
-            f"load it with attn_implementation={collator.attention!r}, or give the attention it has"
-        )
+        problems.append(f"the model has {loaded} attention, the collator {collator.attention!r}: give one to both")
     if collator.attention == "flash_attention_2" and family.sees is not None:
-        problems.append(
-            f"packs for flash attention were asked for, but {collator.config.model_type} lets image tokens see their "
-            "whole image, which a causal flash kernel cannot: load it with attn_implementation='sdpa'"
-        )
+        problems.append(f"images of {collator.config.model_type} see themselves whole: load it with sdpa")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all") and family.sees is None:
         problems.append(
-            "packs were asked for a text model with use_bidirectional_attention, but the masks here are causal: "
-            "train it without packing"
+            "masks of packs are causal, and the text model has use_bidirectional_attention: train without packing"
         )
     kind = collator.config.model_type
     if collator.vision_in_every_pack and family.joined and family.smallest is None:
-        problems.append(
-            f"packs without images were to get a filler image, but the smallest one of {kind!r} is not known: give "
-            "vision_in_every_pack=False, or family=PackFormat(...) with `smallest`"
-        )
+        problems.append(f"the smallest image of {kind!r} is not known: give vision_in_every_pack=False")
     unlike = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if _needs_masks(family) and unlike:
-        problems.append(
-            f"packs of {kind!r} need masks of their own, but there are none for {', '.join(sorted(unlike))} layers: "
-            "train it without packing"
-        )
+        problems.append(f"packs of {kind!r} have no masks for {', '.join(sorted(unlike))} layers")
     return problems
 
 

@@ -22,10 +22,10 @@ from trimtab.models.asking.model import complete, library_reads
 from trimtab.models.asking.processors import processor_class
 from trimtab.models.describe import describe, read_config
 from trimtab.models.families import PackFormat, family_of
-from trimtab.models.images.limits import rule_in_sample
-from trimtab.models.images.rules import UnsettledRule
+from trimtab.models.images.rules import UnsettledRule, rule_in_sample
 from trimtab.options import ReadingOptions
 from trimtab.plan.file.figures import model_fingerprint
+from trimtab.plan.file.records import PlannedRecords, open_records
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.layout import refuse_remote_code
 from trimtab.plan.plan import ModelInput
@@ -37,7 +37,6 @@ from trimtab.runtime.data.formats import (
     pack_format,
     pixel_keys,
 )
-from trimtab.runtime.data.records import PlannedRecords, open_records
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
 from trimtab.samples.media import MediaFolders
@@ -91,25 +90,20 @@ def read_processed(samples: Sequence[Mapping[str, Any]], config: Any, family: Pa
 def _read_one(sample: Mapping[str, Any], family: PackFormat, config: Any) -> ProcessedSample:
     unknown = sorted(set(sample) - _OWN_KEYS - set(family.joined))
     if unknown:
-        raise SampleError(
-            f"it holds {', '.join(unknown)}, which packs of {config.model_type} have no place for: "
-            "remove what the model does not need"
-        )
+        raise SampleError(f"packs of {config.model_type} have no place for {', '.join(unknown)}: remove it")
     if "input_ids" not in sample:
-        raise SampleError("it was to be packed, but has no input_ids: give what the processor returns")
+        raise SampleError("input_ids are missing: give what the processor returns")
     ids = _vector(sample, "input_ids")
     if len(ids) == 0:
-        raise SampleError("it was to be packed, but has no tokens: leave it out, or give a filler")
+        raise SampleError("it has no tokens: leave it out, or give a filler")
     for key in ("labels", "assistant_masks", "attention_mask", *TOKEN_TYPE_KEYS):
         if sample.get(key) is not None and len(_vector(sample, key)) != len(ids):
-            raise SampleError(
-                f"{key} has {len(_vector(sample, key))} entries for {len(ids)} input_ids: give one a token"
-            )
+            raise SampleError(f"{key} has {len(_vector(sample, key))} entries, input_ids {len(ids)}")
     if sample.get("attention_mask") is not None and not bool((_vector(sample, "attention_mask") == 1).all()):
-        raise SampleError("it is padded, but packs hold none: process samples with padding=False")
+        raise SampleError("it is padded: process samples with padding=False")
     weight = float(sample.get("loss_weight", 1.0))
     if not 0 <= weight < float("inf"):
-        raise SampleError(f"loss_weight is {weight}, but weights are finite and not negative: give 0 to leave it out")
+        raise SampleError(f"loss_weight must be finite and at least 0, not {weight}")
     images = {key: _stack(sample[key]) for key in family.joined if sample.get(key) is not None and len(sample[key]) > 0}
     types = _token_types(sample, ids, config)
     if "batch_num_images" in family.joined and "image_sizes" in images and "batch_num_images" not in images:
@@ -122,9 +116,7 @@ def _labels(sample: Mapping[str, Any], ids: Tensor) -> Tensor:
         return _vector(sample, "labels")
     if sample.get("assistant_masks") is not None:
         return torch.where(_vector(sample, "assistant_masks") == 1, ids, IGNORED)
-    raise SampleError(
-        "nothing says which tokens are to be learnt: give labels, or assistant_masks from the chat template"
-    )
+    raise SampleError("labels are missing: give them, or assistant_masks from the chat template")
 
 
 def _token_types(sample: Mapping[str, Any], ids: Tensor, config: Any) -> Tensor:
@@ -146,7 +138,7 @@ def _vector(sample: Mapping[str, Any], key: str) -> Tensor:
     if tensor.dim() == 2 and tensor.shape[0] == 1:  # a processor's batch of one
         tensor = tensor[0]
     if tensor.dim() != 1:
-        raise SampleError(f"{key} is {tuple(tensor.shape)}, but a sample has one row: give each conversation by itself")
+        raise SampleError(f"{key} is {tuple(tensor.shape)}, not one row: give each conversation by itself")
     return tensor.long()
 
 
@@ -209,14 +201,8 @@ def open_conversations(
     spec = describe(folder, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
     if model_fingerprint(spec) != given.layers_blake2b:
         if isinstance(spec.image_rule, UnsettledRule):
-            raise PlanError(
-                f"{folder} says of no image how it is cut, and the plan was made for {given.name}: put "
-                "preprocessor_config.json (or processor_config.json) beside its config.json"
-            )
-        raise PlanError(
-            f"the model in {folder} has other layers or counts images otherwise than {given.name}, which the plan was "
-            "made for: name the folder of that model, or plan again"
-        )
+            raise PlanError(f"{folder} has no preprocessor_config.json or processor_config.json: add it")
+        raise PlanError(f"the model in {folder} is not the plan's {given.name}: name its folder, or plan again")
     return PlannedConversations(
         open_records(plan, data, options.media_root, allowed=options.allowed),
         spec,
@@ -302,8 +288,8 @@ class PlannedConversations:
         expected = int(self.records.samples.num_tokens[row])
         if len(encoded.input_ids) != expected:
             raise SampleError(
-                f"sample {name} ({self.records.place(row)}) has {len(encoded.input_ids)} tokens and was sized at "
-                f"{expected}: train with the tokenizer, template and options of the sizing, or size and plan again"
+                f"sample {name} ({self.records.place(row)}) has {len(encoded.input_ids)} tokens, sized at {expected}: "
+                "train with the tokenizer and template of the sizing, or plan again"
             )
         ids, learnt = torch.from_numpy(encoded.input_ids), torch.from_numpy(encoded.learnt)
         sample = {"id": name, "input_ids": ids, "labels": torch.where(learnt, ids, IGNORED)}
@@ -320,8 +306,7 @@ class PlannedConversations:
                 sample[key] = torch.cat(alike_videos(key, parts))
         if any(not pixel_keys(x) & set(self._keys) for x in tensors):
             raise UnsupportedPlanError(
-                f"sample {name} ({self.records.place(row)}) holds a video, and packs of {self.model.family} have no "
-                "place for videos: leave such samples out, or train it without packing"
+                f"sample {name} ({self.records.place(row)}) holds a video: packs of {self.model.family} take none"
             )
         return sample
 

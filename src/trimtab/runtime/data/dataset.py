@@ -71,8 +71,7 @@ class PlanBatchSampler(Sampler[list[int]]):
         """
         if self.deal.dp > 1:
             raise PlanError(
-                f"something is about to share the batches of rank {self.rank} of {self.deal.dp} among ranks again: "
-                "give Accelerate a PlanDataLoader, and a Trainer to trimtab.balanced"
+                f"batches of rank {self.rank} of {self.deal.dp} are shared: give a PlanDataLoader, or trimtab.balanced"
             )
         return None
 
@@ -223,13 +222,12 @@ class PlanDataset(Dataset[Any]):
                 if isinstance(error, TrimtabError):
                     raise  # names the sample itself
                 raise SampleError(
-                    f"sample {samples.sample_id(row)} (row {row} of the plan) was read, but no input was made of it "
-                    f"({reason}): fix what makes it, perhaps the preprocessor of the model"
+                    f"sample {samples.sample_id(row)} (row {row}) makes no input ({reason}): fix the preprocessor"
                 ) from error
             if self._on_error == "raise":
                 raise SampleError(
-                    f"sample {samples.sample_id(row)} (row {row} of the plan) cannot be read ({reason}): fix it and "
-                    'resume, or have fillers take the place of such samples (on_error="filler", --on-bad filler)'
+                    f"sample {samples.sample_id(row)} (row {row}) cannot be read ({reason}): fix it, or give --on-bad "
+                    "filler"
                 ) from error
             sizes = {name: int(getattr(samples, name)[row]) for name in ("num_tokens", "num_patches", "num_images")}
             missing = MissingSample(row=row, sample_id=samples.sample_id(row), reason=reason, **sizes)
@@ -267,8 +265,8 @@ class AloneThenPacked:
         if self.max_tokens is not None and found > self.max_tokens and not self._said:
             self._said.append(found)
             LOG.warning(
-                "a pack has %d tokens and the plan's hold at most %d: the data was sized with another chat template, "
-                "tokenizer or image limits than this collator's, so that memory and times of the plan do not hold",
+                "a pack has %d tokens, the plan's at most %d: size with this collator's template, tokenizer and image "
+                "limits",
                 found,
                 self.max_tokens,
             )
@@ -287,8 +285,7 @@ class AloneThenPacked:
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1:
             shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise SampleError(
-                f"the trainer's data collator was given one sample and returned input_ids of {shape}: packs are made "
-                "of its samples, so it must return one row for each (leave its own packing and padding-free modes off)"
+                f"the collator makes input_ids of {shape} from one sample: leave packing and padding-free modes off"
             )
         mask = batch.get("attention_mask")
         kept = mask[0].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else torch.ones_like(ids[0]).bool()

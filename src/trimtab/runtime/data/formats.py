@@ -7,9 +7,7 @@ them, and layers that carry a state along the row by their kinds.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
 import json
 import re
 import sys
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import is_torchvision_available
 from transformers.video_utils import VideoMetadata
 
@@ -110,13 +108,7 @@ TOKEN_TYPE_KEYS: tuple[str, ...] = ("mm_token_type_ids", "token_type_ids")
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _NO_IMAGE_KEYS = {
-    "self",
-    "kwargs",
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "interpolate_pos_encoding",
+    *("self", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "interpolate_pos_encoding")
 }
 
 
@@ -175,8 +167,7 @@ def model_classes(config: Any) -> tuple[Any, Any]:
             outer = mapping[type(config)]
             return next((MODEL_MAPPING[kind] for kind in type(config).__mro__ if kind in MODEL_MAPPING), outer), outer
     raise UnknownModelError(
-        f"packs for model_type {config.model_type!r} were asked for, but Transformers maps its configuration to no "
-        f"model: register the class (AutoModelForImageTextToText.register), or give family=PackFormat(...)"
+        f"Transformers has no model {config.model_type!r}: register it, or give family=PackFormat(...)"
     )
 
 
@@ -195,96 +186,6 @@ def has_state(config: Any) -> bool:
     if type(text) not in MODEL_MAPPING:
         return False
     return "causal_conv1d_fn" in vars(sys.modules[MODEL_MAPPING[type(text)].__module__])
-
-
-# Layers that carry a state along the row (convolutions, Mamba, gated delta): one sample after the other, if need be.
-#
-# Transformers' fused kernels (causal-conv1d, flash-linear-attention, mamba-ssm) take the samples' borders; its plain
-# torch code refuses them or, in a few families, overlooks them. `hold_samples_apart` makes such layers run every sample
-# of a pack by itself: exact, on any device, at the price of one launch a sample.
-
-
-BORDERS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Arguments of a pack that say where samples start."""
-
-_CARRIES = ("conv1d", "recurrent", "chunk_scan", "selective_scan", "delta_rule", "linear_attn_fn")
-
-
-def hold_samples_apart(model: nn.Module) -> list[str]:
-    """Call this once on a model whose `verify_packing` names a layer with a state. Paths of the layers it changed.
-
-    The layers are the model's own modules with another forward; names, weights and outputs for single samples stay as
-    they are. It needs a collator that passes borders (`PackFormat.stateful`, found by itself in Transformers' models).
-
-    >>> hold_samples_apart(torch.nn.Linear(2, 2))
-    []
-    """
-    changed = []
-    for name, module in model.named_modules():
-        if carries_state(module):
-            module.__class__ = _apart(type(module))  # type: ignore[arg-type]  # a class is hashable
-            changed.append(name)
-    return changed
-
-
-def carries_state(module: nn.Module) -> bool:
-    """Whether the module's own forward, not that of a child, convolves or scans along the row."""
-    if runs_apart(module):
-        return False
-    forward = inspect.unwrap(type(module).forward)
-    taken = inspect.signature(forward).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in taken.values()) or not {"hidden_states", "x"} & set(taken):
-        return False
-    return any(word in name for name in forward.__code__.co_names for word in _CARRIES)
-
-
-def runs_apart(module: nn.Module) -> bool:
-    """Whether `hold_samples_apart` changed it."""
-    return getattr(type(module), "runs_samples_apart", False)
-
-
-@functools.cache
-def _apart(cls: Any) -> type[nn.Module]:
-    return type(f"{cls.__name__}Apart", (cls,), {"forward": _run_apart, "runs_samples_apart": True})
-
-
-def _run_apart(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The class's own forward on each sample's rows, one after the other, and the rows joined again."""
-    forward: Any = type(self).__bases__[0].forward.__get__(self)  # type: ignore[attr-defined]  # a module has one
-    offsets = _offsets(kwargs)
-    own = {key: value for key, value in kwargs.items() if key not in BORDERS}
-    if offsets is None:
-        return forward(*args, **own)
-    num = offsets[-1]
-    parts = [
-        forward(
-            *(_rows(value, start, end, num) for value in args),
-            **{key: _rows(value, start, end, num) for key, value in own.items()},
-        )
-        for start, end in itertools.pairwise(offsets)
-    ]
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts, dim=1)
-    return type(parts[0])(torch.cat(x, dim=1) if isinstance(x[0], Tensor) else x[0] for x in zip(*parts, strict=True))
-
-
-def _offsets(kwargs: dict[str, Any]) -> list[int] | None:
-    offsets = kwargs.get("cu_seq_lens_q")
-    if offsets is not None:
-        found: list[int] = offsets.tolist()
-        return found if len(found) > 2 else None
-    numbers = kwargs.get("seq_idx")
-    if numbers is None:
-        return None
-    starts: list[int] = (numbers[0].diff().nonzero()[:, 0] + 1).tolist()
-    return [0, *starts, numbers.shape[1]] if starts else None
-
-
-def _rows(value: Any, start: int, end: int, num: int) -> Any:
-    """Rows of (1, tokens, ...) tensors; what has another shape goes to every sample as it is."""
-    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == num:
-        return value[:, start:end]
-    return value
 
 
 # Videos of planned rows: frames that the model's own video processor samples, decoded by PyAV and cut by it.
@@ -342,8 +243,7 @@ def alike_videos(key: str, parts: list[Tensor]) -> list[Tensor]:
     lengths = sorted({part.shape[1] for part in parts}) if "videos" in key and parts[0].dim() > 4 else []
     if len(lengths) > 1:
         raise UnsupportedPlanError(
-            f"videos of {lengths[0]} and {lengths[1]} frames were put in one pack, and this model takes videos of one "
-            "length: size and train with --set num_frames, so that all have as many"
+            f"one pack has videos of {lengths[0]} and {lengths[1]} frames: size with --set num_frames"
         )
     return parts
 

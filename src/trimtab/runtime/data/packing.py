@@ -1,97 +1,260 @@
-"""Is packing exact for the model at hand? `verify_packing` says so in seconds; runs of ours call `prepare_packing`."""
+"""Is packing exact for the model at hand? `verify_packing` says so in seconds."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.errors import UnsupportedPlanError
+from trimtab.errors import TrimtabError, UnsupportedPlanError
+from trimtab.models.asking.inputs import image_token, plain_ids
+from trimtab.models.families import PackFormat
 from trimtab.runtime.data.collate import Attention, PackedCollator
 from trimtab.runtime.data.conversations import ProcessedSample, read_processed
-from trimtab.runtime.data.formats import carries_state, hold_samples_apart, runs_apart
-from trimtab.runtime.data.packing_runs import (
-    Batch,
-    alone,
-    as_given,
-    bound_of,
-    cut_sample,
-    device_of,
-    draw_samples,
-    perturb,
-    relative_error,
-    row_change,
-    run,
-    run_backward,
-    text_ids,
-    types_key_of,
-    untouched,
-    unwrap,
-)
-from trimtab.runtime.ranks import on_first_rank
+from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, smallest_image
 
-# Which layer lets one sample of a pack see another, or computes a sample otherwise than alone.
+_CURES = "give family=PackFormat(...), fused kernels for layers with a state, or train without packing"
+BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
+"""Largest relative error that rounding may leave; a leak is 0.01 to 1 in float32 (tests/torch/test_packing.py)."""
+MAX_GRADIENT_NUMBERS = 2**24
+"""Parameters are compared smallest first, up to so many numbers: norms and biases of every layer of a large model."""
+
+Batch = dict[str, Any]
 
 
-Trace: TypeAlias = dict[tuple[str, int], tuple[Tensor, Tensor]]
-"""Rows that went into and came out of each module of one forward, by (path, call), in the order of their ends."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, torch.compile or PEFT; refuses one whose weights lie in pieces or nowhere."""
+    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        model = model.module if hasattr(model, "module") else model._orig_mod  # type: ignore[assignment]
+    if hasattr(model, "get_base_model"):  # PEFT: adapters stay where they are
+        model = model.get_base_model()  # type: ignore[operator]
+    if sharded(model):
+        raise TrimtabError("call verify_packing before FSDP, ZeRO-3 or fully_shard divide the model")
+    return model
+
+
+def sharded(model: nn.Module) -> bool:
+    """FSDP, FSDP2, ZeRO-3 or the meta device: no rank can run the model by itself."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return True
+    return any(p.is_meta or type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in model.parameters())
 
 
 @contextmanager
-def traced(model: nn.Module, num_rows: int) -> Iterator[Trace]:
-    """Records every module that turns (1, tokens, ...) or (tokens, ...) rows into as many."""
-    trace, counts = Trace(), dict[str, int]()
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Inside: evaluation, no TF32. Afterwards modes, precision and random numbers are as before."""
+    training = {module: module.training for module in model.modules()}
+    device = device_of(model)
+    devices = [device] if device.type != "cpu" else []
+    precision = torch.get_float32_matmul_precision()
+    attention = _attention_of(model)
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        try:
+            model.eval()
+            if device.type == "cpu":  # flash kernels run only on accelerators
+                _set_attention([(config, "sdpa") for config, name in attention if "flash" in str(name)])
+            torch.set_float32_matmul_precision("highest")
+            with torch.backends.cudnn.flags(allow_tf32=False):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+            _set_attention(attention)
+            for module, mode in training.items():
+                module.training = mode
 
-    def record(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            given = kwargs.get("hidden_states", next(iter(args), None))
-            before, after = _rows(given, num_rows), _rows(output, num_rows)
-            counts[name] = counts.get(name, -1) + 1
-            if before is not None and after is not None:
-                trace[name, counts[name]] = (before, after)
 
-        return hook
+def _attention_of(model: nn.Module) -> list[tuple[Any, str | None]]:
+    """Configurations of the model's parts, outer ones first, with the attention each has."""
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return [(config, getattr(config, "_attn_implementation", None)) for config in found.values()]
 
-    handles = [
-        module.register_forward_hook(record(name), with_kwargs=True) for name, module in model.named_modules() if name
-    ]
+
+def _set_attention(chosen: Sequence[tuple[Any, str | None]]) -> None:
+    for config, name in chosen:
+        if getattr(config, "_attn_implementation", None) != name:
+            config._attn_implementation = name
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def bound_of(model: nn.Module) -> float:
+    """By the coarsest type of the parameters."""
+    return max(BOUNDS.get(dtype, 1e-4) for dtype in {p.dtype for p in model.parameters()})
+
+
+# -- samples --------------------------------------------------------------------------------------------------------
+
+
+def text_ids(model: Any) -> Tensor:
+    """Ids of the vocabulary that stand for plain text: none that a configuration names."""
+    return plain_ids(model.config, model.get_input_embeddings().weight.shape[0])
+
+
+def draw_samples(model: Any, family: PackFormat) -> list[dict[str, Any]]:
+    """Texts, one of a single token; where the family has an image of few tokens, two where samples meet."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = text_ids(model)
+
+    def text(length: int) -> list[int]:
+        picked: list[int] = vocabulary[torch.randint(len(vocabulary), (length,), generator=generator)].tolist()
+        return picked
+
+    parts: list[list[Any]] = [[text(11)], [text(6)], [text(1)], [text(9)]]
+    num_tokens, keys = smallest_image(family.smallest, model.config) if family.smallest is not None else (0, {})
+    if 0 < num_tokens <= 16:
+        image = [image_token(model.config)] * num_tokens
+        parts += [[text(4), image], [image, text(5)]]
+    samples = []
+    for part in parts:
+        ids = [x for piece in part for x in piece]
+        sample: dict[str, Any] = {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)}
+        samples.append(sample | (_noisy(keys, generator) if len(part) > 1 else {}))
+    return samples
+
+
+def _noisy(images: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Other pixels in images of the same sizes."""
+    drawn = {k: torch.randn(v.shape, generator=generator) for k, v in images.items() if v.is_floating_point()}
+    return {key: value + drawn[key] if key in drawn else value for key, value in images.items()}
+
+
+def cut_sample(sample: ProcessedSample, max_tokens: int) -> ProcessedSample:
+    """Text after the last image is cut; images stay whole."""
+    rows = (sample.token_types > 0).nonzero()
+    end = max(max_tokens, int(rows[-1]) + 2 if len(rows) and sample.images else 0)
+    return replace(
+        sample,
+        input_ids=sample.input_ids[:end],
+        labels=sample.labels[:end],
+        token_types=sample.token_types[:end],
+    )
+
+
+def perturb(samples: Sequence[ProcessedSample], which: int, vocabulary: Tensor) -> list[dict[str, Any]]:
+    """The samples with other words and other pixels in every second one, the first of them number `which`."""
+    generator = torch.Generator().manual_seed(1)
+    result = []
+    for number, sample in enumerate(samples):
+        ids, images = sample.input_ids, dict(sample.images)
+        if number % 2 == which:
+            other = vocabulary[torch.randint(len(vocabulary), ids.shape, generator=generator)]
+            plain = torch.isin(ids, vocabulary) & (sample.token_types == 0)
+            ids = torch.where(plain, torch.where(other == ids, vocabulary[0], other), ids)
+            images = _noisy(images, generator)
+        result.append(as_given(replace(sample, input_ids=ids, images=images)))
+    return result
+
+
+def as_given(sample: ProcessedSample) -> dict[str, Any]:
+    """What the collator takes."""
+    ids = sample.input_ids
+    return {"input_ids": ids, "labels": ids, "token_type_ids": sample.token_types, **sample.images}
+
+
+def alone(sample: ProcessedSample, types_key: str | None) -> Batch:
+    """A batch of one as any loop would give it: no positions, no masks."""
+    types = {types_key: sample.token_types[None]} if types_key is not None else {}
+    return {"input_ids": sample.input_ids[None], "use_cache": False, **types, **sample.images}
+
+
+def types_key_of(forward_parameters: Mapping[str, Any]) -> str | None:
+    return next((key for key in TOKEN_TYPE_KEYS if key in forward_parameters), None)
+
+
+# -- forwards -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    rows: Tensor | None  # (tokens, width) of the embedded tokens; None: the model names no embedding
+    parameters: dict[str, Tensor]
+
+
+def run(model: nn.Module, batch: Batch, *, what: str) -> Tensor:
+    """(tokens, vocabulary) logits in float32 or float64; a forward that fails is refused."""
+    device, dtype = device_of(model), next(model.parameters()).dtype
+    given = {key: _place(value, device, dtype) for key, value in batch.items() if key not in ("labels", "loss_weights")}
     try:
-        yield trace
+        logits: Tensor = model(**given).logits
+    except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
+        sentence = " ".join(str(error).split())[:300].rstrip(".")
+        raise UnsupportedPlanError(
+            f"{type(model).__name__} does not take {what} ({type(error).__name__}: {sentence}): {_CURES}"
+        ) from error
+    length = batch["input_ids"].shape[1]
+    if logits.dim() != 3 or logits.shape[1] != length:
+        raise UnsupportedPlanError(f"{length} tokens leave logits of {tuple(logits.shape)}: train without packing")
+    return logits[0].to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def _place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _place(part, device, dtype) for key, part in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+
+def run_backward(model: nn.Module, batch: Batch, weights: Tensor, *, what: str) -> tuple[Tensor, Gradients]:
+    """Logits, and the gradients of their sum weighted by `weights` (of the first entries); no `.grad` is written."""
+    leaves: list[Tensor] = []
+    length = batch["input_ids"].shape[1]
+
+    def take(_: nn.Module, __: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or output.shape[:2] != (1, length) or leaves:
+            return output
+        leaves.append(output.detach().requires_grad_())
+        return leaves[0].clone()  # some models write the images' rows in place
+
+    hook = model.get_input_embeddings().register_forward_hook(take)  # type: ignore[operator]
+    try:
+        with torch.enable_grad():
+            logits = run(model, batch, what=what)
+            width = min(logits.shape[1], weights.shape[1])
+            loss = (logits[:, :width] * weights[:, :width].to(logits)).sum() / width**0.5
+            chosen = _small_parameters(model)
+            found = torch.autograd.grad(loss, [*leaves, *chosen.values()], allow_unused=True)
     finally:
-        for handle in handles:
-            handle.remove()
+        hook.remove()
+    rows = found[0][0].to(logits) if leaves and found[0] is not None else None
+    parts = {n: g for n, g in zip(chosen, found[len(leaves) :], strict=True) if g is not None}
+    return logits.detach(), Gradients(rows=rows, parameters=parts)
 
 
-def _rows(value: Any, num_rows: int) -> Tensor | None:
-    if isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return None
-    if value.dim() >= 3 and value.shape[:2] == (1, num_rows):
-        return value.detach()[0].flatten(1).float()
-    if value.dim() == 2 and value.shape[0] == num_rows:
-        return value.detach().float()
-    return None
+def _small_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    chosen, left = {}, MAX_GRADIENT_NUMBERS
+    for name, parameter in sorted(model.named_parameters(), key=lambda pair: pair[1].numel()):
+        if parameter.requires_grad and parameter.numel() <= left:
+            chosen[name] = parameter
+            left -= parameter.numel()
+    return chosen
 
 
-def first_leak(base: Trace, changed: Trace, unchanged: Tensor, *, bound: float) -> str | None:
-    """Return the first module whose rows of unchanged samples change though those it was given do not."""
-    for key, (before, after) in base.items():
-        if key not in changed:
-            continue
-        given, made = changed[key]
-        if before.shape != given.shape or after.shape != made.shape:
-            continue
-        if row_change(given[unchanged], before[unchanged]) <= bound < row_change(made[unchanged], after[unchanged]):
-            return key[0]
-    return None
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+def row_change(found: Tensor, expected: Tensor) -> float:
+    """Largest change of a row, over the root mean square of all rows' norms."""
+    if not len(expected):
+        return 0.0
+    scale = expected.norm(dim=-1).square().mean().sqrt().clamp_min(1e-12)
+    return float((found - expected).norm(dim=-1).max() / scale)
+
+
+def relative_error(found: Tensor, expected: Tensor, *, floor: float = 0.0) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(max(floor, 1e-12)))
+
+
+# -- what is proved ---------------------------------------------------------------------------------------------------
 
 
 LOG = logging.getLogger("trimtab")
@@ -110,8 +273,6 @@ class PackingProof:
     gradient_error: float  # the same, of the embedded tokens' rows and of parameters
     bound: float  # what rounding may leave in the model's type
     seconds: float
-    unreached: int | None  # tokens that a sparse layer chooses among, if more than were checked; None: all reached
-    held: tuple[str, ...] = ()  # layers that `prepare_packing` made run each sample by itself
 
 
 def verify_packing(
@@ -121,14 +282,14 @@ def verify_packing(
     collator: PackedCollator | None = None,
     max_tokens: int = 24,
 ) -> PackingProof:
-    """Call this before you train on packs in your own loop: it raises, with the layer's name, if samples mix.
+    """Call this before you train on packs in your own loop: it raises if samples mix.
 
     `samples` are processed samples as `PackedCollator` takes them; the first six are used, each cut to `max_tokens` or
     after its last image. None: samples are drawn, only of text unless the family's smallest image is declared and
     small. Checked: (1) other words and pixels in one sample change no row of another; (2) logits and (3) gradients are
     those of the samples alone, within rounding. Dropout is off; weights, gradients, modes and random numbers stay as
     they are. Call it before FSDP or DeepSpeed wrap the model; DDP is looked through. Not checked: lengths beyond those
-    of the samples (see `unreached`), losses over a whole micro-batch (`output_router_logits`).
+    of the samples, losses over a whole micro-batch (`output_router_logits`).
 
     >>> import transformers
     >>> config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64,
@@ -154,66 +315,22 @@ def verify_packing(
         logits_error=logits_error,
         gradient_error=gradient_error,
         bound=check.bound,
-        unreached=check.unreached(pack),
         seconds=time.perf_counter() - begin,
     )
-
-
-def prepare_packing(model: nn.Module, *, collator: PackedCollator | None = None) -> PackingProof:
-    """Call this where a run starts: `verify_packing`, and `hold_samples_apart` for layers with a state that need it.
-
-    >>> prepare_packing(torch.nn.Linear(2, 2))
-    Traceback (most recent call last):
-    trimtab.errors.UnsupportedPlanError: packing was to be verified for Linear, which is no model of Transformers: ...
-    """
-    try:
-        proof = verify_packing(model, collator=collator)
-    except UnsupportedPlanError:
-        held = hold_samples_apart(unwrap(model))
-        if not held:
-            raise
-        proof = replace(verify_packing(model, collator=collator), held=tuple(held))
-        LOG.warning(
-            "%d layers with a state (%s the first) run each sample of a pack by itself: their fused kernels, which "
-            "take whole packs, are not installed",
-            len(held),
-            held[0],
-        )
-    if proof.unreached is not None:
-        LOG.warning(
-            "packing was found exact on %d tokens, but sparse layers choose among %d: they may still mix samples of "
-            "longer packs; call verify_packing with samples that together are longer (max_tokens=)",
-            proof.num_tokens,
-            proof.unreached,
-        )
-    return proof
-
-
-def prepare_packing_on_ranks(model: nn.Module, device: torch.device) -> None:
-    """Where every rank has loaded the whole model on its CPU: rank 0 checks, all change the same layers. Collective."""
-    if on_first_rank(lambda: bool(prepare_packing(model).held), device):
-        hold_samples_apart(model)
 
 
 def collator_of(model: Any) -> PackedCollator:
     """The collator of a model of Transformers, with the attention it was loaded with."""
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
-        raise UnsupportedPlanError(
-            f"packing was to be verified for {type(model).__name__}, which is no model of Transformers: give one that "
-            "has a config and token embeddings"
-        )
+        raise UnsupportedPlanError(f"{type(model).__name__} is no model of Transformers with token embeddings")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedPlanError(
-            f"packs of {model.config.model_type!r} were asked for, but its encoder reads a whole row at once: train it "
-            "without packing"
+            f"the encoder of {model.config.model_type!r} reads a whole row: train without packing"
         )
     loaded = getattr(model.config.get_text_config(), "_attn_implementation", None) or "sdpa"
     attention: Any = "flash_attention_2" if "flash" in loaded else loaded
     if attention not in get_args(Attention):
-        raise UnsupportedPlanError(
-            f"packs were asked for a model with {attention} attention, but they are made for "
-            f"{', '.join(get_args(Attention))}: load it with one of these (attn_implementation=)"
-        )
+        raise UnsupportedPlanError(f"no packs for {attention} attention: load it with {', '.join(get_args(Attention))}")
     return PackedCollator(model.config, attention=attention, vision_in_every_pack=False)
 
 
@@ -235,20 +352,8 @@ class _Check:
         given = draw_samples(self.model, self.collator.family) if samples is None else samples[:6]
         pack = [cut_sample(s, max_tokens) for s in read_processed(given, self.model.config, self.collator.family)]
         if len(pack) < 2:
-            raise UnsupportedPlanError(
-                f"packing was to be verified on {len(pack)} samples, but only two or more can mix: give at least two"
-            )
+            raise UnsupportedPlanError(f"packing is verified on two samples or more, not {len(pack)}: give more")
         return pack
-
-    def unreached(self, pack: Sequence[ProcessedSample]) -> int | None:
-        """Tokens among which layers with an indexer choose, where the pack holds fewer: then they chose all."""
-        text = self.model.config.get_text_config()
-        kinds = {kind for kind in getattr(text, "layer_types", None) or () if "index" in kind or "sparse" in kind}
-        names = ("index_topk", "indexer_budget", "index_topk_blocks")
-        limits = [getattr(text, name, None) or 0 for name in names]
-        limits[2] *= getattr(text, "index_block_size", None) or 1
-        most = max(limits) if kinds else 0
-        return most if most >= sum(len(sample.input_ids) for sample in pack) else None
 
     # -- (1) does a sample see another? -------------------------------------------------------------------------------
 
@@ -259,36 +364,18 @@ class _Check:
         vocabulary, worst = text_ids(self.model), 0.0
         for which in (0, 1):
             changed_batch = self.collator(perturb(pack, which, vocabulary))
-            victims = torch.cat(
+            others = torch.cat(
                 [torch.full((len(sample.input_ids),), number % 2 != which) for number, sample in enumerate(pack)]
             )
             changed = run(self.model, changed_batch, what="a pack")
-            found = row_change(changed[victims.to(base.device)], base[victims.to(base.device)])
+            found = row_change(changed[others.to(base.device)], base[others.to(base.device)])
             if not found <= self.bound:
-                raise UnsupportedPlanError(self._name_leak(base_batch, changed_batch, victims, found))
+                raise UnsupportedPlanError(
+                    f"packs of {self.kind!r} mix samples: rows change by {found:.2g}, rounding allows {self.bound:g}: "
+                    f"{_CURES}"
+                )
             worst = max(worst, found)
         return worst
-
-    def _name_leak(self, base_batch: Batch, changed_batch: Batch, victims: Tensor, found: float) -> str:
-        base, changed = (self._trace(batch, len(victims)) for batch in (base_batch, changed_batch))
-        path = first_leak(base, changed, victims, bound=self.bound)
-        seen = f"(rows change by {found:.2g} of their size, rounding allows {self.bound:g})"
-        if path is None:
-            return (
-                f"packs of {self.kind!r} were asked for, but words or images of one sample change another {seen}, "
-                "outside of every layer that turns rows into rows, as where images are encoded or joined: give "
-                "family=PackFormat(...) that fits, or train it without packing"
-            )
-        module = self.model.get_submodule(path)
-        advice = "load it with attn_implementation='sdpa', or train it without packing"
-        if carries_state(module):
-            advice = "call hold_samples_apart(model) before it is wrapped, or install the kernels that take whole packs"
-        elif runs_apart(module):
-            advice = "its caller does not tell it where samples end, so train it without packing"
-        return (
-            f"packs of {self.kind!r} were asked for, but in {path} ({type(module).__name__}) one sample sees another "
-            f"{seen}: {advice}"
-        )
 
     # -- (2) and (3): is it computed as if it were alone? -------------------------------------------------------------
 
@@ -310,10 +397,7 @@ class _Check:
         logits_error = max(relative_error(a, b) for a, b in pairs)
         if not logits_error <= self.bound:
             raise UnsupportedPlanError(
-                f"packs of {self.kind!r} were asked for, but a packed sample is computed otherwise than alone: logits "
-                f"are off by {logits_error:.2g} of their size, rounding allows {self.bound:g}. Its positions may not "
-                "restart, or tokens may have to see their whole image: give family=PackFormat(...) that fits, or train "
-                "it without packing"
+                f"logits of {self.kind!r} packs are off by {logits_error:.2g}, rounding allows {self.bound:g}: {_CURES}"
             )
         gradient_error = _gradient_error(gradients.parameters, sums)
         if gradients.rows is not None:
@@ -321,17 +405,10 @@ class _Check:
             gradient_error = max(gradient_error, relative_error(gradients.rows, expected))
         if not gradient_error <= self.bound * GRADIENT_FACTOR:
             raise UnsupportedPlanError(
-                f"packs of {self.kind!r} were asked for, but their gradients are off by {gradient_error:.2g} of their "
-                f"size (rounding allows {self.bound * GRADIENT_FACTOR:g}), though their logits are right: look for a "
-                "loss or a hook over the whole batch, or train it without packing"
+                f"gradients of {self.kind!r} packs are off by {gradient_error:.2g}, rounding allows "
+                f"{self.bound * GRADIENT_FACTOR:g}: look for a loss over the whole batch, or train without packing"
             )
         return logits_error, gradient_error
-
-    def _trace(self, batch: Batch, num_rows: int) -> Trace:
-        """A forward that has run before, once more."""
-        with traced(self.model, num_rows) as trace:
-            run(self.model, batch, what="what ran before")
-        return trace
 
 
 def _gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

@@ -74,8 +74,8 @@ def open_tables(folder: Path | str) -> PlanTables:
     expected = (packing.num_steps, decisions.parallel.dp, decisions.schedule.num_microbatches)
     if schedule.shape != expected or len(offsets) != packing.num_packs + 1:
         raise PlanError(
-            f"the plan in {folder} has {packing.num_packs} packs in {expected} steps x dp x micro-batches, its tables "
-            f"{len(offsets) - 1} in {schedule.shape}: copy the whole folder that `trimtab plan` wrote"
+            f"the tables in {folder} hold {len(offsets) - 1} packs in {schedule.shape}, not {packing.num_packs} in "
+            f"{expected}: copy the whole folder of the plan"
         )
     digest = blake2b("".join(file.blake2b for file in files).encode())
     return _tables(
@@ -124,10 +124,7 @@ def _tables(
     if offsets[0] != 0 or offsets[-1] != len(indices):
         raise PlanError(f"the packs of {origin} point outside their samples: run `trimtab plan` again")
     if schedule.size < len(offsets) - 1:
-        raise PlanError(
-            f"{origin} has {schedule.size} slots for {len(offsets) - 1} packs, and every pack needs one: run "
-            "`trimtab plan` again"
-        )
+        raise PlanError(f"{origin} has {schedule.size} slots for {len(offsets) - 1} packs: run `trimtab plan` again")
     last = schedule[-1].T.reshape(-1) if len(schedule) else np.empty(0, np.int64)
     num_last = int(np.flatnonzero(last >= 0).max(initial=-1)) + 1
     return PlanTables(
@@ -253,14 +250,11 @@ def make_deal(
     slots = tables.dp * tables.num_microbatches
     problems = []
     if dp < 1:
-        problems.append(f"dp {dp} is not a number of ranks: give 1 or more")
+        problems.append(f"dp must be at least 1, not {dp}")
     if num_microbatches is not None and num_microbatches < 1:
-        problems.append(f"{num_microbatches} micro-batches are no step: give 1 or more")
+        problems.append(f"num_microbatches must be at least 1, not {num_microbatches}")
     if num_microbatches is None and dp >= 1 and slots % dp:
-        problems.append(
-            f"the plan's steps hold {slots} packs ({tables.dp} ranks x {tables.num_microbatches} micro-batches), which "
-            f"{dp} ranks cannot share evenly: say how many micro-batches a step has (num_microbatches)"
-        )
+        problems.append(f"{dp} ranks do not divide the {slots} packs of a step: give num_microbatches")
     if problems:
         raise PlanError(join_problems(problems))
     return Deal(
@@ -293,9 +287,7 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
     wrong = [key for key in _KEYS if not isinstance(state.get(key), str if key == "plan" else int)]
     wrong += [key for key in ("epoch", "packs_done", "microbatches_done") if key not in wrong and state[key] < 0]
     if wrong:
-        raise PlanError(
-            f"the state has no usable {', '.join(wrong)}: give what state_dict() of a plan's sampler or loader returned"
-        )
+        raise PlanError(f"the state has no usable {', '.join(wrong)}: give what state_dict() returned")
     problems, packs_done = [], state["packs_done"]
     if deal.tables.continues is not None and state["plan"] == deal.tables.continues[0]:
         steps, between = divmod(packs_done, deal.tables.continues[1])
@@ -303,27 +295,24 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
         if between:
             problems.append("the state was taken inside a step of the plan before: resume from one between two steps")
     elif state["plan"] != deal.tables.digest:
-        problems.append(
-            f"the state is of plan {state['plan']}, this is plan {deal.tables.digest}: resume with the plan of the run"
-        )
+        problems.append(f"the state is of plan {state['plan']}, not {deal.tables.digest}")
     if state["seed"] != deal.seed or bool(state["reshuffle"]) != deal.reshuffle:
         problems.append(
-            f"the state's epochs have seed {state['seed']}, reshuffle {bool(state['reshuffle'])}, this run's "
-            f"seed {deal.seed}, reshuffle {deal.reshuffle}: their order would differ; resume with the same"
+            f"the state has seed {state['seed']}, reshuffle {bool(state['reshuffle'])}, not {deal.seed}, "
+            f"{deal.reshuffle}"
         )
     same = (state["dp"], state["num_microbatches"]) == (deal.dp, deal.num_microbatches)
     if state["microbatches_done"] and not same:
         problems.append(
-            f"the state was taken inside a step, after {state['microbatches_done']} of its "
-            f"{state['num_microbatches']} micro-batches on {state['dp']} ranks, and this run has "
-            f"{deal.num_microbatches} on {deal.dp}: resume as before, or from a state taken between two steps"
+            f"the state lies inside a step of {state['num_microbatches']} micro-batches on {state['dp']} ranks, not "
+            f"{deal.num_microbatches} on {deal.dp}: resume as before, or from a state between two steps"
         )
     cursor = Cursor(epoch=state["epoch"], packs_done=packs_done, microbatches_done=state["microbatches_done"])
     beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_places
     if not problems and (beyond or cursor.microbatches_done >= deal.num_microbatches):
         problems.append(
-            f"the state stands after place {cursor.packs_done} of {deal.tables.num_places} and micro-batch "
-            f"{cursor.microbatches_done} of {deal.num_microbatches}, where no step is: resume from another checkpoint"
+            f"no step is at place {cursor.packs_done}, micro-batch {cursor.microbatches_done}: resume from another "
+            "checkpoint"
         )
     if problems:
         raise PlanError(join_problems(problems))

@@ -21,7 +21,7 @@ from trimtab.models.asking.units import Unit
 from trimtab.plan.layout import PipelineLayout, read_layout
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import label_weights, packed_loss
-from trimtab.runtime.data.packing_runs import bound_of
+from trimtab.runtime.data.packing import bound_of
 from trimtab.runtime.pipeline.cuts import Cuts, StageModule
 from trimtab.runtime.pipeline.image_dispatch import dispatch_images
 from trimtab.runtime.pipeline.pipeline import PackedStage, Pipeline, TiedWeight, pack_loss
@@ -160,21 +160,15 @@ def check_layout(
     """Raises `UnsupportedPlanError` with all in which plan, model and ranks do not fit each other."""
     problems, layers = [], {unit.path: unit for unit in units}
     if getattr(model.config.get_text_config(), "output_router_logits", False):
-        problems.append(
-            "output_router_logits asks for an experts' balancing loss over all layers, which no stage sees whole: "
-            "set it to False"
-        )
+        problems.append("output_router_logits adds a loss over all layers, which no stage sees whole: set it to False")
     if num_ranks != layout.num_devices:
         problems.append(
-            f"a pipeline of {layout.num_devices} devices was planned, but its group has {num_ranks} processes: start "
-            f"{layout.num_devices} for each data-parallel rank, or plan with --pp {num_ranks}"
+            f"the pipeline has {num_ranks} processes, not {layout.num_devices}: start as many, or --pp {num_ranks}"
         )
     problems += _module_problems(layout.modules, layers)
     strangers = [x for choice in layout.recompute for x in choice.modules if x not in layers]
     if strangers:
-        problems.append(
-            f"recompute was asked for {', '.join(strangers[:3])}, which the model lacks: plan with its own config"
-        )
+        problems.append(f"the model lacks {', '.join(strangers[:3])}, which recompute: plan with its own config")
     if layout.images is not None and shares_images:
         problems += _tower_problems(layout, layers)
     if not problems:
@@ -191,10 +185,7 @@ def _module_problems(planned: tuple[str, ...], layers: Mapping[str, Unit]) -> li
     for what, names in (("leave out", missing), ("name unknown modules", unknown), ("repeat", set(repeated))):
         if names:
             listed = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            problems.append(
-                f"the plan's stages {what}: {listed}; the model has {len(layers)} layers, and each needs one stage: "
-                "plan with the config of the model that is trained"
-            )
+            problems.append(f"the plan's stages {what}: {listed}; plan with the config of the model that is trained")
     return problems
 
 
@@ -204,9 +195,8 @@ def _tower_problems(layout: PipelineLayout, layers: Mapping[str, Unit]) -> list[
     if not elsewhere:
         return []
     return [
-        f"data-parallel ranks were to share images, which go to ranks that hold the whole vision tower, but "
-        f"{len(elsewhere)} of its {len(tower)} layers, {elsewhere[0]} the first, lie after stage 0: plan with all of "
-        "them on stage 0, or without --vision-dp"
+        f"{len(elsewhere)} of {len(tower)} tower layers, {elsewhere[0]} the first, lie after stage 0, and images are "
+        "shared: plan with all of them on stage 0, or without --vision-dp"
     ]
 
 
@@ -215,8 +205,8 @@ def _ownership_problems(layout: PipelineLayout, model: nn.Module) -> list[str]:
     several = [devices for _, devices in _shared(model, layout)]
     if len(several) > 1 or any(len(devices) > 2 for devices in several):
         return [
-            f"{len(several)} weights are shared across stages, by up to {max(map(len, several))} devices, but a "
-            "pipeline can sum the gradients of one weight on two devices (tied embeddings): untie the others"
+            f"{len(several)} weights are shared across stages, by up to {max(map(len, several))} devices: untie all "
+            "but one, and leave that to two"
         ]
     return []
 
@@ -277,9 +267,8 @@ def verify_pipeline(model: nn.Module, stages: Sequence[Sequence[str]], batches: 
     # rounding leaves less than this; a layer that is skipped or seen twice is off by 1e-2 and more
     if not check.largest <= bound_of(model):
         raise UnsupportedPlanError(
-            f"cut in front of {', '.join(stage[0] for stage in stages[1:])}, this model's loss is {check.loss:.2g} and "
-            f"its gradients are {check.gradients:.2g} off the whole model's: something of its forward depends on "
-            "layers of other stages in a way that cannot be followed; train without pp"
+            f"cut at {', '.join(stage[0] for stage in stages[1:])}, loss is off by {check.loss:.2g}, gradients by "
+            f"{check.gradients:.2g}: train without pp"
         )
     return check
 

@@ -233,8 +233,7 @@ class Cuts:
             missing = [name for name in names if name not in seen]
             if missing:
                 raise UnsupportedPlanError(
-                    f"{missing[0]} was to cross a cut, but the model calls this layer more often for some "
-                    "micro-batches than for others: cut after the vision tower"
+                    f"{missing[0]} is called more often for some micro-batches: cut after the tower"
                 )
             found = {name: seen[name] for name in names}
         return {name: shape for name, shape in found.items() if shape is not None}
@@ -259,24 +258,19 @@ class Cuts:
             reader = way.place[call.layer]
             late = [x for x in call.reads if any(reader < cut <= way.writer[x] for cut in self._ends)]
             if late:
-                found.append(
-                    f"the plan's stages take {call.layer} out of forward order, but it reads {sorted(late)[0]}, and a "
-                    "stage sends only to the next one: list the modules in the order in which the model runs them"
-                )
+                found.append(f"{call.layer} reads {sorted(late)[0]} of a later stage: list modules as they run")
         for cut in self._ends:
             for name in way.alive(cut):
                 if name not in way.outputs:
                     found.append(
-                        f"a stage begins at {self.layers[cut]}, but {name} in front of it is a bare parameter, read "
-                        "after it: put both on one stage"
+                        f"{name}, a bare parameter before {self.layers[cut]}, is read after it: keep both together"
                     )
                 elif not way.outputs[name].dtype.is_floating_point:
-                    found.append(f"a stage begins at {self.layers[cut]}, but {name} hands whole numbers across the cut")
+                    found.append(f"{name} hands whole numbers across the cut at {self.layers[cut]}: cut elsewhere")
             apart = [(x, y) for x, y in way.trace.hidden if way.place[y] < cut <= way.place[x]]
             if apart:
                 found.append(
-                    f"a stage begins at {self.layers[cut]}, but {apart[0][0]} is handed what {apart[0][1]} in front of "
-                    "it keeps beside its hidden states (shared keys and values): put both on one stage"
+                    f"{apart[0][0]} reads what {apart[0][1]} keeps before {self.layers[cut]}: put both on one stage"
                 )
         return found
 
@@ -392,8 +386,7 @@ class StageModule(nn.Module):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         if tensor.shape != wire.shape:
             raise UnsupportedPlanError(
-                f"{wire.name} is {tuple(tensor.shape)} and {wire.shape} was expected after it: its size follows from "
-                "nothing that all stages know; cut elsewhere"
+                f"{wire.name} is {tuple(tensor.shape)}, not {wire.shape}, as no stage knows: cut elsewhere"
             )
         graded = wire.requires_grad and torch.is_grad_enabled()
         assert tensor.requires_grad == graded, f"{wire.name} has requires_grad {tensor.requires_grad}"
@@ -408,8 +401,7 @@ class StageModule(nn.Module):
         run.counts[path] += 1
         if number >= len(calls):
             raise UnsupportedPlanError(
-                f"{path} lies on another stage, but the model calls it more often for this micro-batch than for the "
-                "first of its kind: put the stages' cut after the vision tower"
+                f"{path} is called more often than in the first micro-batch of its kind: cut after the tower"
             )
         call = calls[number]
         is_text = self.cuts.units[path].tower == "language"

@@ -175,19 +175,17 @@ class ImageDispatch:
             problem,
             "the start of a step",
             (len(microbatches), self.settings_mark),
-            failed="data-parallel rank {} refused its images: its own message says why",
+            failed="data-parallel rank {} refused its images: see its own message",
         )
         numbers, marks = zip(*told, strict=True)
         if others := differing_ranks(numbers):
             raise TrimtabError(
-                f"data-parallel rank {listed(others)} runs {numbers[others[0]]} micro-batches in a step and the others "
-                f"another number, but images are exchanged one micro-batch after the other: give equally many, "
-                f"collate([]) for an empty slot"
+                f"data-parallel rank {listed(others)} has {numbers[others[0]]} micro-batches, others not: give "
+                "collate([]) for an empty slot"
             )
         if others := differing_ranks(marks):
             raise TrimtabError(
-                f"data-parallel rank {listed(others)} runs another schedule, or shares images by another rule: build "
-                f"the pipeline of every rank from one plan"
+                f"data-parallel rank {listed(others)} has another schedule or rule: build all of one plan"
             )
         return inputs
 
@@ -198,9 +196,8 @@ class ImageDispatch:
                 if part.rows.dtype != like.rows.dtype or part.rows.shape[1:] != like.rows.shape[1:]:
                     shape = ", ".join(map(str, like.rows.shape[1:]))
                     raise TrimtabError(
-                        f"{part.name} of {part.rows.dtype} and shape {tuple(part.rows.shape)} were given, and images "
-                        f"of this model are {like.rows.dtype} (..., {shape}): use the "
-                        f"model's own processor, or train without sharing images"
+                        f"{part.name} is {part.rows.dtype} {tuple(part.rows.shape)}, not {like.rows.dtype} (..., "
+                        f"{shape}): use the model's own processor"
                     )
 
 

@@ -350,8 +350,7 @@ class Pipeline:
         """One small all-reduce instead of a hang, or of a tensor received into a buffer of another size."""
         if len(batches) != self.layout.num_microbatches:
             raise PlanError(
-                f"a step of {len(batches)} micro-batches was given, but the pipeline was built for "
-                f"{self.layout.num_microbatches}: give as many, collate([]) for an empty slot"
+                f"a step has {self.layout.num_microbatches} micro-batches, not {len(batches)}: add collate([])"
             )
         sizes = [
             sorted((key, tuple(x.shape)) for key, x in batch.items() if isinstance(x, Tensor)) for batch in batches
@@ -360,10 +359,7 @@ class Pipeline:
         extremes = torch.tensor([mark, -mark], device=self.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.pp_group)
         if int(extremes[0]) != -int(extremes[1]):
-            raise PlanError(
-                "the ranks of one pipeline were given micro-batches of different sizes, but each of them needs the "
-                "same ones: make the sampler of every pipeline rank with its data-parallel rank"
-            )
+            raise PlanError("ranks of one pipeline got unlike micro-batches: sample by data-parallel rank")
 
     @property
     def image_load(self) -> ImageLoad | None:

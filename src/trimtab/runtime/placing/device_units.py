@@ -9,7 +9,6 @@ part of `layers.1`).
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # nested arguments; torch
 from transformers import PreTrainedModel
 
 from trimtab.errors import PartitionError, join_problems, quote
-from trimtab.placement.bytes import DeviceKey
-from trimtab.placement.chain import upwards
+from trimtab.placement.bytes import DeviceKey, upwards
 from trimtab.runtime.placing.folder import StoredTensor
 
 CPU = torch.device("cpu")
@@ -74,7 +72,7 @@ def resolve_units(
             (loose if is_tensor else homes)[name] = home
     if homes or loose:
         problems += [
-            f"the device map gives no device for {name}: add it, or the module that holds it"
+            f"the device map has no device for {name}: add it, or the module that holds it"
             for name in _topmost(missing, [*homes, *loose])
         ]
     if not problems:
@@ -109,11 +107,10 @@ def _device_key(device: object) -> DeviceKey:
 
 def _unknown_devices(keys: Mapping[str, DeviceKey]) -> list[str]:
     count = torch.accelerator.device_count()
-    there = f"this machine has devices 0 to {count - 1}" if count else "this machine has no accelerator"
+    there = f"devices are 0 to {count - 1}" if count else "there is no accelerator"
     wrong = {x for x in keys.values() if (x not in ("cpu", "disk") if isinstance(x, str) else not 0 <= x < count)}
     return [
-        f"the device map puts {_first_on(keys, device)} on {quote(device)}, but {there}: "
-        "choose one of them, cpu or disk"
+        f"the device map puts {_first_on(keys, device)} on {quote(device)}, but {there}: choose one, cpu or disk"
         for device in sorted(wrong, key=str)
     ]
 
@@ -123,20 +120,11 @@ def _first_on(keys: Mapping[str, DeviceKey], device: DeviceKey) -> str:
 
 
 def _unknown_modules(model: nn.Module, keys: Mapping[str, DeviceKey]) -> list[str]:
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    known = {*modules, *(name for name, _ in _tensors(model))}
+    known = {name for name, _ in (*model.named_modules(remove_duplicate=False), *_tensors(model))}
     wrong = [key for key in keys if key not in known]
     if keys and len(wrong) == len(keys):
-        return [
-            f"the device map is of another model: {type(model).__name__} has no {quote(wrong[0])} nor any other of its "
-            f"{len(keys)} modules; make a map of this one"
-        ]
-    problems = []
-    for key in wrong:
-        near = difflib.get_close_matches(key, modules, n=1)
-        hint = f"did you mean {near[0]}?" if near else "leave it out"
-        problems.append(f"the device map places {quote(key)}, which {type(model).__name__} does not have: {hint}")
-    return problems
+        return [f"the device map is of another model: {type(model).__name__} has none of its {len(keys)} modules"]
+    return [f"the device map places {quote(key)}, which {type(model).__name__} lacks: leave it out" for key in wrong]
 
 
 def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
@@ -199,10 +187,7 @@ def _torn(model: nn.Module, homes: Mapping[str, DeviceKey]) -> list[str]:
     for borrower, owner in getattr(model, "all_tied_weights_keys", {}).items():
         first, second = _home_of(homes, owner), _home_of(homes, borrower)
         if first != second:
-            problems.append(
-                f"the device map puts {owner} on {first} and {borrower} on {second}, but they are one weight: put both "
-                f"on {first}"
-            )
+            problems.append(f"{owner} on {first} and {borrower} on {second} are one weight: put both on {first}")
     return problems
 
 

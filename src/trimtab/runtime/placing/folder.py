@@ -78,9 +78,7 @@ def open_weights(folder: Path) -> dict[str, StoredTensor]:
     if not index.is_file():
         single = folder / _SINGLE
         if not single.is_file():
-            raise ConfigError(
-                f"{folder} holds neither {_SINGLE} nor {_INDEX}: save the model as safetensors, no other format is read"
-            )
+            raise ConfigError(f"{folder} holds neither {_SINGLE} nor {_INDEX}: save the model as safetensors")
         return open_file(single)
     files = _read_index(index)
     missing = sorted({name for name in files.values() if not (folder / name).is_file()})
@@ -108,9 +106,7 @@ def _read_index(index: Path) -> dict[str, str]:
         raise ConfigError(f"{index} has no weight_map from tensor to file: download it again")
     outside = sorted({name for name in files.values() if Path(name).name != name or not name.endswith(".safetensors")})
     if outside:
-        lines = [
-            f"{index} names {quote(name)}, no safetensors file of its own folder: do not use it" for name in outside
-        ]
+        lines = [f"{index} names {quote(name)}, no safetensors file of its folder: do not use it" for name in outside]
         raise ConfigError(join_problems(lines))
     return files
 
@@ -122,9 +118,7 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
             return {name: StoredTensor(path, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
     except SafetensorError as error:
-        raise ConfigError(
-            f"{path} is no safetensors file, was cut short or is damaged ({error}): download it again"
-        ) from None
+        raise ConfigError(f"{path} is no whole safetensors file ({error}): download it again") from None
 
 
 _DTYPE = re.compile(r"auto|(torch\.)?b?float\d+\w*")
@@ -217,9 +211,7 @@ def model_class(folder: Path, config: Any) -> Any:
         for kind in type(config).__mro__[:2]:  # a published format is a kind of Transformers' own
             if kind in mapping:
                 return mapping[kind]
-    raise ConfigError(
-        f"{folder} is a {config.model_type}, which generates no text: use a vision-language or a language model"
-    )
+    raise ConfigError(f"{folder} is a {config.model_type}, which generates no text: use a model that does")
 
 
 class StoredNames:

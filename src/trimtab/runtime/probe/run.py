@@ -33,9 +33,9 @@ from trimtab.plan.decide.probed import (
 )
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan, replan
-from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import CURES, Bench, ProbeRun, Reading, frozen_heap, open_bench
 from trimtab.runtime.ranks import process_group
+from trimtab.runtime.training.settings import ProbeSettings
 from trimtab.specs import Profile, RecomputeChoice, Stage
 from trimtab.units import format_bytes
 
@@ -56,9 +56,8 @@ def measure_full(bench: Bench) -> tuple[DeviceProbe, ...]:
     missing = fullest.peak_bytes - bench.limit_bytes
     if missing > 0 and not splits_backward(bench.case.problem.schedule):  # there none may need less than full
         raise PlanError(
-            f"{_budget_words(bench.case)} was to hold the plan's heaviest packs, and with everything recomputed "
-            f"device {fullest.device} needs {format_bytes(fullest.peak_bytes)}, {format_bytes(missing)} "
-            f"({missing} bytes) more: {CURES}"
+            f"with all recomputed device {fullest.device} lacks {format_bytes(missing)} ({missing} bytes) of "
+            f"{_budget_words(bench.case)}: {CURES}"
         )
     return tuple(found)
 
@@ -128,7 +127,7 @@ def _move(stage: Stage, layer: int, tier: str) -> Stage:
 
 def _budget_words(case: Case) -> str:
     budget = case.budget
-    return f"memory of {format_bytes(budget.total_bytes)}, of which {format_bytes(budget.fill_bytes)} may be filled,"
+    return f"{format_bytes(budget.fill_bytes)} of {format_bytes(budget.total_bytes)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,18 +217,12 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
     started = time.perf_counter()
     found = reload_plan(settings.plan)
     if found.case.vision is not None:
-        raise PlanError(
-            "a plan whose ranks share images was to be probed, and a probe runs one pack on all ranks, which shares "
-            "nothing: probe the plan that `trimtab plan --vision-dp none` makes"
-        )
+        raise PlanError("a probe shares no images: plan with --vision-dp none")
     with process_group(settings.device, timeout_s=settings.timeout_s, again="start the probe again") as ranks:
         device = ranks.device
         ranks.arrive()
         case = with_budget(
-            found.case,
-            memory_bytes=settings.memory_bytes,
-            risk=settings.risk,
-            allocator=device.type == "cuda",
+            found.case, memory_bytes=settings.memory_bytes, risk=settings.risk, allocator=device.type == "cuda"
         )
         bench = open_bench(settings, found, case, ranks, progress or (lambda _: None))
         with frozen_heap():
@@ -280,12 +273,9 @@ def settle(bench: Bench, case: Case) -> Settled:
                 tries[device] += 1
                 raised[device] = raised[device] + step
                 if raised[device] > most[device]:
-                    raise PlanError(
-                        f"recompute was stepped back on device {device} {tries[device]} times, and its memory does not "
-                        f"last with everything recomputed either: {CURES}"
-                    )
+                    raise PlanError(f"device {device} lacks memory after {tries[device]} steps back: {CURES}")
     except PartitionError as error:
-        raise PlanError(f"the stages run, but not all that the plan's limits on packs allow fits: {error}") from error
+        raise PlanError(f"the stages run, but not at the plan's limits on packs: {error}") from error
 
 
 def _raise_transients(case: Case, bench: Bench, raised: Sequence[float]) -> Case:

@@ -23,11 +23,10 @@ from trimtab.plan.layout import SPLIT_BACKWARD, PipelineLayout, read_layout
 from trimtab.plan.plan import Plan
 from trimtab.runtime.pipeline.pipeline import PackedStage, Pipeline
 from trimtab.runtime.pipeline.trace import Batch
-from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.ranks import Ranks
 from trimtab.runtime.recompute import Granularity, apply
 from trimtab.runtime.training.loop import autocast, open_run
-from trimtab.runtime.training.settings import TrainSettings
+from trimtab.runtime.training.settings import ProbeSettings, TrainSettings
 from trimtab.specs import Stage
 from trimtab.units import format_bytes
 
@@ -185,7 +184,7 @@ def run_trial(
                     rank.optimizer.step()
         except RuntimeError as error:
             if is_out_of_memory(error):
-                raise PlanError(f"rank {dist.get_rank()} of a probe ran out of its device's memory: {CURES}") from error
+                raise PlanError(f"rank {dist.get_rank()} of a probe ran out of memory: {CURES}") from error
             raise
         peak = meter.peak_bytes
     static = storage_bytes(rank.static())
@@ -331,11 +330,7 @@ class Bench:
             names[i]: entry.tier for stage in stages for entry in stage.recompute for i in entry.layers
         }
         reading = run_trial(
-            self.rank,
-            choice,
-            self.batches[pack],
-            num_steps=self.num_steps if whole else 1,
-            update=whole,
+            self.rank, choice, self.batches[pack], num_steps=self.num_steps if whole else 1, update=whole
         )
         readings = gather_readings(reading, self.rank)
         peaks = tuple(x.peak_bytes for x in readings)
@@ -379,10 +374,7 @@ def open_bench(
 def _training(settings: ProbeSettings, plan: Plan) -> TrainSettings:
     planned = plan.inputs.training.optimizer
     if planned not in _OPTIMIZERS:
-        raise UnsupportedPlanError(
-            f"the plan counts the state of {planned}, which torch.optim has not: plan with --set optimizer "
-            f"{', '.join(_OPTIMIZERS)}"
-        )
+        raise UnsupportedPlanError(f"torch.optim has no {planned}: plan with --set optimizer {', '.join(_OPTIMIZERS)}")
     name, options = _OPTIMIZERS[planned]
     return TrainSettings(
         plan=settings.plan,

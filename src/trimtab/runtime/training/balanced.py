@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -23,8 +22,7 @@ from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator, step_denominator
 from trimtab.runtime.data.conversations import open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
-from trimtab.runtime.data.packing import collator_of, prepare_packing
-from trimtab.runtime.data.packing_runs import sharded, untouched, unwrap
+from trimtab.runtime.data.packing import collator_of, sharded, untouched, unwrap, verify_packing
 from trimtab.runtime.data.tables import PlanTables, open_tables
 from trimtab.runtime.recompute import applied_to
 from trimtab.runtime.recompute import apply as apply_recompute
@@ -59,10 +57,7 @@ class StepLoader(PlanDataLoader):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("microbatches_done"):
-            raise PlanError(
-                "the state was taken inside a step, whose loss needs all of its micro-batches: take states between "
-                "steps, after optimizer.step()"
-            )
+            raise PlanError("the state was taken inside a step: take states between steps, after optimizer.step()")
         super().load_state_dict(state)
 
 
@@ -75,11 +70,7 @@ def refuse_loss_of_its_own(model: Any) -> None:
             for items in (1, 2)
         )
     if not math.isclose(once, 2 * twice, rel_tol=0.01):
-        raise UnsupportedPlanError(
-            f"model(**batch).loss was to be that of whole steps, and {type(model).__name__} of Transformers "
-            f"{transformers.__version__} does not read num_items_in_batch: use packed_loss in your loop, or a newer "
-            "Transformers"
-        )
+        raise UnsupportedPlanError(f"{type(model).__name__} does not read num_items_in_batch: use packed_loss")
 
 
 def step_loader(given: DataLoader[Any], sampler: PlanBatchSampler, collate: Any, device: torch.device) -> StepLoader:
@@ -142,12 +133,9 @@ def balanced(
     if isinstance(trainer, DataLoader):
         return _balanced_loader(trainer, plan, model, reshuffle=reshuffle, verify=verify)
     if not isinstance(trainer, Trainer):
-        raise UnsupportedPlanError(
-            f"a {type(trainer).__name__} was to be balanced, and only a transformers.Trainer can be, or the "
-            "DataLoader of a loop of your own, with its model: give one of these"
-        )
+        raise UnsupportedPlanError(f"a {type(trainer).__name__} is no Trainer and no DataLoader with its model")
     if isinstance(trainer, PlannedTrainer):
-        raise UnsupportedPlanError("this trainer was to be balanced, and it is already: call balanced once")
+        raise UnsupportedPlanError("this trainer is balanced already: call balanced once")
     tables = plan if plan is None or isinstance(plan, PlanTables) else open_tables(plan)
     decided = None if plan is None or isinstance(plan, PlanTables) else _plan_of(Path(plan))
     problems = [*_problems_of_trainer(trainer), *_problems_of_data(trainer.train_dataset, tables, decided)]
@@ -177,24 +165,21 @@ def _balanced_loader(
     loader: DataLoader[Any], plan: PlanTables | Path | str | None, model: Any, *, reshuffle: bool, verify: bool
 ) -> StepLoader:
     if plan is None:
-        raise UnsupportedPlanError(
-            "a DataLoader was to be balanced without a plan, and nothing says which of its batches are a step: give "
-            "the Trainer, or a plan"
-        )
+        raise UnsupportedPlanError("a DataLoader does not say which batches are a step: give the Trainer, or a plan")
     if model is None:
-        raise UnsupportedPlanError("a DataLoader was to be balanced, and packs are made for a model: give model= too")
+        raise UnsupportedPlanError("packs are made for a model: give model= too")
     tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
     decided = None if isinstance(plan, PlanTables) else _plan_of(Path(plan))
     problems = list(_problems_of_data(loader.dataset, tables, decided))
     if decided is not None:
         problems += _problems_of_plan(model, decided)
     if getattr(loader.collate_fn, "loss_weighting", "token") != "token":
-        problems.append("the collator weighs samples, which model(**batch).loss cannot: use packed_loss in your loop")
+        problems.append("the collator weighs samples, and model(**batch).loss does not: use packed_loss in your loop")
     started = dist.is_available() and dist.is_initialized()
     dp, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
     packs = tables.dp * tables.num_microbatches
     if packs % dp:
-        problems.append(f"a step of the plan has {packs} packs, which {dp} ranks cannot share evenly: plan for {dp}")
+        problems.append(f"{dp} ranks do not divide the {packs} packs of a step: plan for {dp}")
     if problems:
         raise PlanError(join_problems(problems))
     sampler = PlanBatchSampler(tables, dp=dp, rank=rank, reshuffle=reshuffle)
@@ -202,7 +187,7 @@ def _balanced_loader(
     feed = _feed_of(tables, decided, pack, reshuffle=reshuffle, verify=verify)
     if verify and not sharded(model):
         refuse_loss_of_its_own(model)
-        prepare_packing(model, collator=pack)
+        verify_packing(model, collator=pack)
     _recompute(model, decided)
     if decided is not None and dp > 1:
         vision_dp_from_plan(model, None, decided)
@@ -233,14 +218,14 @@ def _switch_on(trainer: Any, decided: Plan | None) -> None:
     arguments.per_device_train_batch_size = 1
     trainer._train_batch_size = 1  # what the Trainer logs and stores
     if before != 1:
-        LOG.info("per_device_train_batch_size=%d is not used: a batch is one pack of the plan", before)
+        LOG.info("per_device_train_batch_size=%d is not used: a batch is one pack", before)
     if decided is None:
         return
     known = {field.name for field in fields(arguments)}
     for switch in known & {"gradient_checkpointing", "activation_checkpointing"}:  # older and newer name
         if getattr(arguments, switch):
             setattr(arguments, switch, False)
-            LOG.warning("%s=True is switched off: which layers recompute is the plan's decision", switch)
+            LOG.warning("%s=True is switched off: the plan says which layers recompute", switch)
     _recompute(trainer.model, decided)
     if decided.decisions.vision_data_parallel is not None:
         trainer.add_callback(VisionDataParallelCallback(plan=decided))
@@ -263,49 +248,34 @@ def _problems_of_trainer(trainer: Any) -> Iterator[str]:
     """Settings under which the plan's packs would not be what is trained."""
     arguments, kind = trainer.args, type(trainer).__name__
     if getattr(arguments, "n_gpu", 1) > 1:
-        yield f"one process holds {arguments.n_gpu} GPUs, and a pack is one rank's: start a process a GPU (torchrun)"
+        yield f"one process holds {arguments.n_gpu} GPUs: start a process a GPU (torchrun)"
     if getattr(arguments, "auto_find_batch_size", False):
-        yield "auto_find_batch_size would change the batches, which are the plan's packs: leave it out"
+        yield "auto_find_batch_size would change the packs: leave it out"
     for name in ("packing", "padding_free"):
         if getattr(arguments, name, False):
-            yield f"{name}=True was asked for, and the plan packs already: leave it out"
+            yield f"{name}=True packs again: leave it out"
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
-        yield (
-            "label smoothing or compute_loss_func was asked for, and the plan's trainer computes the loss of packs: "
-            "leave both out"
-        )
+        yield ("label smoothing and compute_loss_func replace the loss of packs: leave both out")
     if (own := type(trainer).compute_loss).__module__.partition(".")[0] not in _HOSTS:
-        yield (
-            f"{own.__qualname__} is a loss of your own, and {kind} was to have the loss of packs: leave it out, or "
-            "train on a PlanDataLoader"
-        )
+        yield (f"{own.__qualname__} replaces the loss of packs: leave it out, or train {kind} on a PlanDataLoader")
     if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
-        yield (
-            "output_router_logits asks for an experts' balancing loss, which is a mean over a micro-batch and would be "
-            "left out: set it to False"
-        )
+        yield ("output_router_logits adds a loss over a whole micro-batch: set it to False")
 
 
 def _problems_of_data(data: Any, tables: PlanTables | None, decided: Plan | None) -> Iterator[str]:
     if data is None or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         what = "no train_dataset" if data is None else f"a train_dataset without rows ({type(data).__name__})"
-        yield f"samples are taken by their row, and there is {what}: give a data set with len() and [row]"
+        yield f"there is {what}: give a data set with len() and [row]"
         return
     if tables is None:
         return
     last = int(tables.indices.max(initial=-1))  # a mixture may draw rows several times, or not at all
     if len(data) <= last:
-        yield (
-            f"the plan packs row {last}, train_dataset has {len(data)} samples: give the data set that was sized, row "
-            "for row (PlanDataset)"
-        )
+        yield (f"train_dataset has {len(data)} samples, and the plan row {last}: give the data that was sized")
     elif decided is not None and len(data) != decided.inputs.data.num_samples:
         sized = decided.inputs.data
         skipped = f" and {sized.num_skipped} bad ones left out" if sized.num_skipped else ""
-        yield (
-            f"{sized.num_samples} samples were sized{skipped}, and train_dataset has {len(data)}: give the data set "
-            "that was sized, row for row (PlanDataset)"
-        )
+        yield (f"train_dataset has {len(data)} samples, {sized.num_samples} were sized{skipped}: give that data")
 
 
 def _problems_of_steps(trainer: Any, tables: PlanTables) -> Iterator[str]:
@@ -319,30 +289,21 @@ def _problems_of_steps(trainer: Any, tables: PlanTables) -> Iterator[str]:
         if packs % ranks == 0
         else f"start as many ranks as divide {packs}, or plan for {ranks}"
     )
-    yield (
-        f"a step of the plan has {packs} packs ({tables.dp} ranks x {tables.num_microbatches} micro-batches), and the "
-        f"trainer's has {ranks * accumulated} ({ranks} x gradient_accumulation_steps={accumulated}): {advice}"
-    )
+    yield (f"steps have {ranks} x gradient_accumulation_steps={accumulated} packs, the plan's {packs}: {advice}")
 
 
 def _problems_of_plan(own_model: Any, decided: Plan) -> Iterator[str]:
     parallel, model = decided.decisions.parallel, decided.inputs.model
     for name in ("pp", "tp", "cp"):
         if (degree := getattr(parallel, name)) > 1:
-            yield (
-                f"{name} {degree} was planned, and the whole model runs on every rank here: plan with --for "
-                "transformers, or train by `trimtab train`"
-            )
+            yield (f"{name} {degree} was planned: plan with --for transformers, or train by `trimtab train`")
     own = own_model.config.model_type
     if own != model.family:
-        yield f"the plan is for {model.name} (of the family {model.family}), and the model is a {own}: plan for it"
+        yield f"the plan is for {model.name} ({model.family}), and the model is a {own}: plan for it"
     elif not _is_changed(own_model):
         found = sum(p.numel() for p in own_model.parameters())
         if abs(found - model.num_params) > 0.02 * model.num_params:
-            yield (
-                f"the plan is for {model.name} of {model.num_params:,} parameters, and the model has {found:,}: plan "
-                "for its own configuration"
-            )
+            yield (f"the model has {found:,} parameters, the plan's {model.name} {model.num_params:,}")
 
 
 def _is_changed(model: nn.Module) -> bool:

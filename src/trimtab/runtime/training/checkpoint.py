@@ -10,28 +10,36 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
+import resource
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 
+import trimtab
 from trimtab.errors import PlanError
 from trimtab.files import blake2b, lock, write_atomically
 from trimtab.options import ReadingOptions
 from trimtab.plan.plan import Plan
-from trimtab.plan.runs import digest_of
+from trimtab.plan.runs import RunHeader, StepRecord, digest_of, line_of
+from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
 from trimtab.runtime.ranks import on_first_rank
 from trimtab.runtime.training.settings import TrainSettings
 from trimtab.samples.problems import shorten
@@ -123,8 +131,7 @@ def _read_progress(path: Path) -> Progress:
         return Progress(**json.loads((path / _PROGRESS).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise PlanError(
-            f"{path / _PROGRESS} cannot be read ({shorten(str(error), 100)}): take this checkpoint away to go on from "
-            "the one before it, or start again (--out)"
+            f"{path / _PROGRESS} cannot be read ({shorten(str(error), 100)}): remove this checkpoint"
         ) from error
 
 
@@ -140,23 +147,17 @@ def load_checkpoint(
     Random states are those of the same rank, and are left alone where the run had fewer ranks.
     """
     if progress.optimizer != type(optimizer).__name__:
-        raise PlanError(
-            f"{path} was written with optimizer {progress.optimizer}, this run has {type(optimizer).__name__}: "
-            "resume with the same, or start again from its weights"
-        )
+        raise PlanError(f"{path} has optimizer {progress.optimizer}, not {type(optimizer).__name__}: take the same")
     metadata: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
     target: dict[str, Tensor] = {
         f"model/{name}": value.detach() for name, value in (*parameters.items(), *buffers.items())
     }
     lacking = sorted(name for name in target if name not in metadata)
     if lacking:
-        raise PlanError(
-            f"{path} lacks {len(lacking)} tensors of this model, {lacking[0]} the first: "
-            "resume with the model of the run"
-        )
+        raise PlanError(f"{path} lacks {len(lacking)} tensors, {lacking[0]} first: give the run's model")
     wrong = [name for name, value in target.items() if tuple(metadata[name].size) != tuple(value.shape)]
     if wrong:
-        raise PlanError(f"{path} holds {wrong[0]} of another shape than this model: resume with the model of the run")
+        raise PlanError(f"{path} holds {wrong[0]} of another shape: resume with the model of the run")
     prefixes = tuple(f"optimizer/{name}/" for name in parameters)
     mine = [name for name in metadata if name.startswith(prefixes)]
     own = (f"random/{dist.get_rank()}", f"random_cuda/{dist.get_rank()}")
@@ -197,8 +198,7 @@ def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.
                 found[f"optimizer/{name}/{key}"] = value
             elif value is not None:
                 raise PlanError(
-                    f"optimizer {type(optimizer).__name__} keeps {key} as {type(value).__name__}, which no checkpoint "
-                    "here holds: use one whose state is tensors"
+                    f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}, no tensor: use another"
                 )
     return found
 
@@ -268,17 +268,11 @@ def check_folders(settings: TrainSettings) -> list[Path]:
     export = settings.export
     if export is not None:
         if export.exists() and not (export.is_dir() and not any(export.iterdir())):
-            raise PlanError(
-                f"the trained model was to be exported to {export}, which is there already: name a new or an empty "
-                "folder (--export)"
-            )
+            raise PlanError(f"{export} is there already: name a new or an empty folder (--export)")
         export.parent.mkdir(parents=True, exist_ok=True)
     found = list_checkpoints(settings.out)
     if found and not settings.resume:
-        raise PlanError(
-            f"a run was to begin in {settings.out}, which holds checkpoints of an earlier one, {found[-1].name} the "
-            "last: go on from it (--resume), or name another folder (--out)"
-        )
+        raise PlanError(f"{settings.out} holds {found[-1].name}: give --resume, or another --out")
     return found
 
 
@@ -287,7 +281,133 @@ def refuse_unshared(checkpoint: Path, device: torch.device) -> None:
     blind = torch.tensor(int(not checkpoint.is_dir()), device=device)
     dist.all_reduce(blind)
     if blind:
-        raise PlanError(
-            f"rank 0 goes on from {checkpoint}, which {int(blind)} of {dist.get_world_size()} ranks do not see: give a "
-            "folder that all nodes share (--out)"
+        raise PlanError(f"{int(blind)} ranks do not see {checkpoint}: give a folder of all nodes (--out)")
+
+
+class RunRecorder:
+    """Clock, counters and log of one process's part of a run; `end` is a collective call."""
+
+    def __init__(
+        self, settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: DeviceMesh, *, start: int
+    ) -> None:
+        self._mesh, self._pipeline, self._planned_s = mesh, pipeline, plan.estimates.step_ms / 1e3
+        self._log = settings.out / "run.jsonl" if dist.get_rank() == 0 else None
+        self._fillers = 0  # up to the last step
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            if not start:
+                _put_aside(self._log)
+            elif self._log.exists() and not self._log.read_bytes().endswith(b"\n"):
+                self._write("\n")  # ends a line that a kill has cut
+            self._write(line_of(_header(settings, plan, pipeline, mesh)))
+
+    def begin(self, place: dict[str, str | int]) -> None:
+        """A step begins at this place of the loader, with its data loading."""
+        self._place = place
+        self._began = time.perf_counter()
+
+    def loaded(self) -> None:
+        self._loaded = time.perf_counter()
+
+    def end(
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        learning_rate: float,
+        norm: torch.Tensor,
+        num_tokens: int,
+        num_fillers: int,
+    ) -> StepRecord:
+        """Return the record of the step, the same on every rank but for the patches, which rank 0 knows.
+
+        `num_fillers`: all that this rank has made so far. Loader workers make samples ahead of their step.
+        """
+        device, images = self._pipeline.device, self._pipeline.image_load
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        own = torch.zeros(self._mesh["pp"].size() + 2, dtype=torch.float64, device=device)
+        own[self._mesh.get_local_rank("pp")] = _peak_memory_bytes(device)
+        own[-2:] = torch.tensor([time.perf_counter() - self._began, self._loaded - self._began])
+        dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        *peaks, step_s, data_s = own.tolist()
+        counts = torch.tensor([num_tokens, num_fillers - self._fillers], device=device)
+        dist.all_reduce(counts, group=self._mesh.get_group("dp"))
+        self._fillers = num_fillers
+        record = StepRecord(
+            step=step,
+            epoch=int(self._place["epoch"]),
+            loss=float(result.loss),
+            learning_rate=learning_rate,
+            grad_norm=float(norm),
+            num_tokens=int(counts[0]),
+            step_s=step_s,
+            data_s=data_s,
+            peak_memory_bytes=tuple(int(x) for x in peaks),
+            num_fillers=int(counts[1]),
+            patches_held=() if images is None else images.held,
+            patches_encoded=() if images is None else images.encoded,
         )
+        if self._log is not None:
+            self._write(line_of(record))
+            fillers = f"  {record.num_fillers} fillers" if record.num_fillers else ""
+            print(
+                f"step {step}  loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s  "
+                f"{step_s:.3g} s (planned {self._planned_s:.3g})  {max(peaks) / 2**30:.2f} GiB"
+                f"{_patches(record)}{fillers}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return record
+
+    def _write(self, line: str) -> None:
+        assert self._log is not None, "only rank 0 writes"
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def _patches(record: StepRecord) -> str:
+    """Of the fullest data-parallel rank, as it was and as it would be alone."""
+    if not record.patches_encoded:
+        return ""
+    return f"  {max(record.patches_encoded):,} patches on the fullest rank (alone {max(record.patches_held):,})"
+
+
+def _put_aside(log: Path) -> None:
+    """The log of an earlier run that left no checkpoint keeps its lines under another name."""
+    if log.is_file() and log.stat().st_size:
+        names = (log.with_name(f"{log.stem}.{number}{log.suffix}") for number in count(1))
+        kept = next(name for name in names if not name.exists())
+        log.rename(kept)
+        print(f"trimtab: the log of an earlier run in {log.parent} is now {kept.name}", file=sys.stderr)
+
+
+def _header(settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: DeviceMesh) -> RunHeader:
+    device, layout = pipeline.device, pipeline.layout
+    config: Any = pipeline.stages[0].model.config
+    # of a stage's whole device, by counted bytes: what torch's allocator says is allocated
+    gib = {stage.stage: stage.memory_gib - stage.reserve_gib for stage in plan.estimates.stages}
+    first = [layout.stages_of(d)[0] for d in range(layout.num_devices)]
+    return RunHeader(
+        plan=digest_of(plan),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
+        planned_device=plan.inputs.cluster.device,
+        dp=mesh["dp"].size(),
+        pp=mesh["pp"].size(),
+        schedule=layout.schedule,
+        num_microbatches=layout.num_microbatches,
+        dtype=settings.dtype_on(device.type),
+        attention=config._attn_implementation,
+        optimizer=settings.optimizer,
+        vision_dp="off" if layout.images is None else layout.images.exchange,
+        planned_step_s=plan.estimates.step_ms / 1e3,
+        planned_memory_bytes=tuple(int(gib.get(stage, 0.0) * 2**30) for stage in first),
+        versions=", ".join(f"{module.__name__} {module.__version__}" for module in (trimtab, torch, transformers)),
+    )
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes torch's allocator held on the device; on a CPU the process's own peak, all it loaded included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

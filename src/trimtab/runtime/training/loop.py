@@ -34,13 +34,14 @@ from trimtab.plan.runs import StepRecord
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import UnreadableSampleError, open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
-from trimtab.runtime.data.packing import prepare_packing_on_ranks
+from trimtab.runtime.data.packing import verify_packing
 from trimtab.runtime.pipeline.build import build_pipeline
 from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
 from trimtab.runtime.placing.folder import check_folder
 from trimtab.runtime.ranks import Ranks, device_mesh, on_first_rank, process_group, tell
 from trimtab.runtime.training.checkpoint import (
     Progress,
+    RunRecorder,
     export_model,
     find_checkpoint,
     held_folder,
@@ -48,7 +49,6 @@ from trimtab.runtime.training.checkpoint import (
     save_checkpoint,
     words_of,
 )
-from trimtab.runtime.training.run_recorder import RunRecorder
 from trimtab.runtime.training.settings import TrainSettings
 
 # Adapters in `trimtab train`: PEFT puts them beside the layers that a plan names, an export merges them.
@@ -67,10 +67,7 @@ def add_adapters(model: Any, folder: Path, lora: Lora) -> None:
     try:
         import peft
     except ImportError:
-        raise UnsupportedPlanError(
-            f"the plan trains LoRA adapters ({lora}), which PEFT makes, and it is not installed: pip install "
-            "'trimtab[lora]', or plan without --lora"
-        ) from None
+        raise UnsupportedPlanError(f"PEFT, for LoRA ({lora}), is not installed: pip install 'trimtab[lora]'") from None
     built = dict(model.named_modules())
     layers = [replace(x, linears=read_linears(built.get(x.name))) for x in describe(folder).layers]
     names = [f"{x.name}.{adapter.name}".rstrip(".") for x in layers for adapter in adapt_layer(x, lora, 1)]
@@ -194,7 +191,7 @@ def open_run(settings: TrainSettings, plan: Plan, ranks: Ranks, *, layout: Pipel
     torch.manual_seed(settings.seed)  # the same weights on every rank, where they are drawn
     model = load_model(settings, plan, device)
     if settings.verify_packing:
-        prepare_packing_on_ranks(model, device)
+        on_first_rank(lambda: verify_packing(model), device)
     tied = tied_names(model)
     pipeline = build_pipeline(
         model,
@@ -243,15 +240,11 @@ def update(run: Run, settings: TrainSettings, step: int, num_steps: int, result:
 def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
     """Before the optimizer makes weights of it; the same on every rank."""
     if not result.denominator > 0:
-        raise TrimtabError(
-            f"no token of step {step} has a label, so there is nothing to learn from it: see which samples are read "
-            "(fillers have none), or plan with data that has answers"
-        )
+        raise TrimtabError(f"no token of step {step} has a label: see which samples are read (fillers have none)")
     for what, value in (("loss", float(result.loss)), ("gradient norm", float(norm))):
         if not math.isfinite(value):
             raise TrimtabError(
-                f"the {what} of step {step} is {value}: resume from the last checkpoint with a lower learning rate or "
-                "a longer warm-up, or train in float32"
+                f"the {what} of step {step} is {value}: resume with a lower learning rate, or in float32"
             )
 
 
@@ -274,10 +267,7 @@ def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any
     folder runs."""
     attention = settings.attention or attention_of(plan, device)
     if not settings.random_weights and not any(settings.model.glob("*.safetensors")):
-        raise PlanError(
-            f"{settings.model} holds no weights (*.safetensors): name a folder that has them, or train from random "
-            "ones (--random-weights)"
-        )
+        raise PlanError(f"{settings.model} holds no *.safetensors: name a folder with them, or give --random-weights")
     check_folder(settings.model)
     what_not = f"does not load {settings.model} with attention {attention}"
     with library_reads(what_not, "correct its files, or choose another attention"):
@@ -312,10 +302,7 @@ def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
     schedule, planned = plan.decisions.schedule, plan.decisions.parallel.dp
     packs = planned * schedule.num_microbatches
     if packs % dp:
-        raise PlanError(
-            f"a step of the plan holds {packs} packs, which {dp} data-parallel ranks cannot share evenly: start as "
-            f"many processes as give {planned} of them, or another divisor of {packs}"
-        )
+        raise PlanError(f"{dp} data-parallel ranks do not divide {packs} packs: start {planned}, as planned")
     own = replace(plan.decisions, schedule=replace(schedule, num_microbatches=packs // dp))
     try:
         return read_layout(replace(plan, decisions=own))
@@ -324,8 +311,7 @@ def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
             raise
         pp = plan.decisions.parallel.pp
         raise UnsupportedPlanError(
-            f"{dp * pp} processes make {dp} data-parallel ranks, which leaves each {packs // dp} of a step's {packs} "
-            f"packs ({problem}): start {planned * pp} processes as planned, or fewer"
+            f"{dp} data-parallel ranks leave each {packs // dp} packs ({problem}): start {planned * pp} processes"
         ) from None
 
 
@@ -358,10 +344,7 @@ def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]
         return cls(parameters, lr=settings.learning_rate, **settings.optimizer_options)
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{key}={value}" for key, value in settings.optimizer_options.items()) or "no options"
-        raise TrimtabError(
-            f"optimizer {settings.optimizer} was asked for with {given}, which it refuses ({error}): give options that "
-            "its class in torch.optim takes"
-        ) from None
+        raise TrimtabError(f"{settings.optimizer} of torch.optim refuses {given} ({error})") from None
 
 
 def make_loader(

@@ -26,8 +26,7 @@ from trimtab.errors import PlanError
 from trimtab.files import write_atomically
 from trimtab.runtime.data.collate import PackedCollator, label_weights, packed_loss, step_denominator
 from trimtab.runtime.data.dataset import AloneThenPacked, PlanBatchSampler
-from trimtab.runtime.data.packing import prepare_packing
-from trimtab.runtime.data.packing_runs import sharded, unwrap
+from trimtab.runtime.data.packing import sharded, unwrap, verify_packing
 from trimtab.runtime.data.tables import Cursor, Deal, PlanTables, cursor_from_state, cursor_to_state
 from trimtab.runtime.ranks import Watch, open_watch
 from trimtab.runtime.training.shared import SharedSampler, size_of_sample
@@ -43,10 +42,7 @@ from trimtab.samples.problems import shorten
 def restore_weights(model: nn.Module, folder: Path) -> None:
     """Read the weights of a whole model out of `folder`; `PlanError` where one is left that cannot be."""
     if not isinstance(model, PreTrainedModel):
-        raise PlanError(
-            f"{folder} was to be resumed, and the model is a {type(model).__name__} of no class that says under which "
-            "names its weights are stored: load them yourself, and resume by PlanDataLoader.load_state_dict"
-        )
+        raise PlanError(f"{type(model).__name__} does not say its stored names: use PlanDataLoader.load_state_dict")
     stored = _read_as_pretrained(model, folder)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -112,19 +108,13 @@ def _read_as_pretrained(model: PreTrainedModel, folder: Path) -> dict[str, Tenso
         raise _unreadable(folder, error) from None
     wrong = {what: sorted(map(str, found[what])) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if problems := [f"{len(keys)} {what.replace('_', ' ')} ({keys[0]})" for what, keys in wrong.items() if keys]:
-        raise PlanError(
-            f"{folder} does not hold this {type(model).__name__}: {', '.join(problems)}; resume with the model of the "
-            "run, or start again"
-        )
+        raise PlanError(f"{folder} is not of this {type(model).__name__}: {', '.join(problems)}")
     tensors: dict[str, Tensor] = read.state_dict()
     return tensors
 
 
 def _unreadable(path: Path, error: Exception) -> PlanError:
-    return PlanError(
-        f"{path} cannot be read ({type(error).__name__}: {shorten(str(error), 200)}): remove this checkpoint, and "
-        "resume from the one before it"
-    )
+    return PlanError(f"{path} is not readable ({type(error).__name__}: {shorten(str(error), 200)}): remove it")
 
 
 LOG = logging.getLogger("trimtab")
@@ -198,7 +188,7 @@ class PlannedTrainer:
         folder, self._kept = self._find_checkpoint(resume_from_checkpoint) if resume_from_checkpoint else (None, None)
         model: Any = self.model  # type: ignore[attr-defined]
         if self._feed.verify and not sharded(model):
-            prepare_packing(model, collator=self._feed.pack)
+            verify_packing(model, collator=self._feed.pack)
         return trainer.train(folder, *args, **kwargs)
 
     def _find_checkpoint(self, given: str | Path | bool) -> tuple[str, dict[str, list[int]]]:
@@ -329,14 +319,12 @@ def _newest_whole(folder: Path) -> Path:
             LOG.warning("%s: the run resumes from %s", "; ".join(torn), found[step].name)
         return found[step]
     state = "; ".join(torn) or "it has no checkpoint"
-    raise PlanError(f"a run was to be resumed in {folder}, and no checkpoint is whole: {state}; start again")
+    raise PlanError(f"no checkpoint in {folder} is whole: {state}; start again")
 
 
 def _refuse_torn(folder: Path) -> Path:
     if problem := _tear(folder):
-        raise PlanError(
-            f"{folder} was to be resumed, and it is no whole checkpoint of a balanced Trainer ({problem}): give another"
-        )
+        raise PlanError(f"{folder} is no whole checkpoint of a balanced Trainer ({problem}): give another")
     return folder
 
 
@@ -377,9 +365,8 @@ def _check_state(deal: Deal, path: Path) -> None:
         else f"resume on a number of ranks that divides {packs}"
     )
     raise PlanError(
-        f"{path.parent} was taken in steps of {packs} packs ({state['dp']} ranks x {state['num_microbatches']} "
-        f"micro-batches), this run's have {deal.packs_per_step} ({deal.dp} x {deal.num_microbatches}), and the Trainer "
-        f"counts steps: {advice}, or load the file's state into a PlanDataLoader"
+        f"{path.parent} has steps of {packs} packs, not {deal.packs_per_step} ({deal.dp} x {deal.num_microbatches}): "
+        f"{advice}"
     )
 
 

@@ -56,10 +56,7 @@ class Control:
         found = [pickle.loads(text) for text in told]  # noqa: S301 (what ranks of this run have sent)
         if len({place for place, _ in found}) > 1:
             where = ", ".join(f"rank {rank} at {place}" for rank, (place, _) in enumerate(found))
-            raise TrimtabError(
-                f"the ranks of a group that shares images are not at the same call: {where}; run the same "
-                f"forwards, with the same kinds of images, on every rank"
-            )
+            raise TrimtabError(f"ranks that share images are not at one call ({where}): run the same forwards")
         return [sent for _, sent in found]
 
     def gather_unless(self, problem: Exception | None, what: str, value: object, *, failed: str) -> list[Any]:
@@ -110,8 +107,7 @@ class Control:
             waited_s, missing = time.monotonic() - start, self.watch.find_missing()
             raise TrimtabError(
                 f"rank {self.rank} of {self.num_ranks} waited {waited_s:.0f} s at {what} for "
-                f"{join_words(missing) or 'the others'}: every rank must run the same calls; where some have no image, "
-                "use `vision_heartbeat`"
+                f"{join_words(missing) or 'the others'}: run the same calls on every rank, or use `vision_heartbeat`"
             ) from error
 
 
@@ -157,18 +153,15 @@ def agree_on_inputs(
     lengths = [(part.name, part.lengths.tolist()) for part in parts]
     fixed = [] if inputs is None else sorted(inputs.fixed)
     mark = fingerprint([*words, lengths, fixed, torch.is_grad_enabled()], [part.rows for part in parts])
-    failed = f"rank {{}} refused what {name} was given: that rank's own message says why"
+    failed = f"rank {{}} refused what {name} was given: see its own message"
     if others := differing_ranks(control.gather_unless(problem, name, mark, failed=failed)):
         if inputs is None:
             raise TrimtabError(
-                f"rank {listed(others)} of the group called {name} with another mode of gradients or tensors of "
-                f"another form, or shares images by another rule or cost than the rest: use the same processor and the "
-                f"same arguments of vision_dp on every rank"
+                f"rank {listed(others)} called {name} with another form, rule or cost: use one processor and one "
+                "vision_dp"
             )
         raise TrimtabError(
-            f"rank {listed(others)} of the group called {name} with other images, another mode of gradients or other "
-            f"settings than the rest: this exchange needs the same images on every rank; for ranks with images of "
-            f"their own use exchange='dispatch'"
+            f"rank {listed(others)} called {name} with other images or settings: give the same, or exchange='dispatch'"
         )
 
 
@@ -186,15 +179,12 @@ def agree_on_rows(
     own = None
     if features is not None:
         own = features.num_rows.tolist(), str(features.rows.dtype), features.rows.requires_grad, features.widths
-    failed = "the vision tower failed on rank {}: that rank's own message says why"
+    failed = "the vision tower failed on rank {}: see its own message"
     everyone = control.gather_unless(problem, f"the end of {name}", own, failed=failed)
     counts, *kinds = zip(*everyone, strict=True)
     for column, what in zip(kinds, ("another type", "another need of gradients", "other widths"), strict=True):
         if others := differing_ranks(column):
-            raise TrimtabError(
-                f"rank {listed(others)} of the group has image features of {what} than the rest: "
-                f"use the same precision and freeze the same parameters on every rank"
-            )
+            raise TrimtabError(f"rank {listed(others)} has image features of {what}: use one precision and freezing")
     num_rows = np.empty(len(shares.order), np.int64)
     for rank, counted in enumerate(counts):
         num_rows[shares.atoms_of(rank)] = counted

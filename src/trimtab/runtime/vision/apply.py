@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -17,19 +18,151 @@ from trimtab.errors import PlanError, TrimtabError
 from trimtab.options import Rule
 from trimtab.plan.plan import Plan
 from trimtab.runtime.vision.agreement import Control, open_control
-from trimtab.runtime.vision.encode import Exchange, Settings, Sharing
-from trimtab.runtime.vision.handle import VisionDataParallel
+from trimtab.runtime.vision.encode import (
+    Exchange,
+    Load,
+    Settings,
+    Sharing,
+    encode_nothing,
+    encode_shared,
+    run_on_nothing,
+)
+from trimtab.runtime.vision.exchange import sum_in_place
 from trimtab.runtime.vision.hooks import (
     KINDS,
     RETURNS_OBJECTS,
     Heartbeat,
     PatchedFunction,
     Place,
+    StandIn,
     find_functions,
     is_shared,
 )
-from trimtab.runtime.vision.inputs import GRIDS, PIXELS, Family, GridFamily, find_family, tower_flops
-from trimtab.runtime.vision.outputs import each_tensor
+from trimtab.runtime.vision.inputs import GRIDS, PIXELS, Family, GridFamily, VisionInputs, find_family, tower_flops
+from trimtab.runtime.vision.outputs import each_tensor, touch
+
+_TEXT = ("language_model", "lm_head", "text_model", "embed_tokens")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class VisionDataParallel:
+    """Holds the replaced functions of one model; `remove()` or leaving the `with` block puts them back."""
+
+    model: nn.Module
+    group: Any  # None: a heartbeat and no exchange
+    settings: Settings
+    family: Family
+    config: Any
+    functions: tuple[PatchedFunction, ...]
+    over: Any = None  # group of the heartbeat
+    sharing: Sharing | None = None  # None: a group of one, or none
+    heartbeat: Heartbeat | None = None
+    _inside: bool = False  # a call of our own: replaced functions are the module's own
+    _paused: bool = False
+    _installed: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.sharing is None else self.sharing.control.num_ranks
+
+    @property
+    def load(self) -> Load:
+        """What this rank has encoded."""
+        return Load() if self.sharing is None else self.sharing.load
+
+    def __enter__(self) -> VisionDataParallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def install(self) -> None:
+        """Replace the functions, once; a group of one without a heartbeat replaces nothing."""
+        if self.sharing is None and self.heartbeat is None:
+            return
+        for function in self.functions:
+            function.put(StandIn(function, self, self._encode))
+        if self.heartbeat is not None:
+            self.heartbeat.install()
+        self._installed = True
+
+    def remove(self) -> None:
+        """Put the module's own functions back, end the connections; harmless when that was done already."""
+        if not self._installed:
+            return
+        for function in self.functions:
+            function.put_back()
+        if self.heartbeat is not None:
+            self.heartbeat.remove()
+            self.heartbeat.control.close()
+        if self.sharing is not None:
+            self.sharing.control.close()
+        self._installed = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Every rank encodes all images it holds, as without the handle; a heartbeat goes on."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def vision_parameters(self) -> list[nn.Parameter]:
+        """All of the module that are not its language model's: the tower and what follows it up to the features."""
+        module = self.functions[0].module
+        children = [child for name in _TEXT if isinstance(child := getattr(module, name, None), nn.Module)]
+        text = {id(p) for child in children for p in child.parameters()}
+        return [p for p in module.parameters() if id(p) not in text]
+
+    def reduce_gradients(self) -> None:
+        """Average the vision parameters' gradients over the group, for a host that leaves replicas alone."""
+        if self.sharing is None:
+            return
+        trained = [p for p in self.vision_parameters() if p.requires_grad]
+        if self.load.calls and trained and all(p.grad is None for p in trained):
+            raise TrimtabError(
+                "no vision parameter has a gradient: call this after the backward (Megatron: average main_grad)"
+            )
+        gradients = [p.grad for p in trained if p.grad is not None]
+        sum_in_place(gradients, self.group)  # N times those of one process: every rank has the whole loss (kappa = N)
+        for gradient in gradients:
+            gradient /= self.num_ranks
+
+    # -- what the replaced functions and the hooks call ------------------------------------------------------------
+
+    def _encode(self, function: PatchedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called in place of the model's own function."""
+        if self._inside:  # videos encoded as images call a second replaced function
+            return function.original(*args, **kwargs)
+        with self._within():
+            if self.sharing is None or self._paused:
+                output = function.original(*args, **kwargs)
+            else:
+                template = None if self.heartbeat is None else self.heartbeat.templates.pop(function.kind, None)
+                output = encode_shared(self.sharing, function, args, kwargs, template)
+        # what other ranks encode next and this one lacks runs now: the order of calls is the same on every rank
+        zero = None if self.heartbeat is None else self.heartbeat.run_missing(function.kind)
+        return output if zero is None else touch(output, zero)
+
+    def run_without(self, function: PatchedFunction, template: VisionInputs) -> Any:
+        """Take part in a call of the tower without an image of one's own: a zero that depends on it."""
+        with self._within():
+            if self.sharing is not None and self.settings.exchange == "dispatch" and not self._paused:
+                return encode_nothing(self.sharing, function, template)
+            return run_on_nothing(self.family, self.config, function, template).rows.sum()
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        """Calls of the replaced functions from here on are our own."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+
+# -- put on a model ---------------------------------------------------------------------------------------------------
 
 
 def vision_dp(
@@ -64,9 +197,9 @@ def vision_dp(
     """
     problems = []
     if exchange not in get_args(Exchange):
-        problems.append(f"'{exchange}' is no exchange of image features: choose one of {', '.join(get_args(Exchange))}")
+        problems.append(f"exchange {exchange!r} is unknown: choose one of {', '.join(get_args(Exchange))}")
     if rule not in RULES:
-        problems.append(f"'{rule}' is not a rule to share images by: choose one of {', '.join(RULES)}")
+        problems.append(f"rule {rule!r} is unknown: choose one of {', '.join(RULES)}")
     if problems:
         raise TrimtabError("\n".join(problems))
     functions = find_functions(model, at)
@@ -101,9 +234,7 @@ def _put_on(
     """
     over = group if settings.exchange == "dispatch" else heartbeat
     if is_shared(model):
-        raise TrimtabError(
-            "this model's images are shared already: call remove() of the first handle before you make another"
-        )
+        raise TrimtabError("this model's images are shared already: call remove() of the first handle")
     found = VisionDataParallel(
         model=model,
         group=group,
@@ -130,10 +261,7 @@ def _make_heartbeat(handle: VisionDataParallel, control: Control) -> Heartbeat:
     by_kind = {function.kind: function for function in handle.functions}
     functions = {kind: by_kind[kind] for kind in KINDS if kind in by_kind}
     if not functions:
-        raise TrimtabError(
-            "ranks without images are kept in step at get_image_features, and this handle is at the tower's forward: "
-            "pass the whole model with at='features'"
-        )
+        raise TrimtabError("a heartbeat needs get_image_features: pass the whole model, not the tower")
     return Heartbeat(
         control=control,
         functions=functions,
@@ -148,12 +276,7 @@ _PATCHES = LinearCost(patches=1.0)  # bytes held grow with patches, whatever the
 
 
 def vision_dp_from_plan(
-    model: nn.Module,
-    group: Any,
-    plan: Plan,
-    *,
-    cost: LinearCost | None = None,
-    **others: Any,
+    model: nn.Module, group: Any, plan: Plan, *, cost: LinearCost | None = None, **others: Any
 ) -> VisionDataParallel | None:
     """`vision_dp` as `plan` decides; None, and nothing replaced, where every rank encodes the images it holds.
 
@@ -173,13 +296,11 @@ def vision_dp_from_plan(
         return None
     if dist.get_world_size(group) != decision.degree:
         raise PlanError(
-            f"the plan shares images among {decision.degree} ranks of {decision.group}, and the group that was given "
-            f"has {dist.get_world_size(group)}: give the ranks along {decision.group}, or plan for as many"
+            f"{dist.get_world_size(group)} ranks are not the plan's {decision.degree} along {decision.group}"
         )
     if decision.pooling > 1 and decision.exchange == "dispatch":
         raise PlanError(
-            f"the plan encodes {decision.pooling} micro-batches of {decision.degree} dp ranks in one call, which "
-            "`trimtab train` does and no model's own forward: plan with --set vision_pooling=1 for this host"
+            f"only `trimtab train` pools {decision.pooling} micro-batches: plan with --set vision_pooling=1"
         )
     return vision_dp(
         model,
@@ -253,23 +374,14 @@ def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, A
     `microbatches[i]` holds `pixel_values`, `image_grid_thw` and the like, for grid families; others are ignored.
     """
     if not isinstance(handle.family, GridFamily):
-        raise TrimtabError(
-            f"micro-batches of {type(handle.model).__name__} were to share a call of the tower, which is known for "
-            f"families with a grid of patches: call the model on each micro-batch"
-        )
+        raise TrimtabError(f"{type(handle.model).__name__} has no grid of patches: call it on each micro-batch")
     if handle.heartbeat is not None:
-        raise TrimtabError(
-            "micro-batches were to share a call of the tower on ranks that may hold no image, and a pool has no "
-            "heartbeat that would call the others: call the model on each micro-batch, or let `trimtab train` dispatch"
-        )
+        raise TrimtabError("a pool has no heartbeat: call the model on each micro-batch")
     outputs: list[dict[str, Any]] = [{} for _ in microbatches]
     pooled = PooledFeatures(outputs=outputs)
     for function in handle.functions:
         if function.kind == "tower" or not RETURNS_OBJECTS:
-            raise TrimtabError(
-                "features are fed back at mm_encoder_outputs, which the tower's own forward does not know: "
-                "make the handle with at='features', under Transformers 5"
-            )
+            raise TrimtabError("mm_encoder_outputs needs at='features' and Transformers 5")
         pixels, grid = PIXELS[function.kind], GRIDS[function.kind]
         holders = [i for i, inputs in enumerate(microbatches) if inputs.get(pixels) is not None]
         if not holders:

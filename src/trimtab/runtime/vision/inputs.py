@@ -93,8 +93,8 @@ def join_inputs(inputs: Sequence[VisionInputs]) -> VisionInputs | None:
 #
 # That is `get_image_features` or `get_video_features` of the model, or the tower's own `forward`. Its arguments tell,
 # by the conventions of Transformers: a table `image_grid_thw` counts the patches of each image, which stand in one
-# tensor; without it the first dimension is images. `check_family` decides whether that holds for a model: encoding
-# atoms apart gives what encoding them together gives, features and gradients.
+# tensor; without it the first dimension is images. A test of every
+# family shows that encoding atoms apart gives what encoding them together gives, features and gradients.
 
 
 Kind = Literal["image", "video", "tower"]
@@ -122,10 +122,7 @@ class GridFamily:
         pixels, grid_name = _pixels(kind, given), GRIDS[kind]
         grid = given.pop(grid_name, None)
         if not isinstance(grid, Tensor):
-            raise TrimtabError(
-                f"the vision tower was called without {grid_name}: it says which patches belong to which image; "
-                f"pass what the processor returned"
-            )
+            raise TrimtabError(f"{grid_name} is missing: pass what the processor returned")
         table = grid.detach().cpu().numpy().astype(np.int64)
         clips = table[:, 0] if self.frames else np.ones(len(table), np.int64)
         atoms = np.repeat(table, clips, axis=0)
@@ -133,10 +130,7 @@ class GridFamily:
             atoms[:, 0] = 1
         patches = atoms.prod(axis=1)
         if int(patches.sum()) != len(pixels.rows):
-            raise TrimtabError(
-                f"{grid_name} counts {int(patches.sum())} patches and {pixels.name} has {len(pixels.rows)}: "
-                f"pass both as the processor returned them, for the same images"
-            )
+            raise TrimtabError(f"{grid_name} counts {int(patches.sum())} patches, {pixels.name} has {len(pixels.rows)}")
         own = np.ones(len(atoms), np.int64)
         beside = [
             Part(
@@ -249,8 +243,7 @@ def find_family(config: Any, encode: Callable[..., Any] | None = None) -> Family
     except TrimtabError as error:
         model_type = getattr(config, "model_type", None)
         raise TrimtabError(
-            f"nothing says how a call of the '{model_type}' vision tower divides into images ({error}): pass "
-            "`family=GridFamily(...)` or `BatchFamily(...)`"
+            f"calls of the {model_type!r} tower are not divided ({error}): give family=GridFamily(...)"
         ) from error
 
 
@@ -339,20 +332,14 @@ def _pixels(kind: Kind, given: dict[str, Any]) -> Part:
     name = PIXELS.get(kind) or next(iter(given))
     pixels = given.pop(name, None)
     if not isinstance(pixels, Tensor):
-        raise TrimtabError(
-            f"{name} is {type(pixels).__name__}, not one tensor: only tensors can be shared among ranks; "
-            f"stack the images as the processor does with return_tensors='pt'"
-        )
+        raise TrimtabError(f"{name} is {type(pixels).__name__}, no tensor: give return_tensors='pt'")
     return Part(name=name, rows=pixels, lengths=np.empty(0, np.int64))
 
 
 def _refuse_unequal_samples(given: dict[str, Any]) -> None:
     counts = given.pop("batch_num_images", None)
     if counts is not None and any(int(count) != 1 for count in counts):
-        raise TrimtabError(
-            "batch_num_images has samples of several images, which the tower treats differently from single ones: "
-            "images then cannot be encoded apart; leave it out, or run without vision data parallel"
-        )
+        raise TrimtabError("batch_num_images has samples of several images, which are not encoded apart: leave it out")
 
 
 def _fixed(kind: Kind, given: dict[str, Any]) -> dict[str, Any]:
@@ -363,13 +350,7 @@ def _fixed(kind: Kind, given: dict[str, Any]) -> dict[str, Any]:
         if value is not None and name not in _TEXT_ONLY | _DERIVED and not name.startswith(_OTHER[kind])
     }
     if captured := sorted(name for name in ("output_hidden_states", "output_attentions") if fixed.get(name)):
-        raise TrimtabError(
-            f"{' and '.join(captured)} asks the vision tower for the states of all images, and each rank computes some "
-            f"of them: leave it out, or call inside `with handle.paused():`"
-        )
+        raise TrimtabError(f"ranks have only their images for {' and '.join(captured)}: use handle.paused()")
     if whole := sorted(name for name, value in fixed.items() if isinstance(value, Tensor)):
-        raise TrimtabError(
-            f"{', '.join(whole)} describes all images of the batch, and each rank encodes some of them: "
-            f"leave it out and let the tower compute it for its own"
-        )
+        raise TrimtabError(f"{', '.join(whole)} describes all images: leave it out, the tower computes its own")
     return fixed

@@ -98,10 +98,7 @@ def columns_of(output: Any) -> list[Any]:
         return [output]
     if getattr(output, "pooler_output", None) is not None:
         return [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
-    raise TrimtabError(
-        f"the vision tower returned {type(output).__name__}, and image features are expected as a tensor, a tensor "
-        f"with a list, or an output with pooler_output: put vision_dp at get_image_features of the model"
-    )
+    raise TrimtabError(f"features came as {type(output).__name__}: put vision_dp at get_image_features of the model")
 
 
 def _has_layers(output: Any) -> bool:
@@ -129,10 +126,7 @@ def _pieces(column: Any, num_atoms: int, expected: IntArray | None) -> Sequence[
         return [column]
     else:
         problem = f"shape {tuple(column.shape)}"
-    raise TrimtabError(
-        f"features of {num_atoms} images came as {problem}, and it cannot be told which rows are which image's: "
-        f"check the family's declaration with check_family"
-    )
+    raise TrimtabError(f"features of {num_atoms} images came as {problem}: give a family= that fits the model")
 
 
 def _fill(like: Any, rows: Tensor, num_rows: IntArray) -> Any:

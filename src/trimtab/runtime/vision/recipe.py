@@ -50,12 +50,9 @@ def apply_vision_dp_patch(
     those of the text are right, those of the tower are (`runtime/vision/exchange.py` has the proof).
     """
     if dp_group is not None and dp_size not in (None, dist.get_world_size(dp_group)):
-        raise TrimtabError(
-            f"dp_size {dp_size} was given for a group of {dist.get_world_size(dp_group)} ranks: leave it out, or give "
-            "the group of that size"
-        )
+        raise TrimtabError(f"dp_size must be {dist.get_world_size(dp_group)}, the group's, not {dp_size}: leave it out")
     if dp_group is not None and dp_rank not in (None, dist.get_rank(dp_group)):
-        raise TrimtabError(f"dp_rank {dp_rank} was given on rank {dist.get_rank(dp_group)} of the group: leave it out")
+        raise TrimtabError(f"dp_rank must be {dist.get_rank(dp_group)}, not {dp_rank}: leave it out")
     for tower in _tower_classes() if classes is None else classes:
         if tower not in _originals:
             _originals[tower] = tower.forward  # type: ignore[attr-defined]
@@ -117,16 +114,10 @@ def prepare_local_vision_inputs(
     `patch_counts` are those of `get_image_patch_counts`, where they are at hand.
     """
     if not 0 <= dp_rank < len(image_assignments):
-        raise TrimtabError(
-            f"dp_rank {dp_rank} was asked for, and images are assigned to {len(image_assignments)} ranks: give 0 to "
-            f"{len(image_assignments) - 1}"
-        )
+        raise TrimtabError(f"dp_rank must be 0 to {len(image_assignments) - 1}, not {dp_rank}")
     counts = np.asarray(get_image_patch_counts(grid_thw) if patch_counts is None else patch_counts, np.int64)
     if int(counts.sum()) != len(pixel_values):
-        raise TrimtabError(
-            f"grid_thw counts {int(counts.sum())} patches and pixel_values has {len(pixel_values)} rows: give both of "
-            "the same images"
-        )
+        raise TrimtabError(f"grid_thw counts {int(counts.sum())} patches, pixel_values has {len(pixel_values)}")
     own = list(image_assignments[dp_rank])
     starts = np.cumsum(counts) - counts
     rows = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in own] or [np.empty(0, np.int64)])
@@ -175,7 +166,4 @@ def _ulysses_group() -> Any:
     for module, function in _ULYSSES.items():
         if sys.modules.get(module.partition(".")[0]) is not None:  # the host that runs
             return getattr(importlib.import_module(module), function)()
-    raise TrimtabError(
-        "no group was given to share images over, and neither verl nor ROLL, whose Ulysses groups are the defaults, "
-        "runs in this process: call apply_vision_dp_patch(group)"
-    )
+    raise TrimtabError("neither verl nor ROLL runs here: call apply_vision_dp_patch(group)")

@@ -6,16 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision.handle import VisionDataParallel
-from trimtab.runtime.vision.hooks import Place, find_functions
-from trimtab.runtime.vision.inputs import Family, Kind, find_family
-from trimtab.runtime.vision.outputs import read_features, rows_of, write_features
+from trimtab.runtime.vision.apply import VisionDataParallel
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
 """Largest relative difference of gradients that is taken for rounding, by the type of the parameters."""
@@ -34,9 +30,8 @@ class VisionCheck:
         found = []
         if not max(self.loss_error, self.gradient_error) <= CLOSE[self.dtype]:
             found.append(
-                f"with images shared the loss differs by {self.loss_error:.2g} and the vision gradients by "
-                f"{self.gradient_error:.2g}: the family's declaration does not hold for this tower (run check_family), "
-                f"or something else exchanges features as well"
+                f"with images shared the loss differs by {self.loss_error:.2g}, vision gradients by "
+                f"{self.gradient_error:.2g}: give a family= that fits the tower"
             )
         return found
 
@@ -56,7 +51,7 @@ def verify_vision_dp(
     examples/vision_data_parallel.py is a whole run. Not for ZeRO, whose gradients stay with DeepSpeed.
     """
     if handle.sharing is None:
-        raise TrimtabError("a group of one shares nothing, so there is nothing to verify: run on two ranks or more")
+        raise TrimtabError("a group of one shares nothing: run on two ranks or more")
     is_dispatch = handle.settings.exchange == "dispatch"
     parameters = [p for p in handle.vision_parameters() if p.requires_grad]
 
@@ -105,60 +100,3 @@ def _square(gradients: list[Tensor | None]) -> float:
             square: Any = gradient.double().square().sum()
             total += float(square.full_tensor() if hasattr(square, "full_tensor") else square)
     return total
-
-
-# Does a family's declaration hold: are images encoded apart what they are encoded together?
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyCheck:
-    """Relative differences between all images in one call and one call for each atom."""
-
-    num_atoms: int
-    features: float
-    gradients: float  # of all parameters together, under a random linear loss
-
-
-def check_family(
-    model: nn.Module,
-    arguments: dict[str, Any],
-    *,
-    kind: Kind = "image",
-    family: Family | None = None,
-    at: Place | None = None,
-) -> FamilyCheck:
-    """Encode `arguments` (of `get_image_features`, or of the tower) at once and atom by atom; no process group.
-
-    Give several images of different sizes, and for `kind="video"` a clip of several frames. Exact arithmetic would
-    give 0; float64 gives about 1e-15.
-    """
-    function = next(s for s in find_functions(model, at) if s.kind == kind)
-    config = function.module.config
-    family = family or find_family(config, function.original)
-    inputs = family.read(kind, function.bind((), dict(arguments)), config)
-    whole = torch.cat(rows_of(function.call(function.bind((), dict(arguments)))), dim=-1)
-    atoms = [inputs.take(np.array([atom])) for atom in range(len(inputs))]
-    pieces = [read_features(function.call(atom.arguments()), atom) for atom in atoms]
-    apart = torch.cat([features.rows for features in pieces])
-    num_rows = np.array([int(features.num_rows[0]) for features in pieces])
-    ends = np.cumsum(inputs.entries)
-    entries = np.add.reduceat(num_rows, ends - inputs.entries)
-    rebuilt = torch.cat(rows_of(write_features(pieces[0], apart, entries)), dim=-1)
-    assert whole.shape == rebuilt.shape, f"{tuple(rebuilt.shape)} apart, {tuple(whole.shape)} together"
-    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0)).to(whole)
-    return FamilyCheck(
-        num_atoms=len(inputs),
-        features=_relative(rebuilt.detach(), whole.detach()),
-        gradients=_relative(*(_gradient(function.module, (rows * weights).sum()) for rows in (rebuilt, whole))),
-    )
-
-
-def _gradient(module: nn.Module, loss: Tensor) -> Tensor:
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-    return torch.cat([gradient.flatten() for gradient in filled])
-
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())

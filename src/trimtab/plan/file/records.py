@@ -1,4 +1,4 @@
-"""Rows of a plan to the records they were sized from: a file's line or row, wherever bad samples were left out."""
+"""The records that a plan was made from: their files, and of each row of the plan its line or row in them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,110 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.address import Allowed
-from trimtab.files import blake2b, fingerprint_file, write_atomically
-from trimtab.plan.file.reload import find_data_files, read_samples
+from trimtab.address import Address, Allowed, place_of
+from trimtab.errors import PlanError, SampleError
+from trimtab.files import blake2b, fingerprint_file, is_there, write_atomically
+from trimtab.plan.file.reload import read_samples
 from trimtab.plan.file.yaml import array_bytes, load_plan
-from trimtab.plan.layout import refuse_tars
+from trimtab.plan.plan import DataFile, Plan
+from trimtab.samples.lengths import holds_lengths
 from trimtab.samples.problems import parse_record
 from trimtab.samples.records import Lines, detect_format, open_rows, refuse_other_files, row_starts
-from trimtab.samples.sources import MediaRoot, whole_root
+from trimtab.samples.sources import SourceFile, find_sources
+from trimtab.samples.table import SizedFile, is_saved_table, sized_files
 from trimtab.specs import IntArray, SampleTable
+
+# -- the files: those that the plan was made from, or those behind its saved sizes -------------------------------------
+
+
+def find_data_files(
+    plan: Plan,
+    folder: Path,
+    given: Sequence[Path] | None = None,
+    media_root: Path | str | None = None,
+    *,
+    allowed: Allowed | None = None,
+) -> list[SourceFile]:
+    """Return the files that were sized, in their order: `given`, or those that the plan in `folder` leads to.
+
+    Each says which media folder a list of data sets, or the plan, states for it. A plan made from tables that `trimtab
+    size` saved leads through them to the files that were sized. An address that the plan names is opened only if that
+    is `allowed`. Raises `SampleError` where a file is missing or holds no records, and `PlanError` where it is not the
+    one that was sized.
+    """
+    allowed = allowed or Allowed()
+    # 1. path and fingerprint of every file that was sized; unknown behind a table that is gone or does not say it
+    sized: list[SizedFile] | None = []
+    for file in plan.inputs.data.files:
+        found = _behind(file, folder, allowed) if is_saved_table(place_of(file.path)) else [_sized(file)]
+        sized = None if found is None or sized is None else [*sized, *found]
+    # 2. where they are
+    if given is None:
+        known = sized if sized is not None else list(map(_sized, plan.inputs.data.files))
+        sources = [_source(file, folder, allowed) for file in known]
+    else:
+        sources = find_sources(given, media_root, allowed)
+    files = [source.file for source in sources]
+    (refuse_absent if given is None else refuse_no_records)(files)
+    # 3. whether they are what was sized
+    for place, expected in zip(files, sized or (), strict=False):
+        if fingerprint_file(place) != expected.blake2b:
+            raise PlanError(f"{place} is not {expected.path} as it was sized: name that file (--data), or plan again")
+    if sized is not None and len(sized) != len(files):
+        named = ", ".join(file.path for file in sized)
+        raise PlanError(f"{len(files)} files for a plan of {len(sized)}: name {named}, in order (--data)")
+    refuse_no_records(files)  # only now: what a plan leads to is not parsed before it is known to be what was sized
+    return sources
+
+
+def refuse_absent(files: Sequence[Path]) -> None:
+    """Raise `SampleError` where a file is missing."""
+    gone = [str(file) for file in files if not is_there(file)]
+    if gone or not files:
+        raise SampleError(f"no data at {', '.join(gone) or 'any place'}: name the files that were sized (--data)")
+
+
+def refuse_no_records(files: Sequence[Path]) -> None:
+    """Raise `SampleError` where a file is missing, or holds sizes and no records."""
+    refuse_absent(files)
+    if bare := [str(file) for file in files if holds_lengths(file)]:
+        raise SampleError(f"{', '.join(bare)} holds sizes, not records: name the files that were sized (--data)")
+
+
+def _place(path: str, folder: Path, allowed: Allowed) -> Path:
+    """Return a file as the plan names it: from the working folder, or the plan's; or an address, if allowed."""
+    place = place_of(path)
+    if isinstance(place, Address) and not allowed.remote:
+        raise SampleError(f"the plan in {folder} names the address {path}: name the data (--data), or --allow-remote")
+    return place if isinstance(place, Address) or is_there(place) else folder / path
+
+
+def _source(file: SizedFile, folder: Path, allowed: Allowed) -> SourceFile:
+    place = _place(file.path, folder, allowed)
+    root = None if file.media_root is None else place_of(file.media_root)
+    if isinstance(root, Address):
+        _place(str(root), folder, allowed)
+    return SourceFile(file=place, named=place, media_root=root)
+
+
+def _sized(file: DataFile) -> SizedFile:
+    return SizedFile(path=file.path, blake2b=file.blake2b, media_root=file.media_root)
+
+
+def _behind(file: DataFile, folder: Path, allowed: Allowed) -> list[SizedFile] | None:
+    """Return the files behind a saved table of the plan; None where the table is gone or names none."""
+    place = _place(file.path, folder, allowed)
+    return (list(sized_files(place)) or None) if place.is_file() else None
+
+
+# -- the records of rows ----------------------------------------------------------------------------------------------
+
+
+def refuse_tars(files: Sequence[Path]) -> None:
+    """Raise `SampleError` for shards: their records are read one after the other only."""
+    refused = [str(file) for file in files if detect_format(file) == "tar"]
+    if refused:
+        raise SampleError(f"{', '.join(refused)}: tar shards have no records by row; read them in your own data set")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +130,7 @@ class Place:
 def open_records(
     plan: Path | str,
     files: Sequence[Path] | None = None,
-    media_root: MediaRoot = None,
+    media_root: Path | str | None = None,
     *,
     allowed: Allowed | None = None,
 ) -> PlannedRecords:
@@ -51,12 +146,12 @@ def open_records(
     folder = path.parent if path.is_file() or path.name == "plan.yaml" else path
     made = load_plan(path if path.is_file() else folder)
     sources = find_data_files(made, folder, files, media_root, allowed=allowed)
-    whole = whole_root(sources, media_root)
+    root = None if media_root is None else place_of(media_root)
     return PlannedRecords(
         read_samples(made, folder),
         [source.file for source in sources],
         index_dir=folder,
-        media_roots=[source.media_root or whole for source in sources],
+        media_roots=[source.media_root or root for source in sources],
     )
 
 
