@@ -83,10 +83,7 @@ def export(plan: Decided, _price: float | None) -> Exported:
     zero_stage = plan.zero_stage
     problems = schedule_problems(plan, "PipelineModule", ["1F1B"])
     if zero_stage > 1:
-        problems.append(
-            f"ZeRO stage {zero_stage} was planned, and DeepSpeed's pipeline engine works with 0 and 1: plan with ZeRO "
-            "stage 1"
-        )
+        problems.append(f"DeepSpeed's pipeline engine has no ZeRO stage {zero_stage}: plan with ZeRO stage 1")
     refuse(
         [
             *problems,
@@ -105,8 +102,8 @@ def export(plan: Decided, _price: float | None) -> Exported:
     warnings = lost_tiers(count_by_tier(stages), "layers", "DeepSpeed checkpoints layers in full")
     if dims.tp > 1:
         warnings.append(
-            f"tp {dims.tp} was planned, and PipelineModule leaves it to the layers: build them tensor-parallel, and "
-            f"pass topology=PipeModelDataParallelTopology(num_pp={dims.pp}, num_mp={dims.tp}, num_dp={dims.dp})"
+            f"build layers tensor-parallel for tp {dims.tp}, and pass "
+            f"topology=PipeModelDataParallelTopology(num_pp={dims.pp}, num_mp={dims.tp}, num_dp={dims.dp})"
         )
     runs = deepspeed_runs(stages)
     recompute = sorted(i for stage in runs for i in tiers_of(stage))

@@ -26,7 +26,7 @@ from typing import Literal, get_args
 from trimtab.errors import ConfigError, UnsupportedPlanError
 from trimtab.files import read_small, write_atomically, written_together
 from trimtab.options import MapRule
-from trimtab.placement.chain import device_changes
+from trimtab.placement.bytes import device_changes
 from trimtab.typed_json import parse_json
 from trimtab.units import MIB, parse_bytes
 
@@ -77,8 +77,7 @@ class StageCounts:
         """Raise `UnsupportedPlanError` where the engine runs no stages of this family, with what it does run."""
         if engine == "sglang" and family not in _SGLANG_STAGES:
             raise UnsupportedPlanError(
-                f"SGLang runs no pipeline stages of {family} (its forward takes no pp_proxy_tensors in 0.5.23): "
-                f"start it with {self.by_tensors(engine)}, or use vLLM"
+                f"SGLang 0.5.23 has no stages of {family}: start it with {self.by_tensors(engine)}, or use vLLM"
             )
 
 
@@ -107,8 +106,7 @@ def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:
     off = sorted({str(x) for x in device_map.values() if not isinstance(x, int)})
     if off:
         raise UnsupportedPlanError(
-            f"the placement keeps modules on {' and '.join(off)}, and pipeline stages hold their weights on GPUs: "
-            "give more or larger GPUs to `trimtab map --for pipeline`"
+            f"modules lie on {' and '.join(off)}: give `trimtab map --for pipeline` more or larger GPUs"
         )
     blocks = [name for name in modules if _is_block(name)]
     if not blocks:
@@ -120,10 +118,7 @@ def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:
     front = {device_map[name] for name in modules[:start]}
     behind = {device_map[name] for name in modules[start:] if not _is_block(name)}
     if len(set(gpus)) != len(gpus) or front - {gpus[0]} or behind - {gpus[-1]}:
-        raise UnsupportedPlanError(
-            "the placement is no chain of pipeline stages, which hold vision tower and embedding on the first rank and "
-            "the head on the last: make it by `trimtab map --for pipeline`"
-        )
+        raise UnsupportedPlanError("the placement is no chain of stages: make it by `trimtab map --for pipeline`")
     counts = tuple(stop - first for first, stop in itertools.pairwise(changes))
     return StageCounts(layers=counts, gpus=tuple(gpus))
 
@@ -197,8 +192,8 @@ def read_recipe(path: Path) -> dict[str, object]:
     for key, value in found.items():
         if not (takes[key](value) if key in takes else _AS_EVER.get(key) == value):
             raise ConfigError(
-                f"{path} has {key} {json.dumps(value)}, which the handler would not honour: leave it out (it honours "
-                f"{', '.join(takes)}, and {json.dumps(_AS_EVER)})"
+                f"{path}: leave {key} {json.dumps(value)} out: the handler takes {', '.join(takes)}, "
+                f"{json.dumps(_AS_EVER)}"
             )
     if "model_name" in found:
         found["model_name"] = found["model_name"].rpartition("/")[2]  # without the owner on the Hub

@@ -38,10 +38,7 @@ VERBS = MappingProxyType(
             "plan:replan",
             "Say where a run differs from PLAN, refit the costs, and plan the rest of it, with the same batches.",
         ),
-        "report": (
-            "report:report",
-            "Simulate PLAN again and write report.html (self-contained).",
-        ),
+        "report": ("report:report", "Simulate PLAN again and write report.html (self-contained)."),
         "serve": (
             "map:serve",
             "Serve MODEL_DIR on this machine by Transformers' own OpenAI application, one request at a time.",

@@ -48,8 +48,7 @@ class Serving:
         crosses = any(x.attention is not None and x.attention.cross for x in model.layers)
         if crosses and workload.attention == "flash":
             raise PartitionError(
-                "flash attention cannot be used: cross-attention layers are given masks of four dimensions, which it "
-                "does not take: choose sdpa or eager"
+                "flash attention takes no masks of four dimensions, as cross-attention has: choose sdpa or eager"
             )
         projector = next((x for x in model.layers if x.tower == "projector"), None) if crosses else None
         return Serving(

@@ -163,8 +163,7 @@ def parse_images(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
         count = int(match[3] or 1) if match else 0
         if match is None or not 1 <= count <= _MAX_IMAGES:
             raise ImageError(
-                f"{text!r} names no images: write width x height in pixels and how many, as in 1024x768,4 "
-                f"(at most {_MAX_IMAGES})"
+                f"{text!r} names no images: write pixels and how many, as in 1024x768,4 (at most {_MAX_IMAGES})"
             )
         sizes += [(int(match[1]), int(match[2]))] * count
     return tuple(sizes)
@@ -217,8 +216,7 @@ def stored_workload(model: "ModelSpec", workload: Workload) -> Workload:
         return workload
     if model.stored_as not in QUANTS:
         raise PartitionError(
-            f"the weights of {model.name} are stored as {quote(model.stored_as)}, which has no formula: give --quant "
-            f"with the nearest of {', '.join(QUANTS)}, or the folder that it was made from"
+            f"the weights of {model.name} are stored as {quote(model.stored_as)}: give --quant {', '.join(QUANTS)}"
         )
     return replace(workload, quant=model.stored_as)
 

@@ -80,8 +80,7 @@ def make_plan(
     samples, rows, budget, asked = epoch.samples, epoch.rows, MemoryBudget.of(cluster, options), options
     if cluster.num_devices > _MOST_DEVICES_A_SAMPLE * len(rows):
         raise PlanError(
-            f"the cluster has {cluster.num_devices} devices, and the data {len(rows)} samples: most devices would have "
-            "nothing to do; give more data, or a smaller cluster"
+            f"{cluster.num_devices} devices are too many for {len(rows)} samples: give more data, or a smaller cluster"
         )
     options, chosen = _choose(model, epoch, cluster, asked, budget, tiers, _step(progress, "settings"))
     settled = _settle(model, epoch, cluster, budget, chosen, within)
@@ -196,8 +195,8 @@ def _settle(
     if not settled:
         divisions = {x.setting.dims for x in chosen.considered}
         raise PartitionError(
-            f"none of {len(divisions)} divisions of the devices that fit can run as the framework would: "
-            "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
+            f"none of {len(divisions)} divisions that fit runs as the framework would: plan with other degrees, a "
+            "higher ZeRO stage, smaller packs, or without --for"
         )
     shortest = min(x.vision.best.epoch_s for x in settled)
     alike = (1 + EQUAL) * shortest if group == "none" else shortest

@@ -146,9 +146,7 @@ def read_run_log(path: Path) -> RunLog:
         except ValueError as error:
             if header is not None and isinstance(error, json.JSONDecodeError):
                 continue
-            raise PlanError(
-                f"line {number} of the run log {path} is no JSON ({error}): name the log that `trimtab train` wrote"
-            ) from None
+            raise PlanError(f"line {number} of {path} is no JSON ({error}): name a log of `trimtab train`") from None
         try:
             if found["kind"] == "run":
                 header, fresh = _record(RunHeader, found), True
@@ -159,9 +157,7 @@ def read_run_log(path: Path) -> RunLog:
             if len(record.peak_memory_bytes) != len(header.planned_memory_bytes):
                 raise ValueError(f"peak_memory_bytes are of {len(record.peak_memory_bytes)} devices")
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                f"line {number} of the run log {path} is no record ({error}): name the log that `trimtab train` wrote"
-            ) from None
+            raise PlanError(f"line {number} of {path} is no record ({error}): name a log of `trimtab train`") from None
         steps[record.step], ran_as[record.step], latest = record, header, header
         (starts.add if fresh else starts.discard)(record.step)
         fresh = False
@@ -181,10 +177,7 @@ def read_run_of(plan: Plan, path: Path) -> RunLog:
     """`read_run_log`, for a run of this plan; `PlanError` for one of another."""
     log = read_run_log(path)
     if log.header.plan != digest_of(plan):
-        raise PlanError(
-            f"the run in {path} trained by other decisions than this plan's: name the log of its own run, or the plan "
-            "that was run"
-        )
+        raise PlanError(f"the run in {path} has other decisions than this plan: name its own log")
     return log
 
 
@@ -281,12 +274,7 @@ def _same_device(run: str, planned: str) -> bool:
 
 
 def profile_from_logs(
-    path: Path | str,
-    model: ModelSpec,
-    device: DeviceSpec,
-    *,
-    dims: ParallelDims | None = None,
-    **settings: Any,
+    path: Path | str, model: ModelSpec, device: DeviceSpec, *, dims: ParallelDims | None = None, **settings: Any
 ) -> Calibration:
     """`Calibration.profile`: `model` at `dims` on `device`, its seconds fitted to the runs that `path` (JSON) lists.
 

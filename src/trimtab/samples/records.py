@@ -306,8 +306,8 @@ def refuse_other_files(samples: SampleTable, files: Sequence[Path]) -> None:
     if len(files) != samples.num_files:
         named = ", ".join(map(str, files)) or "none"
         raise SampleError(
-            f"the samples were sized from {samples.num_files} files, and {len(files)} were named ({named}): name the "
-            "files that were sized, in the same order"
+            f"the samples were sized from {samples.num_files} files, not {len(files)} ({named}): name the same in "
+            "their order"
         )
 
 
@@ -341,8 +341,7 @@ def row_starts(samples: SampleTable, files: Sequence[Path | None]) -> IntArray:
         lines, of_file = places.line[rows], line_starts(file)
         if lines.max() > len(of_file):
             raise SampleError(
-                f"{file} has {len(of_file)} lines, and a sample was sized from line {lines.max()}: "
-                "give the files that were sized, in the same order"
+                f"{file} has {len(of_file)} lines, and sample of line {lines.max()}: name the files that were sized"
             )
         starts[rows] = of_file[lines - 1]
     return starts

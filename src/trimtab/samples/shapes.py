@@ -45,8 +45,7 @@ def read_columns(text: str | None) -> Columns:
             continue
         if meaning not in _MEANINGS or not mark or not name:
             raise SampleError(
-                f"columns {shorten(str(text))!r} hold {shorten(part)!r}: write MEANING=FIELD, with one of "
-                f"{', '.join(sorted(_MEANINGS))}, as in question=query,answer=label,image=img"
+                f"columns hold {shorten(part)!r}: write MEANING=FIELD, MEANING one of {', '.join(sorted(_MEANINGS))}"
             )
         pairs.append((meaning, name))
     return tuple(pairs)
@@ -77,8 +76,7 @@ def as_messages(record: Mapping[str, Any], columns: Columns, *, num_images: int 
     if any(record.get(name) is not None for name in _PAIR):
         raise BadRecordError(
             "type",
-            "the record is a pair of answers (chosen, rejected), and one of them is sized: name it, as in "
-            "--columns question=prompt,answer=chosen, or messages=chosen",
+            "the record has two answers (chosen, rejected): name one, as in --columns question=prompt,answer=chosen",
         )
     caption = next((name for name in _CAPTIONS if isinstance(record.get(name), str)), None)
     if caption is not None and num_images:
@@ -88,8 +86,8 @@ def as_messages(record: Mapping[str, Any], columns: Columns, *, num_images: int 
     held = ", ".join(map(str, record)) or "no field"
     raise BadRecordError(
         "type",
-        f"the record has none of 'conversations', 'messages' and 'texts', and no shape fits its fields "
-        f"({shorten(held, 120)}): say what they mean, as in --columns question=query,answer=label,image=img",
+        f"no shape of data fits the fields ({shorten(held, 120)}): say what they mean, as in --columns question=query,"
+        "answer=label,image=img",
     )
 
 

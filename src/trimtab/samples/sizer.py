@@ -19,7 +19,7 @@ import numpy as np
 import trimtab
 from trimtab.errors import ConfigError, ImageError, SampleError
 from trimtab.files import blake2b
-from trimtab.limited import ChildEndedError, LimitedChild, at, limited_child
+from trimtab.limited import STEP_CPU_S, ChildEndedError, LimitedChild, at, limited_child
 from trimtab.models.images.asked import NO_CLIPS
 from trimtab.options import Exif
 from trimtab.samples.encode import learnt_spans
@@ -138,23 +138,18 @@ class Sizer:
                 sized.append(self._rendered(read))
             except _FAILURES as error:
                 bad.append(_bad(chunk, read.line, read.name, error))
-        if with_videos:
-            sized.sort(key=lambda x: x.line)
-            bad.sort(key=lambda x: x.line or 0)
+        sized.sort(key=lambda x: x.line)
         counted: list[int | BadRecordError] = []
         batch = 1 if broken.one_by_one else _BATCH
         for first in range(0, len(sized), batch):
-            if broken.one_by_one:
-                at(f"record {sized[first].line}")
-            else:
-                at("texts", cpu_s=_BATCH_CPU_S)
+            place, cpu_s = (f"record {sized[first].line}", STEP_CPU_S) if broken.one_by_one else ("texts", _BATCH_CPU_S)
+            at(place, cpu_s=cpu_s)
             counted += self._counter.count([x.chat for x in sized[first : first + batch]])
-        refused = [(x, error) for x, error in zip(sized, counted, strict=True) if isinstance(error, BadRecordError)]
-        if refused:
-            bad += [_bad(chunk, x.line, x.name, error) for x, error in refused]
-            bad.sort(key=lambda sample: sample.line or 0)
-        counts = [(x, num) for x, num in zip(sized, counted, strict=True) if isinstance(num, int)]
-        sized, rows = [x for x, _ in counts], [numbers_of(x.images, num) for x, num in counts]
+        both = list(zip(sized, counted, strict=True))
+        bad += [_bad(chunk, x.line, x.name, error) for x, error in both if isinstance(error, BadRecordError)]
+        bad.sort(key=lambda sample: sample.line or 0)
+        sized = [x for x, num in both if isinstance(num, int)]
+        rows = [numbers_of(x.images, num) for x, num in both if isinstance(num, int)]
         codes: dict[str, int] = {}
         source = np.array([codes.setdefault(x.source, len(codes)) for x in sized], np.int32)
         return Part(
@@ -332,10 +327,7 @@ class _SizingChild:
             assumptions: list[str] = json.loads(self._child.ask(f"{_HERE}:start", self.settings))
         except ChildEndedError as error:
             self._child = None
-            raise ConfigError(
-                f"the tokenizer or its chat template cannot be used: {error.reason}; name another with --tokenizer or "
-                "--set chat_template"
-            ) from None
+            raise ConfigError(f"the tokenizer or its chat template fails: {error.reason}: name another") from None
         return assumptions
 
     def stop(self) -> None:
