@@ -69,7 +69,9 @@ def read_meta(path: Path, folders: Sequence[Path] = (), allowed: Allowed | None 
         sets = parse_json(content)
     except ValueError as error:
         if b'"annotation"' in content and b'"root"' in content and not _is_line(content):
-            raise SampleError(f"{path}, as InternVL's meta file, is no JSON ({shorten(str(error))}): correct it") from None
+            raise SampleError(
+                f"{path}, as InternVL's meta file, is no JSON ({shorten(str(error))}): correct it"
+            ) from None
         return None
     if not _is_meta(sets):
         return None

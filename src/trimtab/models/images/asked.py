@@ -79,7 +79,7 @@ class AskedImages:
         if missing and not is_installed():
             width, height = missing[0]
             raise ConfigError(
-                f"the description does not count {width} x {height}: {INSTALL}, or write it again where it is"
+                f"{width} x {height} is none of {len(self._known)} described sizes: {INSTALL}, or describe it again"
             )
         for first in range(0, len(missing), MAX_ASKED):
             part = missing[first : first + MAX_ASKED]

@@ -133,7 +133,9 @@ def balanced(
     if isinstance(trainer, DataLoader):
         return _balanced_loader(trainer, plan, model, reshuffle=reshuffle, verify=verify)
     if not isinstance(trainer, Trainer):
-        raise UnsupportedPlanError(f"a {type(trainer).__name__} is no Trainer and no DataLoader with its model")
+        raise UnsupportedPlanError(
+            f"a {type(trainer).__name__} is no transformers.Trainer and no DataLoader with its model"
+        )
     if isinstance(trainer, PlannedTrainer):
         raise UnsupportedPlanError("this trainer is balanced already: call balanced once")
     tables = plan if plan is None or isinstance(plan, PlanTables) else open_tables(plan)
