@@ -66,7 +66,7 @@ def place_inside(text: str, folders: Sequence[Path], said_by: str, allowed: Allo
     if isinstance(place, Address):
         if not allowed.remote and not any(_is_below(place, folder) for folder in folders):
             raise SampleError(
-                f"{said_by} names {text[:80]}: give that address yourself, or --allow-remote for a file you trust"
+                f"{said_by} names {text[:80]}: give that address yourself, or --allow-remote if you trust it"
             )
         return place
     places = [place] if place.is_absolute() else [place, *(folder / text for folder in folders)]
@@ -170,7 +170,7 @@ class Address(PosixPath):
             driver, path = fsspec.core.url_to_fs(str(self))
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3"; "Protocol not known: xyz"
             raise SampleError(
-                f"fsspec has no driver for {self} ({' '.join(str(error).split())}): install it, or download the files"
+                f"no driver of fsspec for {self} ({' '.join(str(error).split())}): install it, or download"
             ) from None
         try:
             yield driver, path

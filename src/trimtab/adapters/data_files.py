@@ -140,8 +140,8 @@ def open_records(
             except BadRecordError as error:
                 problem = str(error)
             raise SampleError(
-                f"sample {shorten(planned.samples.sample_id(row))} was sized from {named} ({problem}): name the files "
-                "that were planned, in order, or plan again"
+                f"sample {shorten(planned.samples.sample_id(row))} is not in {named} ({problem}): name the planned "
+                "files, in order"
             )
 
         yield read

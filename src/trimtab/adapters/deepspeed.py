@@ -102,8 +102,8 @@ def export(plan: Decided, _price: float | None) -> Exported:
     warnings = lost_tiers(count_by_tier(stages), "layers", "DeepSpeed checkpoints layers in full")
     if dims.tp > 1:
         warnings.append(
-            f"build layers tensor-parallel for tp {dims.tp}, and pass "
-            f"topology=PipeModelDataParallelTopology(num_pp={dims.pp}, num_mp={dims.tp}, num_dp={dims.dp})"
+            f"for tp {dims.tp} pass topology=PipeModelDataParallelTopology(num_pp={dims.pp}, num_mp={dims.tp}, "
+            f"num_dp={dims.dp})"
         )
     runs = deepspeed_runs(stages)
     recompute = sorted(i for stage in runs for i in tiers_of(stage))

@@ -97,8 +97,7 @@ def joined_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
     for parts in (("q", "k", "v"), ("gate", "up"), ("shared gate", "shared up")):
         if 0 < len({*parts} & {*products}) < len(parts):
             raise UnsupportedPlanError(
-                f"{host} has {', '.join(parts)} in one matrix: plan with all of them or none, as in "
-                f"targets={ALL_LINEAR}"
+                f"{host} has {', '.join(parts)} in one matrix: plan with all or none, as targets={ALL_LINEAR}"
             )
     apart = re.compile("_(gate|up)$")
     names = ("linear_qkv" if x in "qkv" else apart.sub("", CANONICAL[x]) for x in products)
@@ -117,9 +116,7 @@ def _adapted_products(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...
                 found[name] = found.get(name, 0) + 1
     unlike = [name for name, number in found.items() if name not in CANONICAL or number < there.get(name, 0)]
     if unlike:
-        raise UnsupportedPlanError(
-            f"{host} has no pattern for {unlike[0]} (LoRA {lora}): plan with targets in every block"
-        )
+        raise UnsupportedPlanError(f"{host} has no pattern for {unlike[0]} (LoRA {lora}): name targets in every block")
     return tuple(found)
 
 
@@ -249,10 +246,8 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
     told, warnings = check_whole(plan, host.title, tuple(host.lines))
     beside = None
     if plan.frozen_towers and host.has_switch:
-        beside = (
-            f"the {' and '.join(plan.frozen_towers)} tower is frozen: leave Transformers' own activation_checkpointing "
-            "off, which recomputes and back-propagates it in most families"
-        )
+        towers = " and ".join(plan.frozen_towers)
+        beside = f"the {towers} tower is frozen: leave activation_checkpointing off, which back-propagates it"
     chosen = {i: tier for stage in stages for i, tier in sorted(tiers_of(stage).items())}
     named = {tier: [plan.model.layers[i].name for i in chosen if chosen[i] == tier] for tier in TIERS}
     modules = {tier: fold_modules(found) for tier, found in named.items() if found}

@@ -80,7 +80,7 @@ def language_recompute(
         how = f"Megatron-Core recomputes the first {most} blocks of every stage"
         if tiers["selective"]:
             warnings.append(
-                f"Megatron-Core cannot mix {tiers['selective']} selective and {tiers['full']} full blocks: all become "
+                f"Megatron-Core recomputes {tiers['selective']} selective and {tiers['full']} full blocks alike: all "
                 "full"
             )
     else:

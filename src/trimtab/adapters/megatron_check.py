@@ -150,10 +150,7 @@ def stage_counts(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
             raise PlanError(f"--pipeline-model-parallel-layout excludes {names}: leave one out")
         return _read_layout(flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size, num_layers)
     if uneven and counted:
-        raise PlanError(
-            "a first or last count excludes --account-for-embedding-in-pipeline-split and "
-            "--account-for-loss-in-pipeline-split: leave one out"
-        )
+        raise PlanError("leave out a first or last count, or --account-for-embedding-in-pipeline-split and -loss-")
     return _count_uneven(flags, num_layers) if uneven else _count_even(flags, num_layers)
 
 
@@ -192,8 +189,8 @@ def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     if pp == 1:
         raise PlanError(
-            f"Megatron-LM silently trains {first if last is None else last} of {num_layers} layers by such a count at "
-            "pp 1 (NVIDIA/Megatron-LM#1778): leave it out"
+            f"Megatron-LM trains {first if last is None else last} of {num_layers} layers at pp 1, silently: leave it "
+            "out"
         )
     problems = [
         f"--decoder-{where}-pipeline-num-layers must be at least 1, not {count}: or give the layout {example!r}"

@@ -159,9 +159,7 @@ def _can_run(model: ModelSpec, _pp: int) -> Expressible:
 
 def _refuse_family(model: ModelSpec) -> None:
     if model.family not in FAMILIES:
-        raise UnsupportedPlanError(
-            f"MindSpeed-MM runs stages of {' and '.join(FAMILIES)}, not {model.family}: use megatron"
-        )
+        raise UnsupportedPlanError(f"MindSpeed-MM runs {' and '.join(FAMILIES)}, not {model.family}: use megatron")
 
 
 TARGETS = {

@@ -77,7 +77,7 @@ class StageCounts:
         """Raise `UnsupportedPlanError` where the engine runs no stages of this family, with what it does run."""
         if engine == "sglang" and family not in _SGLANG_STAGES:
             raise UnsupportedPlanError(
-                f"SGLang 0.5.23 has no stages of {family}: start it with {self.by_tensors(engine)}, or use vLLM"
+                f"SGLang has no stages of {family}: start it with {self.by_tensors(engine)}, or use vLLM"
             )
 
 
@@ -105,9 +105,7 @@ def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:
     modules = list(device_map)
     off = sorted({str(x) for x in device_map.values() if not isinstance(x, int)})
     if off:
-        raise UnsupportedPlanError(
-            f"modules lie on {' and '.join(off)}: give `trimtab map --for pipeline` more or larger GPUs"
-        )
+        raise UnsupportedPlanError(f"modules lie on {' and '.join(off)}: give `trimtab map --for pipeline` larger GPUs")
     blocks = [name for name in modules if _is_block(name)]
     if not blocks:
         raise UnsupportedPlanError("the placement names no decoder layers: give one that `trimtab map` wrote")
@@ -192,8 +190,7 @@ def read_recipe(path: Path) -> dict[str, object]:
     for key, value in found.items():
         if not (takes[key](value) if key in takes else _AS_EVER.get(key) == value):
             raise ConfigError(
-                f"{path}: leave {key} {json.dumps(value)} out: the handler takes {', '.join(takes)}, "
-                f"{json.dumps(_AS_EVER)}"
+                f"{path}: leave {key} {json.dumps(value)} out: {', '.join(takes)}, {json.dumps(_AS_EVER)} are read"
             )
     if "model_name" in found:
         found["model_name"] = found["model_name"].rpartition("/")[2]  # without the owner on the Hub

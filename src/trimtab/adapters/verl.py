@@ -63,7 +63,7 @@ class VlmWorkload:
             ):
                 if count.shape != tokens.shape:
                     raise PackingError(
-                        f"{name} has shape {tuple(count.shape)}, not {tuple(tokens.shape)}: give one number a sequence"
+                        f"{name} has shape {tuple(count.shape)}, not {tuple(tokens.shape)}: give one a sequence"
                     )
                 seconds = seconds + factor[name] * count.to(tokens)
         return torch.round(seconds * (TOKEN_UNITS / factor["tokens"])).to(torch.int64)
@@ -130,7 +130,7 @@ def count_grids(image_rule: ImageRule, grids: Sequence[torch.Tensor | None]) -> 
             image = image_rule.count(columns * side, rows * side)
             if image.patches != rows * columns:
                 raise ImageError(
-                    f"sequence {i} has {rows} x {columns} patches, {image_rule.name} makes {image.patches}: give its "
+                    f"sequence {i} has {rows} x {columns} patches, {image_rule.name} makes {image.patches}: give "
                     "max_pixels"
                 )
             counts[:, i] += frames * torch.tensor([image.patches, image.patches_sq, image.patches_windowed])

@@ -138,7 +138,7 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
         if result.image_rule not in (None, own_rule):
             sized, counts = tell_apart(result.image_rule, own_rule)
             raise SampleError(
-                f"{path} was sized with {sized}, not {counts} of {model.name}: size it for this model and --max-pixels"
+                f"{path} was sized with {sized}, not {counts} of {model.name}: size it again with --max-pixels"
             )
     return SizingResult(
         table=results[0].table if len(results) == 1 else join_parts(tables, [[saved_part(r.table)] for r in results]),

@@ -230,28 +230,20 @@ def parse_cluster(
     kinds = [kind.strip() for kind in re.split(r"[+,]", text)]
     if len(kinds) > 1 and all(_CLUSTER.match(kind) for kind in kinds):
         raise TrimtabError(
-            f"{text!r} names {len(kinds)} kinds of devices, and a plan is made for equal ones: plan each kind by "
-            f"itself ({kinds[0]}), or all as the slowest of them"
+            f"{text!r} names {len(kinds)} kinds of devices: plan each by itself ({kinds[0]}), or all as the slowest"
         )
     match = _CLUSTER.match(text)
     if match is None:
-        raise TrimtabError(
-            f"{text!r} names no cluster: write the number and the kind of its devices, for example 32xA100-80GB"
-        )
+        raise TrimtabError(f"{text!r} names no cluster: write number and kind of its devices, as in 32xA100-80GB")
     # whole nodes, or one smaller node
     device = find_device(match.group(2), beside=beside)
     count = int(match.group(1) or 1)
     if count < 1 or devices_per_node < 1:
-        raise TrimtabError(
-            f"{text!r} in nodes of {devices_per_node} is an empty cluster: give at least one device and one a node"
-        )
+        raise TrimtabError(f"{text!r} in nodes of {devices_per_node} is empty: give a device and one a node")
     if count > _MOST_DEVICES:
         raise TrimtabError(f"{text!r} has {count} devices, more than any cluster: give up to {_MOST_DEVICES:,}")
     if count > devices_per_node and count % devices_per_node:
-        raise TrimtabError(
-            f"{count} devices do not fill nodes of {devices_per_node}: give a multiple of {devices_per_node}, "
-            "or another number of devices per node"
-        )
+        raise TrimtabError(f"{count} devices do not fill nodes of {devices_per_node}: give a multiple, or other nodes")
     # the network: as given, else as the vendor builds the node
     per_node = min(count, devices_per_node)
     if node_link is None:
@@ -277,10 +269,7 @@ def parse_node_link(text: str, *, devices_per_node: int) -> float:
     rate = float(match["rate"]) if match else 0.0
     ports = int(match["before"] or match["behind"] or devices_per_node) if match else 0
     if match is None or not (rate > 0 and ports > 0) or (match["before"] and match["behind"]):
-        raise TrimtabError(
-            f"{text!r} is no link between nodes: write the ports of a node and their rate, as in 8x400Gb (gigabits a "
-            "second) or 8x50GB (gigabytes)"
-        )
+        raise TrimtabError(f"{text!r} is no link: write a node's ports and their rate, as in 8x400Gb (bits) or 8x50GB")
     # all ports of the node, shared by its devices
     bits = 1e9 if match["unit"] == "B" else 1e9 / 8
     return rate * bits * ports / devices_per_node

@@ -89,9 +89,7 @@ def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] 
     build = family_of(config.get("model_type")).image_rule
     if build is None:
         names = ", ".join(name for name, family in FAMILIES.items() if family.image_rule is not None)
-        raise UnknownModelError(
-            f"model_type {quote(config.get('model_type'))} has no image rule: correct it to one of {names}"
-        )
+        raise UnknownModelError(f"model_type {quote(config.get('model_type'))} has no image rule: take one of {names}")
     return build(Fields(config, preprocessor))
 
 
@@ -247,9 +245,7 @@ def _read_described(config: Config, settings: Config | None, files: Files, *, wh
         return model
     carried = config.get("config")
     if not isinstance(carried, Mapping):
-        raise ConfigError(
-            f"{whence} is a description: give --set preprocessor to `trimtab describe MODEL --out` instead"
-        )
+        raise ConfigError(f"{whence} is a description: give --set preprocessor to `trimtab describe MODEL --out`")
     return _with_own_files(model, carried, settings, files)
 
 
@@ -263,8 +259,7 @@ def _describe_config(config: Config, settings: Config | None, files: Files, *, m
     if may_ask and isinstance(model_type, str) and is_installed():
         return _asked(config, settings, files)
     raise UnknownModelError(
-        f"model_type {quote(model_type)} of these fields is no shipped model: correct config.json, {INSTALL}, or give "
-        "a description file"
+        f"model_type {quote(model_type)} is no shipped model: correct config.json, {INSTALL}, or give a description"
     )
 
 
@@ -343,7 +338,7 @@ def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{str(source)[:200]!r} cannot be read ({type(error).__name__}): give a readable config.json"
+            f"{str(source)[:200]!r} cannot be read ({type(error).__name__}): give another config.json"
         ) from error
 
 
@@ -390,7 +385,7 @@ def _read_given(preprocessor: str | Path | Config) -> Config:
         return _read_json(Path(preprocessor))
     except OSError as error:
         raise ConfigError(
-            f"{str(preprocessor)[:200]!r} cannot be read ({type(error).__name__}): give another preprocessor"
+            f"{str(preprocessor)[:200]!r} cannot be read ({type(error).__name__}): give another"
         ) from error
 
 

@@ -113,9 +113,7 @@ def description_bytes(model: ModelSpec) -> bytes:
     """
     rule = type(model.image_rule).__name__
     if RULES.get(rule) is not type(model.image_rule):
-        raise ConfigError(
-            f"no description file holds {model.name}'s image rule {quote(rule)}: use one of {', '.join(RULES)}"
-        )
+        raise ConfigError(f"{model.name}'s image rule {quote(rule)} is in no file: use one of {', '.join(RULES)}")
     written = {
         **{f.name: getattr(model, f.name) for f in fields(DescriptionFile)},
         "description_version": VERSION,

@@ -75,9 +75,7 @@ class Fields:
     def _refuse_silence(self, name: str) -> Any:
         section, _, own = name.partition(".")
         if section != OF_IMAGES:
-            raise ConfigError(
-                f"config.json lacks {name}, and no default is assumed: save AutoConfig.from_pretrained(MODEL).to_dict()"
-            )
+            raise ConfigError(f"config.json lacks {name}: save AutoConfig.from_pretrained(MODEL).to_dict()")
         lacks = f"preprocessor_config.json lacks {own}, and no default is assumed"
         if self.has_file:
             raise ConfigError(f"{lacks}: add it to that file")
@@ -341,9 +339,7 @@ def _onevision_tiles(s: Fields) -> ImageRule:
     rule = s.text("vision_aspect_ratio")
     match = re.fullmatch(r"anyres_max_([1-9][0-9]{0,3})", rule)
     if match is None:
-        raise ConfigError(
-            f"vision_aspect_ratio is {quote(rule)}, not anyres_max_N, N up to 9999: released ones have anyres_max_9"
-        )
+        raise ConfigError(f"vision_aspect_ratio is {quote(rule)}, not anyres_max_N, N up to 9999: give anyres_max_9")
     return _anyres(s, max_feature_tiles=int(match.group(1)))
 
 

@@ -105,8 +105,7 @@ class SplitProblem:
         check_schedule(self.schedule, num_devices=P, num_chunks=V, num_microbatches=self.num_microbatches)
         if not 0 <= self.overhead_bytes < self.memory_bytes:
             raise PartitionError(
-                f"the overhead of {format_bytes(self.overhead_bytes)} fills {format_bytes(self.memory_bytes)}: give "
-                "less"
+                f"{format_bytes(self.overhead_bytes)} overhead fill {format_bytes(self.memory_bytes)}: give less"
             )
         runs = L - len([c for c in self.forbidden_cuts if 0 < c < L])
         if runs < P * V:

@@ -195,8 +195,7 @@ def _refuse_negative(**lowest_s: float) -> None:
     for name, lowest in lowest_s.items():
         if lowest < 0:
             raise PartitionError(
-                f"a layer's {name} time at the mean micro-batch is {lowest:.3g} s: profile with micro-batches like "
-                "yours"
+                f"a layer's {name} time at the mean micro-batch is {lowest:.3g} s: profile with ones like it"
             )
 
 
@@ -212,8 +211,7 @@ def _work_vector(work: FloatArray | Sequence[float], name: str) -> FloatArray:
     vector = np.asarray(work, np.float64)
     if vector.shape != (NUM_WORK_TERMS,) or not np.isfinite(vector).all() or (vector < 0).any():
         raise PartitionError(
-            f"{name} must be {NUM_WORK_TERMS} finite amounts, none negative: take the mean or the maximum of the "
-            "packs' work"
+            f"{name} must be {NUM_WORK_TERMS} finite amounts, none negative: take the packs' mean or maximum"
         )
     return vector
 

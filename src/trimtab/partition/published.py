@@ -108,9 +108,7 @@ def bmp_candidates(problem: SplitProblem, anchor: Sequence[int], *, radius: int)
     S = len(anchor) + 1
     count = (2 * radius + 1) ** len(anchor)
     if radius < 0 or count > MAX_CANDIDATES:
-        raise PartitionError(
-            f"radius {radius} makes {count} splits: choose a smaller one, at least 0, or search_makespan"
-        )
+        raise PartitionError(f"radius {radius} makes {count} splits: choose a smaller one, at least 0")
     _, positions = _forward_before(problem)
     at = np.searchsorted(positions, anchor)
     ranges = [range(max(1, a - radius), min(len(positions) - 1, a + radius + 1)) for a in at.tolist()]
@@ -273,7 +271,7 @@ def flops_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
         counts = (0, *[middle] * (pp - 2), L - middle * (pp - 2))
     if min(counts) < 0:
         raise PartitionError(
-            f"the FLOPs rule leaves a stage {min(counts)} of {L} language layers: use plan, or fewer stages than {pp}"
+            f"the FLOPs rule leaves a stage {min(counts)} of {L} layers: use plan, or fewer stages than {pp}"
         )
     return priced_split(model, counts)
 
@@ -348,9 +346,7 @@ def _ffn(model: ModelSpec, layer: LayerSpec) -> int:
 
 def _check_pp(model: UnevenModel, pp: int) -> None:
     if not 2 <= pp <= model.llm_layers:
-        raise PartitionError(
-            f"the FLOPs rule makes 2 to {model.llm_layers} stages, not {pp}: choose such a pp, or use split_stages"
-        )
+        raise PartitionError(f"the FLOPs rule makes 2 to {model.llm_layers} stages, not {pp}: use split_stages")
 
 
 # -- equal block counts, and one switch of recompute ------------------------------------------------------------------

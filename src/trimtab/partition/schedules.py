@@ -74,13 +74,9 @@ def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_micr
             f"schedule {schedule!r} is unknown: choose one of {', '.join(get_args(ScheduleName))}",
         )
     if num_devices < 1 or num_chunks < 1 or num_microbatches < 1:
-        raise PartitionError(
-            f"no pipeline has {num_devices} stages x {num_chunks} chunks x {num_microbatches} micro-batches"
-        )
+        raise PartitionError(f"no pipeline has {num_devices} stages x {num_chunks} x {num_microbatches} micro-batches")
     if schedule not in _MAX_CHUNKS and num_chunks > 1:
-        raise PartitionError(
-            f"{schedule} runs one chunk: give num_chunks=1, not {num_chunks}, or schedule='Interleaved1F1B'"
-        )
+        raise PartitionError(f"{schedule} runs num_chunks=1, not {num_chunks}: take Interleaved1F1B")
     if schedule == "ZBVZeroBubble" and num_chunks != 2:
         raise PartitionError(f"ZBVZeroBubble runs two chunks: give num_chunks=2, not {num_chunks}, or schedule='ZBH1'")
     if num_microbatches % microbatch_unit(schedule, num_devices):

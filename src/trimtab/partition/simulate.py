@@ -291,9 +291,7 @@ def simulate_steps(
     costs = block_costs(times, schedule)
     S, num_packs = times.forward_s.shape
     if table.ndim != 3 or table.size == 0 or table.max() >= num_packs or table.min() < -1:
-        raise PartitionError(
-            f"a table of shape {table.shape}: give (steps, ranks, micro-batches) of {num_packs} packs, -1 for none"
-        )
+        raise PartitionError(f"a table of shape {table.shape}: give (steps, ranks, micro-batches) of {num_packs} packs")
     P = S if num_devices is None else num_devices
     waves = _waves(schedule, S, P, table.shape[2])
     each = makespans(waves, costs.seconds, costs.sends, table.reshape(-1, table.shape[2]))
@@ -325,7 +323,7 @@ def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1 or times.forward_s.ndim != 2 or times.forward_s.size == 0:
         raise PartitionError(
-            f"stage times have shapes {', '.join(map(str, sorted(shapes)))}: give one, (stages, micro-batches)"
+            f"stage times have shapes {', '.join(map(str, sorted(shapes)))}: give (stages, micro-batches)"
         )
     if not all(np.isfinite(array).all() and (array >= 0).all() for array in arrays):
         raise PartitionError("a stage time is negative or not finite: give seconds >= 0")

@@ -201,8 +201,7 @@ def _place_stages(model: ModelSpec, machine: Machine, table: InferenceTable, par
     if cut is None:
         share, _ = search.fullest(())
         raise PartitionError(
-            f"pipeline stages of {model.name} would fill a GPU to {100 * share:.0f} %: give more or larger GPUs, a "
-            "smaller batch, or place it without --for pipeline"
+            f"stages of {model.name} fill a GPU to {100 * share:.0f} %: give larger GPUs, or leave out --for pipeline"
         )
     return _assemble(model, machine, table, cut, spilled={}, objective="pipeline")
 

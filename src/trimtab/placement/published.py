@@ -29,8 +29,7 @@ def split_model(num_layers: int, vit_alpha: float = 0.5, *, world_size: int) -> 
     """
     if num_layers < 1 or world_size < 1 or not 0 <= vit_alpha < world_size:
         raise PartitionError(
-            f"split_model needs 1 layer, 1 GPU and 0 <= vit_alpha < world_size, not {num_layers}, {world_size}, "
-            f"{vit_alpha}"
+            f"{num_layers} layers, {world_size} GPUs, vit_alpha {vit_alpha}: give 1, 1, 0 <= vit_alpha < world_size"
         )
     share = math.ceil(num_layers / (world_size - vit_alpha))
     shares = [math.ceil(share * (1 - vit_alpha)), *([share] * (world_size - 1))]

@@ -85,7 +85,7 @@ def read_layout(plan: Plan) -> PipelineLayout:
     images = decisions.vision_data_parallel
     if images is not None and (images.group, images.exchange) != ("dp", "dispatch"):
         raise UnsupportedPlanError(
-            f"this runtime shares no images of {images.group} by {images.exchange}: plan with --vision-dp dp or none"
+            f"images are not shared by {images.group} {images.exchange} here: plan with --vision-dp dp or none"
         )
     return PipelineLayout(
         images=images,
@@ -124,8 +124,7 @@ def _problems_of(layout: PipelineLayout) -> list[str]:
     in_part = sorted({choice.granularity for choice in layout.recompute} & {"selective"})
     if in_part and layout.schedule in SPLIT_BACKWARD:
         problems.append(
-            f"{layout.schedule} runs a layer's graph twice, {' and '.join(in_part)} recompute once: plan with "
-            "--recompute full or none"
+            f"{layout.schedule} cannot recompute {' and '.join(in_part)}: plan with --recompute full or none"
         )
     return problems
 
@@ -168,13 +167,9 @@ def refuse_data(samples: SampleTable, files: Sequence[Path]) -> None:
 def refuse_quantised(lora: Lora | None) -> None:
     """Raises `UnsupportedPlanError` for adapters over weights that the loop, which loads float32, does not hold."""
     if lora is not None and lora.bits < 16:
-        raise UnsupportedPlanError(
-            f"`trimtab train` has no {lora.bits}-bit weights ({lora}): leave bits out, or `trimtab export trl`"
-        )
+        raise UnsupportedPlanError(f"`trimtab train` has no {lora.bits}-bit weights ({lora}): see `trimtab export trl`")
 
 
 def refuse_remote_code(model: ModelSpec) -> None:
     if family_of(model.family).is_remote_code:
-        raise ConfigError(
-            f"no class in Transformers makes samples of {model.family}: take a checkpoint whose name ends in -hf"
-        )
+        raise ConfigError(f"Transformers makes no samples of {model.family}: take a checkpoint named -hf")

@@ -141,9 +141,7 @@ def parse_stages(text: str) -> list[dict[str, int]]:
     """
     found = [_STAGE.fullmatch(stage) for stage in text.split("|")]
     if any(match is None or not any(match.groups()) for match in found):
-        raise PlanError(
-            f"{text!r} names no stages: write the blocks of each, as in 24v|8v+10l|18l, or one of {', '.join(_EVEN)}"
-        )
+        raise PlanError(f"{text!r} names no stages: write blocks, as in 24v|8v+10l|18l, or one of {', '.join(_EVEN)}")
     return [
         {tower: int(number) for tower, number in match.groupdict().items() if number is not None}
         for match in found
@@ -189,14 +187,10 @@ def _num_microbatches(run: GivenRun, dims: ParallelDims) -> int:
     if run.global_batch is None:
         return run.num_microbatches or 1
     if run.batch is None:
-        raise PlanError(
-            f"packs hold unlike numbers of samples: give num_microbatches, not global_batch {run.global_batch}"
-        )
+        raise PlanError(f"packs hold unlike samples: give num_microbatches, not global_batch {run.global_batch}")
     each = dims.dp * run.batch
     if run.global_batch % each:
-        raise PlanError(
-            f"global_batch {run.global_batch} must be {each}: a multiple of dp {dims.dp} x batch {run.batch}"
-        )
+        raise PlanError(f"global_batch {run.global_batch} must be {each}: a multiple of dp {dims.dp} x {run.batch}")
     return run.global_batch // each
 
 
@@ -234,9 +228,7 @@ def _first_blocks(profile: Profile, stages: Sequence[Stage], text: str) -> list[
     counts = [int(word) if word.strip().isdecimal() else -1 for word in text.split(",")]
     if min(counts) < 0:
         names = ", ".join(("none", *get_args(RecomputedTier)))
-        raise PlanError(
-            f"recompute {text!r}: choose one of {names}, or the number of blocks of each stage, as in 2,1,0,0"
-        )
+        raise PlanError(f"recompute {text!r}: choose one of {names}, or blocks of each stage, as in 2,1,0,0")
     if len(counts) != len(stages):
         raise PlanError(f"recompute {text!r} has {len(counts)} numbers for {len(stages)} stages: give one for each")
     found = []

@@ -76,20 +76,17 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
     case, header = found.case, log.header
     if not log.comparable:
         raise PlanError(
-            f"the run was on {header.device}, and the plan is for {header.planned_device}: seconds of one say nothing "
-            "of the other; plan for the device that runs"
+            f"the run was on {header.device}, the plan is for {header.planned_device}: plan for the device that runs"
         )
     table, dims = case.schedule.table, case.setting.dims
     if (header.dp, header.num_microbatches) != table.shape[1:]:
         raise PlanError(
-            f"the run had dp {header.dp} x {header.num_microbatches} micro-batches, and the plan dp {table.shape[1]} x "
-            f"{table.shape[2]}: name the plan that was run"
+            f"the run had dp {header.dp} x {header.num_microbatches}, the plan {table.shape[1]} x {table.shape[2]}: "
+            "name the plan that was run"
         )
     records = [x for x in log.warm if x.step <= len(table)]
     if not records:
-        raise PlanError(
-            f"the run holds no step of its first epoch ({len(table)} steps) that ran as its last one: log more of it"
-        )
+        raise PlanError(f"no step of the first epoch ({len(table)} steps) ran as the last one: log more of it")
     # 1. what the plan expects of each of these steps, and which rank it waits for
     steps = np.array([x.step - 1 for x in records])
     times, problem = times_of(case.work, found.stages, case.setting.profile, case.cluster), case.problem
@@ -165,10 +162,7 @@ def replan_rest(
     case, plan = found.case, found.plan
     batch = plan.decisions.packing.global_batch
     if batch is None:
-        raise PlanError(
-            "the plan's steps hold filled packs, of no fixed number of samples: only steps of exactly N samples can go "
-            "on under another plan"
-        )
+        raise PlanError("the plan's steps are filled packs: only steps of exactly N samples go on under another plan")
     profile = replace(lesson.calibration.profile, layers_blake2b=case.setting.profile.layers_blake2b)
     options = options or open_again(found)
     total = options.memory_bytes or (cluster or case.cluster).device.memory_bytes
@@ -241,8 +235,8 @@ def _refuse_other_steps(found: ReloadedPlan, details: PlanDetails) -> None:
     if len(old.schedule.table) == len(new.schedule.table) and np.array_equal(_steps_of(old), _steps_of(new)):
         return
     raise PlanError(
-        "the steps of the new plan would hold other samples than the old one's, so the run could not go on in its "
-        "place: leave out samples as the old plan did (--set oversize, --set max_tokens, --set max_patches)"
+        "the new plan's steps hold other samples than the old one's: skip as it did (--set oversize, max_tokens, "
+        "max_patches)"
     )
 
 

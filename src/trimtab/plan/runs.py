@@ -200,8 +200,8 @@ def read_log_of(plan: Plan, path: Path) -> RunLog:
     seconds = {step: own for step, own in seconds.items() if 0 < own < math.inf and step > 0}
     if not seconds:
         raise PlanError(
-            f"{path} is no log of `trimtab train`, and no line of it reads 'iteration N/... elapsed time per iteration "
-            "(ms): X', as Megatron's trainers print: name such a log"
+            f"{path} is no log of `trimtab train`, and no line reads 'iteration N/... elapsed time per iteration (ms): "
+            "X', as of Megatron"
         )
     inputs, decisions = plan.inputs, plan.decisions
     header = RunHeader(

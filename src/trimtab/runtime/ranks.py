@@ -414,9 +414,7 @@ def device_mesh(num_devices: int, ranks: Ranks) -> DeviceMesh:
     """Return ("pp", "dp") over all ranks, for a pipeline of `num_devices`: rank r is on pipeline device r div dp."""
     number = dist.get_world_size()
     if number % num_devices:
-        raise PlanError(
-            f"{number} processes are no multiple of {num_devices}: start torchrun --nproc-per-node {num_devices}"
-        )
+        raise PlanError(f"{number} processes are no multiple of {num_devices}: see torchrun --nproc-per-node")
     mesh = init_device_mesh(ranks.device.type, (num_devices, number // num_devices), mesh_dim_names=("pp", "dp"))
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public | torch 2.13, private
     for name in ("pp", "dp"):  # a mesh's groups have torch's own limit, not the world's

@@ -93,7 +93,7 @@ class ConversationEncoder:
             if len(places) != len(counts):
                 raise BadRecordError(
                     "placeholder",
-                    f"the chat holds {soft} {len(places)} times for {len(counts)} images: keep it out of the texts",
+                    f"the chat holds {soft} {len(places)} times, {len(counts)} images: keep it out of texts",
                 )
             repeats[places] = counts
         return repeats

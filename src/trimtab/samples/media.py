@@ -252,8 +252,7 @@ def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
         import av
     except ModuleNotFoundError:
         raise ConfigError(
-            "PyAV is not installed: pip install 'trimtab[video]', or give width, height, fps and num_frames in every "
-            "record"
+            "PyAV is not installed: pip install 'trimtab[video]', or give width, height, fps, num_frames"
         ) from None
     try:
         demuxer = _demuxer(file, name)

@@ -44,9 +44,7 @@ def read_columns(text: str | None) -> Columns:
         if not part.strip():
             continue
         if meaning not in _MEANINGS or not mark or not name:
-            raise SampleError(
-                f"columns hold {shorten(part)!r}: write MEANING=FIELD, MEANING one of {', '.join(sorted(_MEANINGS))}"
-            )
+            raise SampleError(f"columns hold {shorten(part)!r}: write MEANING=FIELD, of {', '.join(sorted(_MEANINGS))}")
         pairs.append((meaning, name))
     return tuple(pairs)
 

@@ -170,7 +170,7 @@ def _refuse_other_tiles(sources: Sequence[SourceFile], rule: ImageRule) -> None:
     if other:
         raise SampleError(
             f"{other[0].named}: {shorten(str(other[0].name))!r} has max_dynamic_patch {other[0].max_tiles}, not "
-            f"max_tiles {own}: give the same to every data set and to --set max_tiles"
+            f"max_tiles {own}: give one to all"
         )
 
 

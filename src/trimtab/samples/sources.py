@@ -226,7 +226,7 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
     kept, note = _without_other_splits(inner, folder)
     if not kept or depth == _MAX_DEPTH:
         raise SampleError(
-            f"{folder} holds no data: name .jsonl, .json, .parquet, .arrow or .tar files, or what `datasets` wrote"
+            f"{folder} holds no data: name .jsonl, .json, .parquet, .arrow, .tar or what `datasets` wrote"
         )
     for name in kept:  # one folder in it is the same data; of several each is a source
         found_in = _in_folder(entries[name], named if len(kept) == 1 else named / name, depth + 1)

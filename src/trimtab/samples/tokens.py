@@ -168,9 +168,7 @@ class TokenCounter:
         text = self._try([{"role": "user", "content": "probe"}])
         self._plain = text is not None and "probe" in text
         if not self._typed and not self._plain:
-            raise ConfigError(
-                f"the chat template renders neither text nor {self._markup.placeholder}: name another chat_template"
-            )
+            raise ConfigError(f"the template renders neither text nor {self._markup.placeholder}: name a chat_template")
 
     def _try(self, messages: list[dict[str, object]]) -> str | None:
         try:

@@ -172,10 +172,7 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
     """
     totals = {tower: sum(stage.get(tower, 0) for stage in counts) for tower in _COUNTED}
     if any(sum(stage.values()) == 0 for stage in counts[1:-1]) or not sum(totals.values()):
-        raise TrimtabError(
-            "a stage holds no block: give every stage one or more, but the first, which has the embedding, and the "
-            "last, which has the head"
-        )
+        raise TrimtabError("a stage holds no block: give each one or more, but the first and last of several")
     # no more blocks than the model has, and vision in front
     for tower, total in totals.items():
         declared = len(model.indices(tower, "block"))
@@ -274,10 +271,7 @@ def _place(read: _Entry, model: ModelSpec) -> tuple[ModelSpec, tuple[Stage, ...]
     built, stages = place_blocks(model, [asdict(blocks) for blocks in read.stages])
     if len(built.layers) < len(model.layers) and not read.partial:
         placed, declared = (sum(x.kind == "block" for x in m.layers) for m in (built, model))
-        raise TrimtabError(
-            f"its stages hold {placed} blocks, and the model declares {declared}: place them all, or say "
-            '"partial": true if the run built fewer'
-        )
+        raise TrimtabError(f'its stages hold {placed} blocks, not {declared}: place all, or say "partial": true')
     return built, stages
 
 

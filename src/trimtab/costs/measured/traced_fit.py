@@ -68,8 +68,7 @@ class Trace:
         """
         if self.recomputed:
             raise TrimtabError(
-                f"bytes of other layers were asked of a step in which {len(self.recomputed)} were recomputed: "
-                "trace a step in which none is"
+                f"bytes of other layers need a step without recompute, not {len(self.recomputed)} layers"
             )
         chosen = self._find(recomputed)
         return sum(x.num_bytes for x in self.storages if _is_held(x, chosen))
@@ -79,8 +78,8 @@ class Trace:
         unknown = sorted(set(names) - places.keys())
         if unknown:
             raise TrimtabError(
-                f"{', '.join(unknown)} cannot be recomputed: not among the {len(places)} layers traced; "
-                f"name them as in {next(iter(places), 'none')}"
+                f"{', '.join(unknown)} are none of the {len(places)} layers traced: name them as "
+                f"{next(iter(places), 'none')}"
             )
         return frozenset(place for name in names if self.layers[place := places[name]].keeps)
 
@@ -263,9 +262,8 @@ def _fit(
     # a layer that does not keep the same for each row has no coefficients
     if left > MAX_MISFIT:
         raise TrimtabError(
-            f"{what} of {name} should be a sum of rows and pairs, and traced steps of {len(values)} sizes leave "
-            f"{left:.2%}: this model does not keep the same for each row; profile without --traced, and please report "
-            "it"
+            f"{what} of {name} is no sum of rows and pairs, {left:.2%} of {len(values)} sizes are left: profile "
+            "without --traced"
         )
     for column, value in zip(chosen, found, strict=True):
         terms[column] = float(value)

@@ -124,7 +124,7 @@ class Batches:
             except Exception as error:  # of any class that the model's own code likes
                 said = said or f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         raise UnknownModelError(
-            f"{self.model.config.model_type!r} takes none of our batches ({said or 'no loss'}): plan with formulas"
+            f"{self.model.config.model_type!r} takes no batch of ours ({said or 'no loss'}): plan with formulas"
         )
 
     def _arrangements(self) -> Iterator[_Arrangement]:

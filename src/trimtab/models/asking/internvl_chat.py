@@ -132,10 +132,7 @@ def chat_config(fields: Mapping[str, Any]) -> InternVLChatConfig:
     text_type = _text_type(fields)
     own_type = "llama" if text_type == "internlm2" else text_type
     if own_type not in transformers.CONFIG_MAPPING:
-        raise ConfigError(
-            f"llm_config.model_type {quote(text_type)} has no class in Transformers: take InternLM2, Llama, Phi3 or "
-            "Qwen"
-        )
+        raise ConfigError(f"llm_config.model_type {quote(text_type)} has no class: take InternLM2, Llama, Phi3 or Qwen")
     text = transformers.CONFIG_MAPPING[own_type](**_asked(_text_fields(fields)))
     # defaults are those of the folder's own code, where they differ from Transformers'
     vision = {"qk_normalization": True, "qkv_bias": False, "norm_type": "rms_norm", **_asked(fields["vision_config"])}
@@ -177,8 +174,7 @@ def read_chat_config(folder: Path, fields: Mapping[str, Any]) -> InternVLChatCon
         raise ConfigError(f"{folder} is quantised under its own code's names: use the folder that it was made from")
     if fields.get("ps_version", "v1") != "v2":
         raise ConfigError(
-            f"ps_version {quote(fields.get('ps_version', 'v1'))} shuffles pixels otherwise: use InternVL 1.5 or newer, "
-            "v2"
+            f"ps_version {quote(fields.get('ps_version', 'v1'))} shuffles otherwise: use InternVL 1.5 or newer, v2"
         )
     config = chat_config(fields)
     config.image_token_id = _image_token_id(folder)
@@ -226,5 +222,5 @@ def _image_token_id(folder: Path) -> int:
         return int(parse_json(read_small(folder / "added_tokens.json"))[IMAGE_ROW])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"no tokenizer file in {folder} says which token {IMAGE_ROW} is: add its tokenizer_config.json"
+            f"no tokenizer file in {folder} names the token {IMAGE_ROW}: add tokenizer_config.json"
         ) from None

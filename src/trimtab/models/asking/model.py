@@ -84,7 +84,7 @@ def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | 
     known = [x._model_mapping[kind] for x in autos if x is not None for kind in kinds if kind in x._model_mapping]
     if not known:
         raise UnknownModelError(
-            f"Transformers has no model of {quote(config.model_type)} that writes text: give the configuration of one"
+            f"Transformers has no model of {quote(config.model_type)} that writes text: give another"
         )
     what_not = f"builds no model of this config.json of {config.model_type}"
     with library_reads(what_not, "correct or add what it asks for"), torch.device("meta"):
@@ -104,9 +104,7 @@ def check_size(module: Any) -> None:
     """Refuses what no machine holds: sizes in a hostile or mistyped file."""
     total = sum(parameter.numel() for parameter in module.parameters())
     if total > MAX_PARAMS:
-        raise ConfigError(
-            f"the configuration makes {total:.1e} parameters, more than {MAX_PARAMS:.0e}: correct its sizes"
-        )
+        raise ConfigError(f"the configuration has {total:.1e} parameters, above {MAX_PARAMS:.0e}: correct its sizes")
 
 
 def _check_depth(section: Mapping[str, Any], path: str) -> None:
@@ -333,8 +331,7 @@ def _work_notes(layers: list[LayerSpec]) -> list[str]:
     counted = [x for x in layers if x.measured is not None and x.measured.forward_flops and x.tower != "audio"]
     if counted:
         notes.append(
-            f"Work of {len(counted)} layers, {counted[0].name} the first, was counted on Transformers' own code: its "
-            "matrix products, not its elementwise scans."
+            f"Work of {len(counted)} layers, {counted[0].name} first, is Transformers' own products, without scans."
         )
     unknown = [x for x in layers if x.measured is not None and not x.measured.forward_flops]
     if unknown:
@@ -342,8 +339,7 @@ def _work_notes(layers: list[LayerSpec]) -> list[str]:
     unread = [x for x in layers if x.unread]
     if unread:
         notes.append(
-            f"{len(unread)} vision layers, {unread[0].name} the first, are computed, and nothing reads them: they cost "
-            "forward time alone."
+            f"{len(unread)} vision layers, {unread[0].name} first, are computed and not read: they cost forward time."
         )
     if any(x.tower == "audio" for x in layers):
         notes.append("Its audio tower is counted only with its weights: samples hold images and text.")

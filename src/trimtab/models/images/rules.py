@@ -24,9 +24,7 @@ def check_size(width: int, height: int) -> None:
     """Refuse what no image can be; `bool` and NumPy scalars are not plain integers and are refused as well."""
     if type(width) is int and type(height) is int and 0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE:
         return
-    raise ImageError(
-        f"an image of {width!r} x {height!r} pixels: sides are whole numbers from 1 to {MAX_SIDE}: leave the sample out"
-    )
+    raise ImageError(f"an image of {width!r} x {height!r} pixels: sides are 1 to {MAX_SIDE}: leave it out")
 
 
 def refuse(width: int, height: int, what_is_true: str) -> ImageError:
@@ -60,9 +58,7 @@ class SmartResize:
     def __post_init__(self) -> None:
         _check_pixel_limits(self.min_pixels, self.max_pixels)
         if self.window_size is not None and self.window_size < self.patch_size * self.merge_size:
-            raise ConfigError(
-                f"window_size {self.window_size} holds no merged patch: correct vision_config in config.json"
-            )
+            raise ConfigError(f"window_size {self.window_size} holds no merged patch: correct vision_config")
 
     def count(self, width: int, height: int) -> ImageCounts:
         check_size(width, height)
@@ -148,9 +144,7 @@ def _sum_of_squares(length: int, window: int) -> int:
 
 def _check_pixel_limits(min_pixels: int, max_pixels: int) -> None:
     if not 0 < min_pixels <= max_pixels <= MAX_PIXELS:
-        raise ConfigError(
-            f"an image of {min_pixels} to {max_pixels} pixels: give 0 < min_pixels <= max_pixels <= {MAX_PIXELS}"
-        )
+        raise ConfigError(f"{min_pixels} to {max_pixels} pixels: give 0 < min_pixels <= max_pixels <= {MAX_PIXELS}")
 
 
 def _too_long(width: int, height: int) -> Exception:
@@ -217,8 +211,7 @@ class DynamicTiling:
     def __post_init__(self) -> None:
         if not 0 < self.min_tiles <= self.max_tiles <= MAX_TILES:
             raise ConfigError(
-                f"cannot cut an image into {self.min_tiles} to {self.max_tiles} tiles: give 0 < min <= max <= "
-                f"{MAX_TILES}"
+                f"no image has {self.min_tiles} to {self.max_tiles} tiles: give 0 < min <= max <= {MAX_TILES}"
             )
         areas: dict[float, list[int]] = defaultdict(list)  # per ratio i j grows with i
         for i in range(1, self.max_tiles + 1):
@@ -275,8 +268,7 @@ class AnyRes:
         bad = [[h, w] for h, w in self.pinpoints if min(h, w) < 1 or h % t or w % t or (h // t) * (w // t) > MAX_TILES]
         if bad or not self.pinpoints:
             raise ConfigError(
-                f"image_grid_pinpoints {bad[:3] or '[]'} must be multiples of the tile of {t} pixels, at most "
-                f"{MAX_TILES} tiles"
+                f"image_grid_pinpoints {bad[:3] or '[]'}: give multiples of {t} pixels, at most {MAX_TILES} tiles"
             )
         canvases = [
             (h, w, self.grid_size * (h // self.tile_size), self.grid_size * (w // self.tile_size))

@@ -187,8 +187,7 @@ def _over_memory(found: ReloadedPlan) -> Iterator[str]:
     for rank, memory in enumerate(problem.assess(found.stages).memory):
         if memory.total_bytes > problem.memory_bytes:
             yield (
-                f"pipeline rank {rank} would hold {format_bytes(memory.total_bytes)} of "
-                f"{format_bytes(problem.memory_bytes)}"
+                f"pipeline rank {rank} holds {format_bytes(memory.total_bytes)} of {format_bytes(problem.memory_bytes)}"
             )
 
 

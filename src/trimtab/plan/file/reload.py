@@ -127,9 +127,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     saved = load_saved_profile(plan, folder)
     cluster = cluster or find_cluster(plan, beside=None if saved is None else saved.device)
     if device_fingerprint(cluster.device) != inputs.cluster.device_blake2b:
-        raise PlanError(
-            f"device {inputs.cluster.device} has other figures now: pass cluster=, or run `trimtab plan` again"
-        )
+        raise PlanError(f"device {inputs.cluster.device} has other figures now: pass cluster=, or plan again")
     samples = read_samples(plan, folder)
     options = replace(options_of(plan), profile=saved)
     epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
@@ -149,7 +147,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
         num_ranks, num_slots = packs.schedule.table.shape[1:]
         if (num_ranks, num_slots) != (parallel.dp, decisions.schedule.num_microbatches):
             raise PlanError(
-                f"the schedule has {num_ranks} x {num_slots} slots, not dp {parallel.dp} x "
+                f"the schedule has {num_ranks} x {num_slots} slots, not {parallel.dp} x "
                 f"{decisions.schedule.num_microbatches}"
             )
         case = share_vision(case, decisions.vision_data_parallel)

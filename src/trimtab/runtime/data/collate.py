@@ -97,7 +97,7 @@ def filler_sample(config: Any, *, with_image: bool, family: PackFormat | None = 
         smallest = (family or pack_format(config)).smallest
         if smallest is None:
             raise UnsupportedPlanError(
-                f"the smallest image of {config.model_type!r} is not known: give vision_in_every_pack=False"
+                f"the smallest image of {config.model_type!r} is unknown: give vision_in_every_pack=False"
             )
         num_image_tokens, image = smallest_image(smallest, config)
     ids = torch.tensor([image_token(config)] * num_image_tokens + [TEXT_TOKEN])

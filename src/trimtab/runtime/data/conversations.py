@@ -306,8 +306,7 @@ class PlannedConversations:
                 sample[key] = torch.cat(alike_videos(key, parts))
         if any(not pixel_keys(x) & set(self._keys) for x in tensors):
             raise UnsupportedPlanError(
-                f"sample {name} ({self.records.place(row)}) holds a video, which packs of {self.model.family} do not: "
-                "leave it out"
+                f"sample {name} ({self.records.place(row)}) holds a video, {self.model.family} packs none: leave it out"
             )
         return sample
 

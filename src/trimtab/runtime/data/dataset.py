@@ -286,7 +286,7 @@ class AloneThenPacked:
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1:
             shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise SampleError(
-                f"the collator makes input_ids of {shape} from one sample: leave packing and padding-free modes off"
+                f"a collator makes input_ids of {shape} from one sample: leave packing and padding-free off"
             )
         mask = batch.get("attention_mask")
         kept = mask[0].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else torch.ones_like(ids[0]).bool()

@@ -188,14 +188,11 @@ def run(model: nn.Module, batch: Batch, *, what: str) -> Tensor:
     except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
         sentence = " ".join(str(error).split())[:300].rstrip(".")
         raise UnsupportedPlanError(
-            f"{type(model).__name__} does not take {what} ({type(error).__name__}: {sentence}): install fused kernels "
-            "of layers with a state, give family=PackFormat(...) that fits, or train without packing"
+            f"{type(model).__name__} does not take {what} ({type(error).__name__}: {sentence}): {_CURES}"
         ) from error
     length = batch["input_ids"].shape[1]
     if logits.dim() != 3 or logits.shape[1] != length:
-        raise UnsupportedPlanError(
-            f"{length} tokens leave logits of shape {tuple(logits.shape)}, not a row each: train without packing"
-        )
+        raise UnsupportedPlanError(f"{length} tokens make logits of {tuple(logits.shape)}: train without packing")
     return logits[0].to(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
@@ -325,9 +322,7 @@ def verify_packing(
 def collator_of(model: Any) -> PackedCollator:
     """The collator of a model of Transformers, with the attention it was loaded with."""
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
-        raise UnsupportedPlanError(
-            f"{type(model).__name__} is no model of Transformers: give one with a config and token embeddings"
-        )
+        raise UnsupportedPlanError(f"{type(model).__name__} is no model of Transformers with embeddings: give one")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedPlanError(
             f"the encoder of {model.config.model_type!r} reads a whole row: train without packing"
@@ -376,8 +371,7 @@ class _Check:
             found = row_change(changed[others.to(base.device)], base[others.to(base.device)])
             if not found <= self.bound:
                 raise UnsupportedPlanError(
-                    f"packs of {self.kind!r} mix samples: rows change by {found:.2g}, rounding allows {self.bound:g}: "
-                    f"{_CURES}"
+                    f"packs of {self.kind!r} mix samples: rows change by {found:.2g}, at most {self.bound:g}: {_CURES}"
                 )
             worst = max(worst, found)
         return worst
@@ -402,7 +396,7 @@ class _Check:
         logits_error = max(relative_error(a, b) for a, b in pairs)
         if not logits_error <= self.bound:
             raise UnsupportedPlanError(
-                f"logits of {self.kind!r} packs are off by {logits_error:.2g}, rounding allows {self.bound:g}: {_CURES}"
+                f"{self.kind!r} packs have logits {logits_error:.2g} off, at most {self.bound:g}: {_CURES}"
             )
         gradient_error = _gradient_error(gradients.parameters, sums)
         if gradients.rows is not None:

@@ -66,9 +66,7 @@ def load_placed(
         placement = placement.device_map
     if (quantised := getattr(config, "quantization_config", None)) is not None and len(set(placement.values())) > 1:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise ConfigError(
-            f"{folder} is quantised ({method}): put it whole on one device, or use the folder it was made from"
-        )
+        raise ConfigError(f"{folder} is quantised ({method}): put it on one device, or use the folder it was made from")
     kind = model_class(folder, config)
     with library_reads(f"builds no model of config.json in {folder}", _CURE), torch.device("meta"):
         skeleton = kind(config)
@@ -161,8 +159,8 @@ def _check_size(model: nn.Module, stored: Mapping[str, StoredTensor], folder: Pa
     held = sum(math.prod(tensor.shape) for tensor in stored.values())
     if made > 2 * held and not is_quantised:
         raise ConfigError(
-            f"config.json in {folder} makes a model of {made:,} parameters, and its weights are {held:,}: use the "
-            "config.json that came with them"
+            f"config.json in {folder} makes {made:,} parameters, its weights are {held:,}: use the one that came with "
+            "them"
         )
 
 

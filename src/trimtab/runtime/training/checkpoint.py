@@ -131,7 +131,7 @@ def _read_progress(path: Path) -> Progress:
         return Progress(**json.loads((path / _PROGRESS).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise PlanError(
-            f"{path / _PROGRESS} cannot be read ({shorten(str(error), 100)}): remove this checkpoint"
+            f"{path / _PROGRESS} cannot be read ({shorten(str(error), 100)}): remove the checkpoint"
         ) from error
 
 
@@ -282,8 +282,7 @@ def refuse_unshared(checkpoint: Path, device: torch.device) -> None:
     dist.all_reduce(blind)
     if blind:
         raise PlanError(
-            f"{int(blind)} of {dist.get_world_size()} ranks do not see {checkpoint}: give a folder that all nodes "
-            "share (--out)"
+            f"{int(blind)} of {dist.get_world_size()} ranks do not see {checkpoint}: share the folder (--out)"
         )
 
 

@@ -243,9 +243,7 @@ def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
         raise TrimtabError(f"no token of step {step} has a label: see which samples are read (fillers have none)")
     for what, value in (("loss", float(result.loss)), ("gradient norm", float(norm))):
         if not math.isfinite(value):
-            raise TrimtabError(
-                f"the {what} of step {step} is {value}: resume with a lower learning rate, or in float32"
-            )
+            raise TrimtabError(f"the {what} of step {step} is {value}: resume with a lower learning rate, or float32")
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
@@ -345,7 +343,7 @@ def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{key}={value}" for key, value in settings.optimizer_options.items()) or "no options"
         raise TrimtabError(
-            f"optimizer {settings.optimizer} refuses {given} ({error}): give options of its class in torch.optim"
+            f"optimizer {settings.optimizer} refuses {given} ({error}): see its class in torch.optim"
         ) from None
 
 

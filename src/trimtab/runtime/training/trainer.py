@@ -109,8 +109,7 @@ def _read_as_pretrained(model: PreTrainedModel, folder: Path) -> dict[str, Tenso
     wrong = {what: sorted(map(str, found[what])) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if problems := [f"{len(keys)} {what.replace('_', ' ')} ({keys[0]})" for what, keys in wrong.items() if keys]:
         raise PlanError(
-            f"{folder} does not hold this {type(model).__name__}: {', '.join(problems)}; resume with the model of the "
-            "run"
+            f"{folder} does not hold this {type(model).__name__}: {', '.join(problems)}; resume with the run's model"
         )
     tensors: dict[str, Tensor] = read.state_dict()
     return tensors
