@@ -150,7 +150,10 @@ def stage_counts(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
             raise PlanError(f"--pipeline-model-parallel-layout excludes {names}: leave one out")
         return _read_layout(flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size, num_layers)
     if uneven and counted:
-        raise PlanError("leave out a first or last count, or --account-for-embedding-in-pipeline-split and -loss-")
+        raise PlanError(
+            "a first or last count excludes --account-for-embedding-in-pipeline-split and "
+            "--account-for-loss-in-pipeline-split: leave one out"
+        )
     return _count_uneven(flags, num_layers) if uneven else _count_even(flags, num_layers)
 
 

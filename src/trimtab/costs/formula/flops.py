@@ -115,7 +115,7 @@ def find_ep_problems(layer: LayerSpec, dims: ParallelDims) -> list[str]:
         problems.append(f"etp {dims.etp} cannot share {layer.name}: its work was measured whole: use etp 1")
     elif m.intermediate_size % dims.expert_tp:
         problems.append(
-            f"etp {dims.expert_tp} does not divide the {m.intermediate_size} columns of an expert of {layer.name}"
+            f"etp {dims.expert_tp} cannot share the {m.intermediate_size} columns of an expert of {layer.name}"
         )
     return problems
 

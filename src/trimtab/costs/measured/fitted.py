@@ -172,7 +172,7 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
     """
     totals = {tower: sum(stage.get(tower, 0) for stage in counts) for tower in _COUNTED}
     if any(sum(stage.values()) == 0 for stage in counts[1:-1]) or not sum(totals.values()):
-        raise TrimtabError("a stage holds no block: give each one or more, but the first and last of several")
+        raise TrimtabError("a stage holds no block: only the first (embedding) and the last (head) may")
     # no more blocks than the model has, and vision in front
     for tower, total in totals.items():
         declared = len(model.indices(tower, "block"))

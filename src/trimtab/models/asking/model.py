@@ -331,7 +331,8 @@ def _work_notes(layers: list[LayerSpec]) -> list[str]:
     counted = [x for x in layers if x.measured is not None and x.measured.forward_flops and x.tower != "audio"]
     if counted:
         notes.append(
-            f"Work of {len(counted)} layers, {counted[0].name} first, is Transformers' own products, without scans."
+            f"Work of {len(counted)} layers, {counted[0].name} the first, was counted on Transformers' own code: its "
+            "matrix products, not its elementwise scans."
         )
     unknown = [x for x in layers if x.measured is not None and not x.measured.forward_flops]
     if unknown:
@@ -339,7 +340,8 @@ def _work_notes(layers: list[LayerSpec]) -> list[str]:
     unread = [x for x in layers if x.unread]
     if unread:
         notes.append(
-            f"{len(unread)} vision layers, {unread[0].name} first, are computed and not read: they cost forward time."
+            f"{len(unread)} vision layers, {unread[0].name} the first, are computed, and nothing reads them: they cost "
+            "forward time alone."
         )
     if any(x.tower == "audio" for x in layers):
         notes.append("Its audio tower is counted only with its weights: samples hold images and text.")
