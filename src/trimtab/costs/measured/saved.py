@@ -89,8 +89,7 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
     said = [sentence for sentence in saved.assumptions if sentence not in base.assumptions]
     if saved.dims.tp != target.dims.tp:
         said.append(
-            f"Seconds at tp {saved.dims.tp} were divided for tp {target.dims.tp} by formula, and traffic comes from "
-            "formulas."
+            f"Seconds measured at tp {saved.dims.tp} were divided for tp {target.dims.tp} by formula, traffic added."
         )
     return replace(
         target,
