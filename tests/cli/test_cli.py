@@ -97,7 +97,7 @@ def test_a_changed_decision_is_found(run: Run, planned: Path, tmp_path: Path) ->
     shutil.copytree(planned, copy)
     text = (copy / "plan.yaml").read_text(encoding="utf-8")
     for before, after, message in (
-        ("memory_bytes: ", "", "would hold"),
+        ("memory_bytes: ", "", "pipeline rank 0 holds"),
         ("language_model.layers[", "language_model.lairs[", "forward order"),
         ("max_tokens: ", "max_tokens: 1 # ", "packs hold more than"),
         ("num_samples: 240", "num_samples: 241", "num_samples is 241 in the plan and 240"),

@@ -127,7 +127,7 @@ def test_logged_runs_are_fitted_and_shown_beside_the_fit(run: Run, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "tpu"], "which torch does not call so: give cpu, cuda or cuda:1"),
+        (["--device", "tpu"], "'tpu': give cpu, cuda or cuda:1"),
         (["--device", "cpu", "--set", "sizes=many"], "sizes 'many' are not numbers of rows: write them as 1024,4096"),
         (["--device", "cpu", "--set", "sizes=2"], "each of 16 rows or more"),
         (["--device", "cpu", "--set", "attention=flash"], "flash attention was to be timed on cpu"),

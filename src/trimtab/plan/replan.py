@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
 
 from trimtab.balance.packing import PackResult
-from trimtab.costs.measured.fitted import (
-    Calibration,
-    LoggedRun,
-    LoggedSchedule,
-    Term,
-    TermFit,
-    apply_terms,
-    fit_runs,
-)
+from trimtab.costs.measured.fitted import Calibration, LoggedRun, Term, TermFit, apply_terms, fit_runs
 from trimtab.errors import PlanError
-from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.plan.build import Progress, Within, make_plan
 from trimtab.plan.decide.work import steps_of, times_of
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import ContinuedPlan
-from trimtab.plan.runs import RunLog
-from trimtab.specs import ClusterSpec, FloatArray, IntArray, ParallelDims, Profile
+from trimtab.plan.runs import RunLog, simulate_logged
+from trimtab.specs import ClusterSpec, FloatArray, IntArray, Profile
 from trimtab.units import format_bytes, format_ratio, format_seconds
 
 _MOST_FITTED = 8  # steps, spread over the run
@@ -105,10 +95,10 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
                 stages=found.stages,
                 work=case.work[packs[packs >= 0]],
                 iteration_s=float(measured_s[i]),
-                schedule="1F1B",  # the simulation below knows the plan's own
+                schedule=problem.schedule,
             )
         )
-    calibration = fit_runs(case.setting.profile, runs, _simulator(found, dims))
+    calibration = fit_runs(case.setting.profile, runs, simulate_logged)
     if any(term.error is None or term.error > _UNSETTLED for term in calibration.terms):
         calibration = _one_factor(case.setting.profile, measured_s / planned_s)
     # 3. memory, where run and plan hold the same state
@@ -203,25 +193,6 @@ def _memory_sentences(lesson: Lesson, total: int) -> tuple[str, ...]:
     if lesson.memory_ratio is None or lesson.memory_ratio <= 1:
         return ()
     return (f"Only {format_bytes(total / lesson.memory_ratio)} of {format_bytes(total)} are planned with therefore.",)
-
-
-def _simulator(found: ReloadedPlan, dims: ParallelDims) -> Callable[..., float]:
-    """Seconds of one rank's step under the plan's own schedule; sends take no time."""
-    name = found.case.problem.schedule
-
-    def simulate_step(forward_s: FloatArray, backward_s: FloatArray, *, schedule: LoggedSchedule) -> float:
-        del schedule
-        nothing = np.zeros_like(forward_s)
-        times = StageTimes(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            weight_s=backward_s / 2,
-            send_forward_s=nothing,
-            send_backward_s=nothing,
-        )
-        return simulate(times, schedule=name, num_devices=dims.pp).makespan_s
-
-    return simulate_step
 
 
 def _spread(seconds: FloatArray) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.costs.devices import find_device
-from trimtab.costs.measured.fitted import Calibration, LoggedRun, LoggedSchedule, fit_runs, read_runs
+from trimtab.costs.measured.fitted import Calibration, LoggedRun, fit_runs, read_runs
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.files import blake2b
@@ -297,22 +297,17 @@ def calibrate_profile(target: Profile, runs: Sequence[LoggedRun]) -> Calibration
     if not errors:
         return calibration
     band = max(map(abs, errors))
-    said = (
-        f"Peak memory by formula is {min(errors):+.1%} to {max(errors):+.1%} off what the runs logged; bytes are not "
-        "fitted.",
-    )
+    said = f"Peak memory by formula is {min(errors):+.1%} to {max(errors):+.1%} off what the runs logged."
     profile = calibration.profile
-    return replace(
-        calibration,
-        profile=replace(profile, memory_error=max(band, 0.01), assumptions=(*profile.assumptions, *said)),
-    )
+    profile = replace(profile, memory_error=max(band, 0.01), assumptions=(*profile.assumptions, said))
+    return replace(calibration, profile=profile)
 
 
-def simulate_logged(forward_s: FloatArray, backward_s: FloatArray, *, schedule: LoggedSchedule) -> float:
-    """Seconds of one step; sends take no time."""
-    nothing = np.zeros_like(forward_s)
-    times = StageTimes(forward_s=forward_s, backward_s=backward_s, send_forward_s=nothing, send_backward_s=nothing)
-    return simulate(times, schedule=schedule).makespan_s
+def simulate_logged(run: LoggedRun, forward: FloatArray, backward: FloatArray) -> float:
+    """Seconds of one step under the run's schedule; sends take no time."""
+    send = dict.fromkeys(("send_forward_s", "send_backward_s"), np.zeros_like(forward))
+    times = StageTimes(forward_s=forward, backward_s=backward, weight_s=backward / 2, **send)
+    return simulate(times, schedule=run.schedule, num_devices=run.profile.dims.pp).makespan_s
 
 
 def peak_errors(run: LoggedRun) -> tuple[float, ...]:

@@ -84,8 +84,8 @@ def as_messages(record: Mapping[str, Any], columns: Columns, *, num_images: int 
     held = ", ".join(map(str, record)) or "no field"
     raise BadRecordError(
         "type",
-        f"no shape of data fits the fields ({shorten(held, 120)}): say what they mean, as in --columns question=query,"
-        "answer=label,image=img",
+        f"neither 'conversations', 'messages', 'texts' nor another shape in the fields ({shorten(held, 120)}): "
+        "say what they mean, as in --columns question=query,answer=label,image=img",
     )
 
 

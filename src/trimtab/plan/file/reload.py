@@ -147,7 +147,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
         num_ranks, num_slots = packs.schedule.table.shape[1:]
         if (num_ranks, num_slots) != (parallel.dp, decisions.schedule.num_microbatches):
             raise PlanError(
-                f"the schedule has {num_ranks} x {num_slots} slots, not {parallel.dp} x "
+                f"the schedule has {num_ranks} x {num_slots} slots, not dp {parallel.dp} x "
                 f"{decisions.schedule.num_microbatches}"
             )
         case = share_vision(case, decisions.vision_data_parallel)
