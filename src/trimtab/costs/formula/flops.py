@@ -72,8 +72,7 @@ def find_tp_problems(layer: LayerSpec, tp: int) -> list[str]:
     # key/value heads are divided or copied; query heads are padded, which is no problem
     if a is not None and a.num_kv_heads != a.num_heads and a.num_kv_heads % tp and tp % a.num_kv_heads:
         problems.append(
-            f"tp {tp} cannot share {a.num_kv_heads} key/value heads of {layer.name}: divide or multiply "
-            f"{a.num_kv_heads}"
+            f"tp {tp} cannot share {a.num_kv_heads} key/value heads of {layer.name}: use a divisor or a multiple of it"
         )
     # columns of the MLP are cut into equal parts
     if m is not None and layer.kind == "block":
