@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from trimtab.costs.measured.fitted import Calibration, LoggedRun, fit_runs, read
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.files import blake2b
-from trimtab.partition.assess import SplitProblem
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.plan.plan import Plan
-from trimtab.specs import DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile
+from trimtab.specs import DeviceSpec, FloatArray, ModelSpec, ParallelDims
 from trimtab.typed_json import parse_json, read_typed
 
 
@@ -287,20 +285,7 @@ def profile_from_logs(
     """
     runs = read_runs(path, model, device, **settings)
     target = profile_model(model, device, dims=dims or ParallelDims(), **settings)
-    return calibrate_profile(target, runs)
-
-
-def calibrate_profile(target: Profile, runs: Sequence[LoggedRun]) -> Calibration:
-    """`target` calibrated on `runs`; its memory band is their largest error where peaks were logged."""
-    calibration = fit_runs(target, runs, simulate_logged)
-    errors = [error for run in runs for error in peak_errors(run)]
-    if not errors:
-        return calibration
-    band = max(map(abs, errors))
-    said = f"Peak memory by formula is {min(errors):+.1%} to {max(errors):+.1%} off what the runs logged."
-    profile = calibration.profile
-    profile = replace(profile, memory_error=max(band, 0.01), assumptions=(*profile.assumptions, said))
-    return replace(calibration, profile=profile)
+    return fit_runs(target, runs, simulate_logged)
 
 
 def simulate_logged(run: LoggedRun, forward: FloatArray, backward: FloatArray) -> float:
@@ -308,20 +293,3 @@ def simulate_logged(run: LoggedRun, forward: FloatArray, backward: FloatArray) -
     send = dict.fromkeys(("send_forward_s", "send_backward_s"), np.zeros_like(forward))
     times = StageTimes(forward_s=forward, backward_s=backward, weight_s=backward / 2, **send)
     return simulate(times, schedule=run.schedule, num_devices=run.profile.dims.pp).makespan_s
-
-
-def peak_errors(run: LoggedRun) -> tuple[float, ...]:
-    """Predicted over logged peak bytes - 1 of each stage; empty where none were logged."""
-    if run.peak_bytes is None:
-        return ()
-    problem = SplitProblem(
-        profile=run.profile,
-        num_stages=len(run.stages),
-        work_mean=run.work.mean(axis=0),
-        work_max=run.work.max(axis=0),
-        num_microbatches=len(run.work),
-        schedule=run.schedule,
-    )
-    return tuple(
-        x.total_bytes / peak - 1.0 for x, peak in zip(problem.assess(run.stages).memory, run.peak_bytes, strict=True)
-    )

@@ -139,13 +139,7 @@ class Sizer:
             except _FAILURES as error:
                 bad.append(_bad(chunk, read.line, read.name, error))
         sized.sort(key=lambda x: x.line)
-        counted: list[int | BadRecordError] = []
-        batch = 1 if broken.one_by_one else _BATCH
-        for first in range(0, len(sized), batch):
-            place, cpu_s = (f"record {sized[first].line}", STEP_CPU_S) if broken.one_by_one else ("texts", _BATCH_CPU_S)
-            at(place, cpu_s=cpu_s)
-            counted += self._counter.count([x.chat for x in sized[first : first + batch]])
-        both = list(zip(sized, counted, strict=True))
+        both = list(zip(sized, self._count(sized, broken), strict=True))
         bad += [_bad(chunk, x.line, x.name, error) for x, error in both if isinstance(error, BadRecordError)]
         bad.sort(key=lambda sample: sample.line or 0)
         sized = [x for x, num in both if isinstance(num, int)]
@@ -166,6 +160,15 @@ class Sizer:
             unused=tuple(sorted(map(str, unused))[:_MOST_UNUSED]),
             media=media.take_seen(),
         )
+
+    def _count(self, sized: list[_Sized], broken: Broken) -> list[int | BadRecordError]:
+        counted: list[int | BadRecordError] = []
+        batch = 1 if broken.one_by_one else _BATCH
+        for first in range(0, len(sized), batch):
+            place, cpu_s = (f"record {sized[first].line}", STEP_CPU_S) if broken.one_by_one else ("texts", _BATCH_CPU_S)
+            at(place, cpu_s=cpu_s)
+            counted += self._counter.count([x.chat for x in sized[first : first + batch]])
+        return counted
 
     def _records(self, chunk: Chunk, broken: Broken) -> Iterator[Record]:
         """The records, each announced before it is read."""

@@ -45,7 +45,7 @@ MAX_COUNT = 2**16  # of micro-batches, or ranks of a dimension: a file must not 
 MIN_S, MAX_S = 1e-6, 1e7
 """Of what was logged: no stage takes less, no step more, and squares of larger ratios would overflow."""
 
-_MOST = 1e18  # of what a micro-batch holds, and of bytes
+_MOST = 1e18  # of what a micro-batch holds
 
 _COUNTED: tuple[Tower, ...] = ("vision", "language")
 
@@ -53,7 +53,6 @@ _COUNTED: tuple[Tower, ...] = ("vision", "language")
 _RANGES = {
     **dict.fromkeys(("num_microbatches", "tp", "dp"), (1, MAX_COUNT)),
     **dict.fromkeys(("iteration_s", "stage_s"), (MIN_S, MAX_S)),
-    "peak_bytes": (1, _MOST),
     "recompute": (0, MAX_COUNT),
     "stages": (0, math.inf),
     "work": (0, _MOST),
@@ -104,7 +103,6 @@ class _Entry:
     schedule: LoggedSchedule = "1F1B"
     iteration_s: float | None = None
     stage_s: tuple[float, ...] | None = None
-    peak_bytes: tuple[float, ...] | None = None
     recompute: tuple[int, ...] | None = None
     partial: bool = False
 
@@ -119,7 +117,6 @@ class LoggedRun:
     work: FloatArray  # (num_microbatches, len(WORK_TERMS))
     iteration_s: float | None  # one optimizer step
     stage_s: tuple[float, ...] | None = None  # forward + backward of the mean micro-batch, recompute included
-    peak_bytes: tuple[float, ...] | None = None
     schedule: ScheduleName = "1F1B"
 
 
@@ -133,8 +130,7 @@ def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings
     num_microbatches; tp, dp and schedule where they are not 1, 1 and "1F1B";
     work: what the mean micro-batch holds, {"patches": ..., "tokens": ..., ...} with the names of WORK_TERMS, or a list
         with one such object for each micro-batch. Squares not given follow from patches_per_image, tokens_per_sample;
-    iteration_s, or stage_s (forward + backward of the mean micro-batch), or both; peak_bytes if known. stage_s and
-        peak_bytes have one number for each stage;
+    iteration_s, or stage_s (forward + backward of the mean micro-batch, a number for each stage), or both;
     recompute: for each stage how many of its blocks, counted from its first, recompute everything;
     partial: true where the run built fewer blocks than the model declares (only with counted blocks).
 
@@ -238,7 +234,7 @@ def _find_problems(read: _Entry) -> Iterator[str]:
     if num_stages == 0:
         yield 'stages are empty: give for each stage its blocks, as in {"vision": 10, "language": 4}'
     # one number for each stage
-    for key in ("stage_s", "peak_bytes", "recompute"):
+    for key in ("stage_s", "recompute"):
         values = getattr(read, key)
         if values is not None and len(values) != num_stages:
             yield f"{key} has {len(values)} numbers for {num_stages} stages: give one for each stage"
@@ -265,7 +261,6 @@ def _price(read: _Entry, model: ModelSpec, device: DeviceSpec, settings: dict[st
         work=np.repeat(work, read.num_microbatches // len(work), axis=0),
         iteration_s=read.iteration_s,
         stage_s=read.stage_s,
-        peak_bytes=read.peak_bytes,
         schedule=read.schedule,
     )
 
