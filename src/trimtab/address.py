@@ -65,9 +65,7 @@ def place_inside(text: str, folders: Sequence[Path], said_by: str, allowed: Allo
     place = place_of(text)
     if isinstance(place, Address):
         if not allowed.remote and not any(_is_below(place, folder) for folder in folders):
-            raise SampleError(
-                f"{said_by} names {text[:80]}: give that address yourself, or --allow-remote if you trust it"
-            )
+            raise SampleError(f"{said_by} names {text[:80]}: give that address yourself, or --allow-remote")
         return place
     places = [place] if place.is_absolute() else [place, *(folder / text for folder in folders)]
     inside = [one for one in places if allowed.outside or any(_is_below(one, folder) for folder in folders)]
@@ -169,9 +167,7 @@ class Address(PosixPath):
         try:
             driver, path = fsspec.core.url_to_fs(str(self))
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3"; "Protocol not known: xyz"
-            raise SampleError(
-                f"no driver of fsspec for {self} ({' '.join(str(error).split())}): install it, or download"
-            ) from None
+            raise SampleError(f"no driver of fsspec for {self} ({' '.join(str(error).split())}): install it") from None
         try:
             yield driver, path
         except SampleError:

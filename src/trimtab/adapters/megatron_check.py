@@ -191,10 +191,7 @@ def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
     pp = flags.pipeline_model_parallel_size
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     if pp == 1:
-        raise PlanError(
-            f"Megatron-LM trains {first if last is None else last} of {num_layers} layers at pp 1, silently: leave it "
-            "out"
-        )
+        raise PlanError(f"Megatron-LM trains {first or last} of {num_layers} layers so at pp 1, silently: leave it out")
     problems = [
         f"--decoder-{where}-pipeline-num-layers must be at least 1, not {count}: or give the layout {example!r}"
         for where, count, example in (("first", first, f"E|t*{num_layers}L"), ("last", last, f"Et*{num_layers}|L"))

@@ -76,9 +76,7 @@ class StageCounts:
     def refuse_stages(self, engine: Engine, family: str) -> None:
         """Raise `UnsupportedPlanError` where the engine runs no stages of this family, with what it does run."""
         if engine == "sglang" and family not in _SGLANG_STAGES:
-            raise UnsupportedPlanError(
-                f"SGLang has no stages of {family}: start it with {self.by_tensors(engine)}, or use vLLM"
-            )
+            raise UnsupportedPlanError(f"SGLang has no stages of {family}: use {self.by_tensors(engine)}, or vLLM")
 
 
 def engine_commands(model: str, family: str, device_map: Mapping[str, int | str] | None) -> tuple[str, ...]:

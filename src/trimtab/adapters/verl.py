@@ -62,9 +62,7 @@ class VlmWorkload:
                 ("patches_windowed", vision.patches_windowed),
             ):
                 if count.shape != tokens.shape:
-                    raise PackingError(
-                        f"{name} has shape {tuple(count.shape)}, not {tuple(tokens.shape)}: give one a sequence"
-                    )
+                    raise PackingError(f"{name} has {tuple(count.shape)}, not {tuple(tokens.shape)}: one a sequence")
                 seconds = seconds + factor[name] * count.to(tokens)
         return torch.round(seconds * (TOKEN_UNITS / factor["tokens"])).to(torch.int64)
 
@@ -129,9 +127,6 @@ def count_grids(image_rule: ImageRule, grids: Sequence[torch.Tensor | None]) -> 
         for frames, rows, columns in [] if grid is None else grid.tolist():
             image = image_rule.count(columns * side, rows * side)
             if image.patches != rows * columns:
-                raise ImageError(
-                    f"sequence {i} has {rows} x {columns} patches, {image_rule.name} makes {image.patches}: give "
-                    "max_pixels"
-                )
+                raise ImageError(f"sequence {i} has {rows} x {columns} patches, not {image.patches}: give max_pixels")
             counts[:, i] += frames * torch.tensor([image.patches, image.patches_sq, image.patches_windowed])
     return PatchCounts(num_patches=counts[0], patches_sq=counts[1], patches_windowed=counts[2])

@@ -73,9 +73,7 @@ def check_order(order: Order, dp: int, num_microbatches: int, tolerance: float) 
     if order not in ORDERS:
         raise PackingError(f"order {order!r} is unknown: choose one of {', '.join(ORDERS)}")
     if order == "tolerance" and dp > TOLERANT_RANKS:
-        raise PackingError(
-            f"order 'tolerance' is for up to {TOLERANT_RANKS} ranks, not dp {dp}: give random, or sorted"
-        )
+        raise PackingError(f"order tolerance is for {TOLERANT_RANKS} ranks at most, not dp {dp}: give random or sorted")
     if not tolerance >= 0:
         raise PackingError(f"tolerance {tolerance} is not a relative distance: give 0 or more (default {TOLERANCE})")
 

@@ -93,9 +93,7 @@ def share_step(
     [[0, 1], [2, 3]]
     """
     if len(sizes) < dp:
-        raise PackingError(
-            f"a step of {len(sizes)} samples leaves {dp - len(sizes)} of {dp} ranks idle: give {dp} or more"
-        )
+        raise PackingError(f"{len(sizes)} samples a step leave {dp - len(sizes)} of {dp} ranks idle: give {dp} or more")
     if limits is not None and any(not 1 <= limit <= MOST_LIMIT for limit in limits):
         raise PackingError(f"limits {limits} are not whole numbers from 1 to 2^53 - 1: give such ones, or None")
     check_costs(cost)

@@ -137,9 +137,7 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
     for path, result in zip(tables, results, strict=True):
         if result.image_rule not in (None, own_rule):
             sized, counts = tell_apart(result.image_rule, own_rule)
-            raise SampleError(
-                f"{path} was sized with {sized}, not {counts} of {model.name}: size it again with --max-pixels"
-            )
+            raise SampleError(f"{path} was sized with {sized}, not {counts} of {model.name}: size it again")
     return SizingResult(
         table=results[0].table if len(results) == 1 else join_parts(tables, [[saved_part(r.table)] for r in results]),
         bad=tuple(bad for result in results for bad in result.bad),

@@ -127,9 +127,7 @@ def parse_cluster(
     # a mixture is understood, to be refused by name
     kinds = [kind.strip() for kind in re.split(r"[+,]", text)]
     if len(kinds) > 1 and all(_CLUSTER.match(kind) for kind in kinds):
-        raise TrimtabError(
-            f"{text!r} names {len(kinds)} kinds of devices: plan each by itself ({kinds[0]}), or all as the slowest"
-        )
+        raise TrimtabError(f"{text!r} names {len(kinds)} kinds of devices: plan each by itself ({kinds[0]})")
     match = _CLUSTER.match(text)
     if match is None:
         raise TrimtabError(f"{text!r} names no cluster: write number and kind of its devices, as in 32xA100-80GB")

@@ -258,10 +258,7 @@ def _cross_attention_problems(model: ModelSpec) -> list[str]:
     crossing = [x.name for x in model.layers if is_unpriced(x) and x.measured is None]
     if not crossing:
         return []
-    return [
-        f"{model.name} cannot be priced: {len(crossing)} layers, {crossing[0]} first, have cross-attention: use "
-        "`trimtab map`"
-    ]
+    return [f"{model.name} has cross-attention, {crossing[0]} first, without a price: use `trimtab map`"]
 
 
 def _unpriced_problems(model: ModelSpec) -> list[str]:
@@ -269,10 +266,7 @@ def _unpriced_problems(model: ModelSpec) -> list[str]:
     unpriced = [x.name for x in model.layers if is_unpriced(x) and x.measured is not None]
     if not unpriced:
         return []
-    return [
-        f"{model.name} cannot be priced: {len(unpriced)} layers, {unpriced[0]} first, have no formula: use `trimtab "
-        "map`"
-    ]
+    return [f"{len(unpriced)} layers of {model.name}, {unpriced[0]} first, have no formula: use `trimtab map`"]
 
 
 def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> list[str]:

@@ -349,8 +349,7 @@ def _anyres(s: Fields, *, max_feature_tiles: int | None = None) -> ImageRule:
     strategy = _feature_strategy(s)
     s.check(
         (strategy == "default") == (class_tokens == 1),
-        f'vision_feature_select_strategy {strategy} leaves no square of features: "default" is CLIP\'s, "full" '
-        "SigLIP's",
+        f"vision_feature_select_strategy {strategy} leaves no square: CLIP has default, SigLIP full",
     )
     return AnyRes(
         tile_size=tile,

@@ -104,9 +104,7 @@ class SplitProblem:
             raise PartitionError(f"cannot cut {L} layers into {what}: choose between 1 and {L} in all")
         check_schedule(self.schedule, num_devices=P, num_chunks=V, num_microbatches=self.num_microbatches)
         if not 0 <= self.overhead_bytes < self.memory_bytes:
-            raise PartitionError(
-                f"{format_bytes(self.overhead_bytes)} overhead fill {format_bytes(self.memory_bytes)}: give less"
-            )
+            raise PartitionError(f"{format_bytes(self.overhead_bytes)} overhead leave nothing of the memory: give less")
         runs = L - len([c for c in self.forbidden_cuts if 0 < c < L])
         if runs < P * V:
             raise PartitionError(f"cannot cut {L} layers into {P * V} stages: forbidden cuts allow at most {runs}")

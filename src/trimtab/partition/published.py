@@ -75,9 +75,7 @@ def bmp_split(
         splits.append((split, time_stages(split.stages)))
         timed.append((candidate, splits[-1][1]))
     if not splits:
-        raise PartitionError(
-            f"no split within {radius} layers of the anchor fits: try a larger radius, or split_stages"
-        )
+        raise PartitionError(f"no split in radius {radius} of the anchor fits: give more, or split_stages")
     best, seconds = min(splits, key=lambda x: x[1])
     return BmpResult(
         split=best,
@@ -270,9 +268,7 @@ def flops_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
         middle = math.ceil(total / (pp - 1) / layer)
         counts = (0, *[middle] * (pp - 2), L - middle * (pp - 2))
     if min(counts) < 0:
-        raise PartitionError(
-            f"the FLOPs rule leaves a stage {min(counts)} of {L} layers: use plan, or fewer stages than {pp}"
-        )
+        raise PartitionError(f"the FLOPs rule leaves a stage {min(counts)} of {L} layers: give fewer stages than {pp}")
     return priced_split(model, counts)
 
 

@@ -71,7 +71,7 @@ def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_micr
     """Raises `PartitionError` for a schedule that cannot run."""
     if schedule not in get_args(ScheduleName):
         raise PartitionError(
-            f"schedule {schedule!r} is unknown: choose one of {', '.join(get_args(ScheduleName))}",
+            f"schedule {schedule!r} is unknown: take {', '.join(get_args(ScheduleName))}",
         )
     if num_devices < 1 or num_chunks < 1 or num_microbatches < 1:
         raise PartitionError(f"no pipeline has {num_devices} stages x {num_chunks} x {num_microbatches} micro-batches")

@@ -322,9 +322,7 @@ def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
         arrays.append(times.weight_s)
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1 or times.forward_s.ndim != 2 or times.forward_s.size == 0:
-        raise PartitionError(
-            f"stage times have shapes {', '.join(map(str, sorted(shapes)))}: give (stages, micro-batches)"
-        )
+        raise PartitionError(f"stage times have unlike shapes {sorted(shapes)}: give (stages, micro-batches)")
     if not all(np.isfinite(array).all() and (array >= 0).all() for array in arrays):
         raise PartitionError("a stage time is negative or not finite: give seconds >= 0")
     seconds = np.zeros((3, *times.forward_s.shape))

@@ -213,9 +213,7 @@ def stored_workload(model: "ModelSpec", workload: Workload) -> Workload:
     if model.stored_as is None or workload.quant is not None:
         return workload
     if model.stored_as not in QUANTS:
-        raise PartitionError(
-            f"{model.name}'s weights are stored as {quote(model.stored_as)}: give --quant {', '.join(QUANTS)}"
-        )
+        raise PartitionError(f"{model.name} is stored as {quote(model.stored_as)}: give --quant {', '.join(QUANTS)}")
     return replace(workload, quant=model.stored_as)
 
 

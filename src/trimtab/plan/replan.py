@@ -65,9 +65,7 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
     """
     case, header = found.case, log.header
     if not log.comparable:
-        raise PlanError(
-            f"the run was on {header.device}, the plan is for {header.planned_device}: plan for the device that runs"
-        )
+        raise PlanError(f"the run was on {header.device}, the plan is for {header.planned_device}: plan for that")
     table, dims = case.schedule.table, case.setting.dims
     if (header.dp, header.num_microbatches) != table.shape[1:]:
         raise PlanError(
@@ -205,10 +203,7 @@ def _refuse_other_steps(found: ReloadedPlan, details: PlanDetails) -> None:
     new = PackResult(packing=details.packing, schedule=details.schedule)
     if len(old.schedule.table) == len(new.schedule.table) and np.array_equal(_steps_of(old), _steps_of(new)):
         return
-    raise PlanError(
-        "the new plan's steps hold other samples than the old one's: skip as it did (--set oversize, max_tokens, "
-        "max_patches)"
-    )
+    raise PlanError("the new plan's steps hold other samples: skip as the old one did (--set oversize, max_tokens)")
 
 
 def _steps_of(packed: PackResult) -> IntArray:

@@ -133,9 +133,7 @@ def time_layers(
                         timings = time_layer(module, real, number, gradients[number], those, options)
                     result.append(LayerTimings(layer=number, timings=timings))
         except torch.OutOfMemoryError as error:
-            raise TrimtabError(
-                f"the memory of {device} is too small for {max(sizes)} rows: give smaller --set sizes"
-            ) from error
+            raise TrimtabError(f"{device} has no memory for {max(sizes)} rows: give smaller --set sizes") from error
     return tuple(result)
 
 

@@ -173,9 +173,7 @@ def read_chat_config(folder: Path, fields: Mapping[str, Any]) -> InternVLChatCon
     if fields.get("quantization_config"):
         raise ConfigError(f"{folder} is quantised under its own code's names: use the folder that it was made from")
     if fields.get("ps_version", "v1") != "v2":
-        raise ConfigError(
-            f"ps_version {quote(fields.get('ps_version', 'v1'))} shuffles otherwise: use InternVL 1.5 or newer, v2"
-        )
+        raise ConfigError(f"ps_version {quote(fields.get('ps_version', 'v1'))} is not v2: use InternVL 1.5 or newer")
     config = chat_config(fields)
     config.image_token_id = _image_token_id(folder)
     return config
@@ -221,6 +219,4 @@ def _image_token_id(folder: Path) -> int:
     try:
         return int(parse_json(read_small(folder / "added_tokens.json"))[IMAGE_ROW])
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"no tokenizer file in {folder} names the token {IMAGE_ROW}: add tokenizer_config.json"
-        ) from None
+        raise ConfigError(f"no tokenizer in {folder} names {IMAGE_ROW}: add tokenizer_config.json") from None

@@ -78,9 +78,7 @@ class AskedImages:
         missing = [x for x in dict.fromkeys(sizes) if (self.copies, *x) not in self._known]
         if missing and not is_installed():
             width, height = missing[0]
-            raise ConfigError(
-                f"{width} x {height} is none of {len(self._known)} described sizes: {INSTALL}, or describe it again"
-            )
+            raise ConfigError(f"{width} x {height} is none of {len(self._known)} known sizes: {INSTALL}")
         for first in range(0, len(missing), MAX_ASKED):
             part = missing[first : first + MAX_ASKED]
             tower = {"patch_size": self.patch_size, "extra_rows": self.extra_rows}

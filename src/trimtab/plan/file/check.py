@@ -204,10 +204,7 @@ def _old_claims(found: ReloadedPlan) -> Iterator[str]:
     for name in ("step_ms", "epoch_s", "samples_per_s", "peak_memory_gib", "fits"):
         other += _differences(f"variants[-1].{name}", getattr(row, name), getattr(true_row, name))
     if other:
-        yield (
-            f"the estimates are not the decisions' ({'; '.join(other[:3])}): run `trimtab plan` or `trimtab report` "
-            "again"
-        )
+        yield (f"the estimates are not the decisions' ({'; '.join(other[:3])}): run `trimtab plan` again")
     if plan.summary != summarise(plan.inputs, plan.decisions, said, trained=say_trained(case)):
         yield "the summary is not that of the plan's decisions and estimates: run `trimtab plan` again"
 
