@@ -227,6 +227,7 @@ def _pack_small(
             num_others=num_others,
             rows_alike=alike,
         )
+    # methods that were published, each by its own rule
     from trimtab.balance import published
 
     seed, epoch = asked.keys
@@ -238,6 +239,7 @@ def _pack_small(
         return packs, None
     if asked.method == "greedy":
         return published.pack_greedily(columns, limits=asked.limits, seed=seed, epoch=epoch), None
+    # batches of a fixed number of samples, padded
     lengths = columns[:, 1].astype(np.float64)
     batch = {"length_group": published.batch_by_length, "device_group": published.batch_by_device}.get(asked.method)
     if batch is None:
@@ -352,6 +354,7 @@ def _check(
     fill: float | None,
     batch_size: float,
 ) -> None:
+    # each setting by itself, then the sizes
     problems = find_problems(fill, oversize, dp=dp, batch_size=batch_size)
     if dp * num_microbatches > _MOST_SLOTS:
         problems.append(

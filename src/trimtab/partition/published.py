@@ -67,6 +67,7 @@ def bmp_split(
     for candidate in candidates:
         if len(splits) == num_timed:
             break
+        # recompute where memory asks for it; what does not fit is named, and does not count
         try:
             split = recompute_stages(problem, stages_between((0, *candidate.cuts, len(problem.profile.layers))))
         except PartitionError:
@@ -232,6 +233,7 @@ def uneven_model(model: ModelSpec, *, image: tuple[int, int], decoder_tokens: in
         [layer for layer in model.layers if layer.tower == tower and layer.kind == "block"]
         for tower in ("vision", "language")
     )
+    # one width for each tower, or the rule does not apply
     embedding = next((layer for layer in model.layers if layer.tower == "vision" and layer.kind != "block"), None)
     if not vision or embedding is None:
         raise PartitionError(f"the FLOPs rule counts a vision tower's blocks, and {model.name} has none: use plan")

@@ -264,8 +264,10 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
         if best is not None and (cuts not in found or best.bottleneck_s < found[cuts].bottleneck_s):
             found[cuts] = best
 
+    # 1. each candidate with the recompute that it needs
     for stages in _candidates(case, can):
         price(cuts_of(stages), stages)
+    # 2. the best of them, a cut moved at a time
     if can.splits is None and found:
         at = min(found, key=lambda cuts: found[cuts].bottleneck_s)
         while True:
@@ -276,6 +278,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
             if found[best].bottleneck_s >= found[at].bottleneck_s:
                 break
             at = best
+    # 3. those with the least slowest stage, over all packs
     ranked = sorted(found.values(), key=lambda way: way.bottleneck_s)[:_SIMULATED]
     return min((way.stages for way in ranked), key=lambda stages: epoch_s(case, stages), default=None)
 
