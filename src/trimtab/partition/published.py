@@ -77,6 +77,7 @@ def bmp_split(
         timed.append((candidate, splits[-1][1]))
     if not splits:
         raise PartitionError(f"no split in radius {radius} of the anchor fits: give more, or split_stages")
+    # the fastest of those that were timed
     best, seconds = min(splits, key=lambda x: x[1])
     return BmpResult(
         split=best,
@@ -237,6 +238,7 @@ def uneven_model(model: ModelSpec, *, image: tuple[int, int], decoder_tokens: in
     )
     if any(len(found) > 1 for found in widths):
         raise PartitionError(f"the FLOPs rule knows one width for a tower, and {model.name} has several: use plan")
+    # the rule's own words
     ((vision_hidden, vision_ffn),), ((llm_hidden, llm_ffn),) = widths
     return UnevenModel(
         vision_tokens=model.image_rule.count(*image).patches,

@@ -320,6 +320,7 @@ def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
         if times.weight_s is None:
             raise PartitionError(f"{schedule} needs weight_s: give it, or take a schedule with whole backwards")
         arrays.append(times.weight_s)
+    # arrays of one shape, finite, none below 0
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1 or times.forward_s.ndim != 2 or times.forward_s.size == 0:
         raise PartitionError(f"stage times have unlike shapes {sorted(shapes)}: give (stages, micro-batches)")
