@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from refusals import refused
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.formula.flops import find_tp_problems, layer_matmuls
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.models.describe import describe, read_config
@@ -19,7 +20,7 @@ from trimtab.models.images.rules import UnsettledRule
 from trimtab.models.shipped import shipped_models
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload
-from trimtab.specs import NUM_WORK_TERMS, LayerSpec, MeasuredWork, ModelSpec
+from trimtab.specs import NUM_WORK_TERMS, LayerSpec, Linear, MeasuredWork, ModelSpec, ParallelDims
 
 
 def measured(name: str = "model.language_model.layers.0", **changes: object) -> LayerSpec:
@@ -154,6 +155,36 @@ def test_measured_work_is_what_is_priced():
     assert cost.forward_s[4] > 1000 / DEVICES["H200"].peak_flops
     half = profile_model(spec, DEVICES["H200"], dtype="fp32").layers[1]
     assert half.tiers[0].saved_bytes[4] == 200.0
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, False), (4, True)])
+def test_measured_blocks_are_divided_over_tp_but_for_what_lies_around_products(tp, sequence_parallel):
+    block = replace(
+        measured(),
+        hidden_size=8,
+        num_params=1000,
+        num_matmul_params=960,
+        linears=(Linear(name="in", in_width=8, out_width=64), Linear(name="gate", in_width=8, out_width=1)),
+        measured=MeasuredWork(forward_flops=(0, 0, 0, 0, 1920.0, 40.0, 0), kept_bytes=(0, 0, 0, 0, 528.0, 16.0, 0)),
+    )
+    given = {"packed": False, "sequence_parallel": sequence_parallel}
+    costs = [profile_model(model(block), DEVICES["H200"], dims=ParallelDims(tp=x), **given).layers[0] for x in (1, tp)]
+    whole = 16 * 8  # two norms and two inputs of 8 values
+    around = whole / tp if sequence_parallel else whole
+    assert costs[1].tiers[0].saved_bytes[4:6] == (around + (528 - whole) / tp, 16 / tp)
+    assert costs[1].num_params == 40 + 960 / tp
+    assert costs[1].forward_s[5] == pytest.approx(costs[0].forward_s[5] / tp)
+    assert [sum(x.reduced for x in layer_matmuls(block, n)) for n in (1, tp)] == [0, 2]  # results summed over tp
+    flops = [sum(x.flops for x in layer_matmuls(block, n)) for n in (1, tp)]
+    assert flops == [1920, 1920 / tp]
+
+
+def test_tp_divides_the_inner_widths_of_measured_blocks():
+    block = replace(
+        measured(), linears=(Linear(name="in", in_width=8, out_width=48), Linear(name="g", in_width=8, out_width=1))
+    )
+    assert [len(find_tp_problems(block, x)) for x in (1, 2, 3, 5, 16, 32)] == [0, 0, 0, 1, 0, 1]
+    assert find_tp_problems(replace(block, linears=None), 5) == []  # not asked
 
 
 def test_work_that_is_not_known_is_refused_with_the_first_layer():

@@ -39,12 +39,12 @@ class ClusterOptions:
         str | None, Option("Ports of a node and their rate, as in 8x400Gb; default: as its vendor builds nodes.")
     ] = None
 
-    def parsed(self, *, beside: "DeviceSpec | None" = None) -> "ClusterSpec":
-        """The cluster; `beside`: one more device to find, of a profile."""
+    def parsed(self, *, beside: "DeviceSpec | None" = None, text: str | None = None) -> "ClusterSpec":
+        """The cluster, or one of several; `beside`: one more device to find, of a profile."""
         from trimtab.costs.devices import parse_cluster
 
         how = {"devices_per_node": self.devices_per_node, "node_link": self.node_link}
-        return parse_cluster(self.cluster, beside=beside, **how)  # type: ignore[arg-type]  # by name
+        return parse_cluster(text or self.cluster, beside=beside, **how)  # type: ignore[arg-type]  # by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,15 +43,15 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def given_command(context: typer.Context, *, without: Collection[str]) -> str:
+def given_command(context: typer.Context, *, without: Collection[str], **changed: object) -> str:
     """The call again, in one order however it was typed: all that was given but the parameters `without` names.
 
-    Settings of a file are written out, so that the command is whole without it.
+    Those that `changed` names have its values. Settings of a file are written out: the command is whole without it.
     """
     words = ["trimtab", context.command.name or ""]
     for parameter in context.command.params:
         name = parameter.name or ""
-        value = context.params.get(name)
+        value = changed.get(name, context.params.get(name))
         if name in {*without, "set_words", "set_file"} or value == parameter.default or value in (None, [], ()):
             continue
         values = [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]

@@ -1,6 +1,7 @@
 """`trimtab plan` and `trimtab predict`: one reviewable plan, or what a run that exists takes."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,14 +10,16 @@ import typer
 
 from trimtab.cli.check import OWN_LOOP, Framework, PlanArgument
 from trimtab.cli.data import ClusterOptions, ConfigArgument, DataArgument, ImageOptions, SizingOptions, size_data
-from trimtab.cli.output import JsonOption, console, given_command, print_json
+from trimtab.cli.output import JsonOption, console, given_command, log, print_json
 from trimtab.cli.settings import verb
+from trimtab.errors import PartitionError, TrimtabError, join_problems
 from trimtab.options import Option
 from trimtab.plan.options import GivenRun, PlanOptions
 
 if TYPE_CHECKING:
     from trimtab.plan.build import Within
     from trimtab.plan.file.figures import PlanDetails
+    from trimtab.plan.plan import Plan
     from trimtab.plan.predict import Prediction
     from trimtab.specs import ModelSpec
 
@@ -48,13 +51,16 @@ def plan(
     """Plan the training of CONFIG on DATA: packs, stages and recompute, compared with the unbalanced baseline."""
     from trimtab.cli.report import data_files, plan_json, plan_with_progress, write_all
     from trimtab.costs.profile import load_profile
+    from trimtab.plan.decide.members import default_global_batch
     from trimtab.plan.options import PlanOrigin
     from trimtab.samples.sources import find_sources
 
     model = images.describe(config)
     narrowed = _Narrowed(options=options) if target is None else _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
-    devices = cluster.parsed(beside=None if saved is None else saved.device)
+    beside = None if saved is None else saved.device
+    names = [part.strip() for part in cluster.cluster.split(",")] if "," in cluster.cluster else [cluster.cluster]
+    clusters = {name: cluster.parsed(beside=beside, text=name) for name in names}
     sized = size_data(model, data, sizing)
     sources = find_sources(data, sizing.reading.media_root, sizing.reading.allowed)
     if target == OWN_LOOP:
@@ -62,25 +68,55 @@ def plan(
 
         refuse_data(sized.table, [source.file for source in sources])
     origin = PlanOrigin(
-        command=given_command(context, without=_NOT_IN_THE_PLAN),
         data_files=data_files(sources),
         num_skipped=len(sized.bad),
         assumptions=sized.assumptions,
     )
-    details = plan_with_progress(
-        model,
-        sized.table,
-        devices,
-        options=replace(narrowed.options, profile=saved),
-        origin=origin,
-        within=narrowed.within,
-    )
-    _refuse_untrainable(details, target)
+    options = replace(narrowed.options, profile=saved)
+    if len(clusters) > 1 and not options.fills_packs:  # the same batch on each
+        batches = [default_global_batch(devices, options, len(sized.table)) for devices in clusters.values()]
+        options = replace(options, global_batch=max(batches))
+
+    def plan_on(name: str) -> "PlanDetails":
+        given = {"global_batch": options.global_batch} if len(clusters) > 1 else {}
+        command = given_command(context, without=_NOT_IN_THE_PLAN, cluster=name, **given)
+        known = replace(origin, command=command)
+        details = plan_with_progress(model, sized.table, clusters[name], options, known, narrowed.within)
+        _refuse_untrainable(details, target)
+        return details
+
+    if len(clusters) > 1:
+        _plan_each(clusters, plan_on, out, as_json=as_json)
+        return
+    details = plan_on(cluster.cluster)
     paths = write_all(details, out)
     if as_json:
         print_json(plan_json(details, paths))
     else:
         _print(details, paths)
+
+
+def _plan_each(clusters: Iterable[str], plan_on: Callable[[str], "PlanDetails"], out: Path, *, as_json: bool) -> None:
+    """Write a plan for each cluster, and print what each takes; those that none fits are named."""
+    from trimtab.cli.report import print_compared, write_all
+    from trimtab.report.compared import device_hours
+
+    made: dict[str, Plan] = {}
+    problems = []
+    for name in clusters:
+        try:
+            details = plan_on(name)
+        except TrimtabError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        write_all(details, out / re.sub(r"[^\w.-]+", "-", name))
+        made[name] = details.plan
+    if not made:
+        raise PartitionError(join_problems(problems))
+    for problem in problems:
+        log(problem)
+    print_compared(made, {}, as_json=as_json)
+    log(f"fewest device-hours: {min(made, key=lambda name: device_hours(made[name]))}; a plan of each is in {out}")
 
 
 def _print(details: "PlanDetails", paths: Mapping[str, Path]) -> None:

@@ -67,8 +67,8 @@ class ProfileOptions:
             (self.timed and self.fused_kernels, "Transformers' own layers are timed: leave fused_kernels out"),
             (self.timed and self.lora is not None, "Transformers' own layers are timed: leave --lora out"),
             (not self.timed and self.device is None, "no device was named: give --device, as in H200, or --timed"),
-            (not self.timed and self.sizes is not None, "--set sizes needs --timed"),
-            (not self.timed and self.repeats is not None, "--set repeats needs --timed"),
+            (not self.timed and self.sizes is not None, f"--set sizes={self.sizes} needs --timed"),
+            (not self.timed and self.repeats is not None, f"--set repeats={self.repeats} needs --timed"),
         )
         problems = [*option_problems(self), *(sentence for wrong, sentence in refused if wrong)]
         if problems:

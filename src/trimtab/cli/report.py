@@ -11,11 +11,12 @@ import typer
 from trimtab.cli.check import PlanArgument
 from trimtab.cli.data import SizingOptions, size_data
 from trimtab.cli.output import JsonOption, console, log, print_json
+from trimtab.errors import PlanError
 from trimtab.files import fingerprint_file, write_atomically, written_together
 from trimtab.plan.build import Within, make_plan, write_plan
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.plan.plan import DataFile
+from trimtab.plan.plan import DataFile, Plan
 from trimtab.report.html import html_report
 from trimtab.samples.sources import SourceFile
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
@@ -47,6 +48,34 @@ def report(
     if log is not None:
         print("\n".join(["", "Training run", *run_lines(details, log), ""]))
     print(f"report: {html}")
+
+
+def compare(
+    plans: Annotated[list[Path], typer.Argument(help="Two plans or more: plan.yaml, or its folder.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Show what plans take, and which inputs and decisions differ, in one table."""
+    from trimtab.plan.file.yaml import load_plan
+    from trimtab.report.compared import differences
+
+    named = {str(path): load_plan(path) for path in plans}
+    if len(named) < 2:
+        raise PlanError(f"{len(named)} plan was given, and plans are compared: name two or more")
+    print_compared(named, differences(named), as_json=as_json)
+
+
+def print_compared(plans: Mapping[str, Plan], differing: Mapping[str, tuple[str, ...]], *, as_json: bool) -> None:
+    """One table, or each plan's estimates and device-hours."""
+    from trimtab.report.compared import compared_table, device_hours
+    from trimtab.report.table import print_table
+
+    if not as_json:
+        print_table(compared_table(plans, differing), console())
+        return
+    rows = {name: {"device_hours": device_hours(plan), "estimates": plan.estimates} for name, plan in plans.items()}
+    print_json(
+        {"plans": rows, "differs": {place: dict(zip(plans, row, strict=True)) for place, row in differing.items()}}
+    )
 
 
 # -- shared with plan and demo -----------------------------------------------------------------------------------------

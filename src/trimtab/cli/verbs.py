@@ -38,6 +38,10 @@ VERBS = MappingProxyType(
             "plan:replan",
             "Say where a run differs from PLAN, refit the costs, and plan the rest of it, with the same batches.",
         ),
+        "compare": (
+            "report:compare",
+            "Show what plans take, and which inputs and decisions differ, in one table.",
+        ),
         "report": (
             "report:report",
             "Simulate PLAN again and write report.html (self-contained).",

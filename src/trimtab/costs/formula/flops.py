@@ -5,8 +5,8 @@ Symbols: h hidden size, f intermediate size, H and K query and key/value heads, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
+from math import ceil, gcd
 
 from trimtab.costs.formula.curves import Efficiency, Line, product_line, weight_line
 from trimtab.specs import WORK_TERMS, AttentionSpec, LayerSpec, ParallelDims
@@ -63,8 +63,12 @@ def find_tp_problems(layer: LayerSpec, tp: int) -> list[str]:
     """Why `tp` devices cannot share this layer, in sentences; heads that do not divide are padded, no problem."""
     problems = []
     a, m = layer.attention, layer.mlp
-    if layer.measured is not None and tp > 1:
-        return [f"tp {tp} cannot share {layer.name}: its work was measured whole, no formula divides it: use tp 1"]
+    if layer.measured is not None and layer.kind == "block":
+        # every inner width is cut into equal parts; a gate of one column stays whole
+        inner = {x.in_width if x.out_width == layer.hidden_size else x.out_width for x in layer.linears or ()} - {1}
+        if (common := gcd(*inner)) % tp:
+            problems.append(f"tp {tp} cannot share the columns of {layer.name}: use a tp that divides {common}")
+        return problems
     # key/value heads are divided or copied; query heads are padded, which is no problem
     if a is not None and a.num_kv_heads != a.num_heads and a.num_kv_heads % tp and tp % a.num_kv_heads:
         problems.append(
@@ -111,9 +115,7 @@ def find_ep_problems(layer: LayerSpec, dims: ParallelDims) -> list[str]:
             f"ep {dims.ep} cannot share the {m.num_experts} experts of {layer.name}: use an ep that divides them"
         )
     # columns of one expert among etp devices
-    if layer.measured is not None and dims.expert_tp > 1:
-        problems.append(f"etp {dims.etp} cannot share {layer.name}: its work was measured whole: use etp 1")
-    elif m.intermediate_size % dims.expert_tp:
+    if m.intermediate_size % dims.expert_tp:
         problems.append(
             f"etp {dims.expert_tp} cannot share the {m.intermediate_size} columns of an expert of {layer.name}: use "
             "one that divides them"
@@ -128,13 +130,14 @@ def layer_matmuls(layer: LayerSpec, tp: int | ParallelDims) -> tuple[Matmul, ...
     whole on each device. Weights of `num_matmul_params` that this does not explain come as one evenly shared product.
     Projector: one or two products, column- then row-parallel, whole on each device where tp does not divide the width
     between. Patch embedding: whole on each device. Head: the vocabulary, padded to a multiple of tp, divided.
-    A layer whose work was measured: one product of as many FLOPs a row; `find_tp_problems` refuses to divide it.
+    A block whose work was measured: one product of as many FLOPs a row; over tp two, whose results are summed. Other
+    measured layers are whole on each device.
     """
+    dims = ParallelDims(tp=tp) if isinstance(tp, int) else tp
     if layer.measured is not None:
-        return _measured_matmul(layer)
+        return _measured_matmuls(layer, dims)
     if layer.num_matmul_params == 0:
         return ()
-    dims = ParallelDims(tp=tp) if isinstance(tp, int) else tp
     tp = dims.tp
     if layer.kind == "block":
         return _block_matmuls(layer, dims)
@@ -160,10 +163,16 @@ def attention_flops_per_pair(attention: AttentionSpec, tp: int) -> float:
     return 2.0 * local_heads(attention, tp).query * (attention.head_dim + attention.value_head_dim)
 
 
-def _measured_matmul(layer: LayerSpec) -> tuple[Matmul, ...]:
-    row_flops = measured_terms(layer).row_flops
-    h = layer.hidden_size
-    return (Matmul(name="measured", in_width=h, out_width=row_flops / 2 / h),) if row_flops else ()
+def _measured_matmuls(layer: LayerSpec, dims: ParallelDims) -> tuple[Matmul, ...]:
+    row_flops, h = measured_terms(layer, dims.tp).row_flops, layer.hidden_size
+    if not row_flops:
+        return ()
+    if dims.tp == 1 or layer.kind != "block":
+        return (Matmul(name="measured", in_width=h, out_width=row_flops / 2 / h),)
+    half = Matmul(
+        name="measured", in_width=h, out_width=row_flops / 4 / h, reduced=True
+    )  # one mixes rows, one does not
+    return half, replace(half, name="measured MLP", reduced=num_expert_params(layer) == 0 or not dims.is_folded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,26 +185,37 @@ class MeasuredTerms:
     pair_bytes: float
 
 
-def measured_terms(layer: LayerSpec) -> MeasuredTerms:
-    """Return `LayerSpec.measured` in the two columns that the layer's tower has."""
+WHOLE_BYTES = 16
+"""Kept of a measured block, for each value of its width, that tp does not divide: two norms, in PyTorch operations an
+fp32 copy and a 16-bit one each, and the inputs of the products after them."""
+
+
+def measured_terms(layer: LayerSpec, tp: int = 1, row_share: int = 1) -> MeasuredTerms:
+    """Return `LayerSpec.measured` in the two columns that the layer's tower has, on one of `tp` devices.
+
+    A block's work is divided evenly, but for `WHOLE_BYTES`, which only sequence parallelism divides (`row_share`). What
+    hosts keep whole on each device, as the narrow products of latent attention, is divided too: a few per cent less.
+    """
     assert layer.measured is not None, "only a layer that was measured has these"
     tower = "tokens" if layer.tower == "language" else "patches"
     pairs = [WORK_TERMS.index(f"{tower}_{x}") for x in ("sq", "windowed")]
     flops, kept = layer.measured.forward_flops, layer.measured.kept_bytes
     assert flops, f"{layer.name} has no price; profile_model refuses it"
     rows, r = WORK_TERMS.index(tower), layer.rows_per_input or 1.0
+    tp, row_share = (tp, row_share) if layer.kind == "block" else (1, 1)
+    whole = min(kept[rows] / r, float(WHOLE_BYTES * layer.hidden_size))
     return MeasuredTerms(
-        row_flops=flops[rows] / r,
-        pair_flops=sum(flops[i] for i in pairs),
-        row_bytes=kept[rows] / r,
-        pair_bytes=sum(kept[i] for i in pairs),
+        row_flops=flops[rows] / r / tp,
+        pair_flops=sum(flops[i] for i in pairs) / tp,
+        row_bytes=whole / row_share + (kept[rows] / r - whole) / tp,
+        pair_bytes=sum(kept[i] for i in pairs) / tp,
     )
 
 
 def pair_flops(layer: LayerSpec, tp: int) -> float:
     """Forward FLOPs for each computed pair of `layer`; 0 without attention. Measured ones left masked pairs out."""
     if layer.measured is not None:
-        return measured_terms(layer).pair_flops
+        return measured_terms(layer, tp).pair_flops
     return attention_flops_per_pair(layer.attention, tp) if layer.attention else 0.0
 
 

@@ -99,6 +99,11 @@ def local_params(layer: LayerSpec, tp: int) -> float:
     """
     if layer.num_params == 0:
         return 0.0
+    if layer.measured is not None:
+        m, experts = layer.mlp, num_expert_params(layer)
+        visited = experts / (m.num_experts or 1) * (m.experts_per_token or 1) if m is not None else 0.0
+        divided = layer.num_matmul_params - visited + experts if layer.kind == "block" else 0.0
+        return layer.num_params - divided + divided / tp
     if layer.kind == "embed" and layer.tower == "language":
         vocab = layer.num_params / layer.output_size
         return float(ceil(vocab / tp) * layer.output_size)

@@ -56,8 +56,8 @@ def measure_full(bench: Bench) -> tuple[DeviceProbe, ...]:
     missing = fullest.peak_bytes - bench.limit_bytes
     if missing > 0 and not splits_backward(bench.case.problem.schedule):  # there none may need less than full
         raise PlanError(
-            f"with everything recomputed device {fullest.device} needs {format_bytes(missing)} ({missing} bytes) more "
-            f"than {_budget_words(bench.case)}: {CURES}"
+            f"with everything recomputed device {fullest.device} needs {format_bytes(fullest.peak_bytes)}, {missing} "
+            f"bytes more than {_budget_words(bench.case)}: {CURES}"
         )
     return tuple(found)
 
@@ -127,7 +127,7 @@ def _move(stage: Stage, layer: int, tier: str) -> Stage:
 
 def _budget_words(case: Case) -> str:
     budget = case.budget
-    return f"{format_bytes(budget.fill_bytes)} of {format_bytes(budget.total_bytes)}"
+    return f"the {format_bytes(budget.fill_bytes)} to fill of {format_bytes(budget.total_bytes)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
