@@ -21,6 +21,9 @@ from typing import Any
 if os.environ.get("TORCHVISION"):
     sys.path.append(os.environ["TORCHVISION"])
     sys.modules["torchvision._meta_registrations"] = types.ModuleType("no compiled operators")
+    import torchvision  # noqa: F401
+
+    sys.path.pop()  # children, which have no such stand-in, shall not find it
 REAL_PIXELS = importlib.util.find_spec("torchvision") is not None
 if not REAL_PIXELS:
     from trimtab.models.asking.blank import install

@@ -72,6 +72,12 @@ def test_flat_columns_are_sized_and_fields_that_are_not_read_are_named(tmp_path:
     assert any("mood" in told for told in columns.assumptions)
 
 
+def test_a_field_that_the_chosen_shape_leaves_is_unread() -> None:
+    record = {"messages": [{"role": "user", "content": "What?"}], "answer": "A cat.", "source": "x"}
+    assert set(read_conversation(record).unread) == {"answer", "source"}
+    assert read_conversation({"query": "What?", "response": "A cat.", "history": []}).unread == ()
+
+
 # -- fields that change a sample --------------------------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "tide"}}]

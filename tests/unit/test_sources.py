@@ -17,6 +17,7 @@ pytest.importorskip("pyarrow.parquet")
 
 from trimtab.errors import SampleError  # noqa: E402
 from trimtab.plan.file.records import PlannedRecords  # noqa: E402
+from trimtab.samples.llama_factory import columns_beside  # noqa: E402
 from trimtab.samples.rows import read_conversation  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 from trimtab.samples.sources import find_sources, source_labels  # noqa: E402
@@ -218,3 +219,18 @@ def test_a_data_set_without_a_name_is_a_source(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"conversations": talk("hello")}])
     (tmp_path / "meta.json").write_text(json.dumps({"": {"annotation": "a.jsonl", "root": "", "repeat_time": 1}}))
     assert source_labels(find_sources(tmp_path / "meta.json")) == [""]
+
+
+def test_a_list_of_llama_factory_is_not_taken_for_what_datasets_writes(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "d.jsonl", [{"q": "What?", "a": "A cat."}])
+    info = tmp_path / "dataset_info.json"
+    info.write_text(json.dumps({"builder_name": "json", "splits": {}, "features": {"q": {}, "a": {}}}))
+    assert [(source.file.name, source.columns) for source in find_sources(tmp_path)] == [("d.jsonl", ())]
+    sets = {"cats": {"file_name": "d.jsonl", "columns": {"prompt": "q", "response": "a"}, "num_samples": 5}}
+    info.write_text(json.dumps({**sets, "far": {"hf_hub_url": "some/where"}}))
+    columns_beside.cache_clear()
+    (named,) = find_sources(info)
+    assert named.name == "cats"
+    assert "num_samples" in str(named.note)
+    assert {("question", "q"), ("answer", "a"), ("system", "")} <= set(named.columns)
+    assert find_sources(tmp_path / "d.jsonl")[0].columns == named.columns

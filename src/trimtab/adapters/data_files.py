@@ -29,6 +29,7 @@ from trimtab.plan.file.records import PlannedRecords, find_data_files, refuse_no
 from trimtab.plan.file.reload import load_packs, read_samples
 from trimtab.plan.file.yaml import open_plan
 from trimtab.plan.plan import Plan
+from trimtab.samples.llama_factory import columns_beside
 from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.records import detect_format, places_of, rows_of
@@ -260,7 +261,7 @@ def write_energon_packs(
         def with_images(row: int) -> tuple[Mapping[str, Any], list[bytes]]:
             own, source = record(row), sources[int(file_of[row])]
             try:
-                conversation = read_conversation(own, columns=columns)
+                conversation = read_conversation(own, columns=columns or columns_beside(source.file))
                 if conversation.videos:
                     raise BadRecordError("video", "it holds a video, and these packs carry only images: leave it out")
                 folder = media.of(source.file, source.media_root)

@@ -212,6 +212,7 @@ def _try(trial: FloatArray, counted: FloatArray, bounds: FloatArray, aim: Aim, d
     That is the time of whole rows, as long as their largest cost each, over their mean; and `others_price` times what
     the same is above 1 in each limited column but the fullest, which its limit holds.
     """
+    # the packs of one window
     needed = packs_for(sum_columns(counted))
     packed = pack_window(
         trial,
@@ -225,6 +226,7 @@ def _try(trial: FloatArray, counted: FloatArray, bounds: FloatArray, aim: Aim, d
         state=make_stream(0, 0, 2),
     )
     groups = Groups(packed.members, np.concatenate([[0], np.cumsum(packed.counts)]).astype(np.int64))
+    # its rows, level, and what they wait for
     width = min(dp, groups.num_packs)
     groups = level_rows(trial[groups.members], groups, width, bounds, (0, 0))
     sums = np.add.reduceat(trial[groups.members], groups.offsets[:-1])

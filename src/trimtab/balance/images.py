@@ -266,6 +266,7 @@ def attainable_bound(cost, largest_first, bound):  # type: ignore[no-untyped-def
     Much higher than `bound` where sizes are few (equal screenshots, frames of one clip). Goes through all sums, one for
     each number of atoms of each size; `bound` as it is where they are more than `MAX_SUMS`.
     """
+    # how many atoms of each size there are, and so how many sums
     n = len(cost)
     size, count = np.empty(n, np.int64), np.zeros(n, np.int64)
     num_sizes, num_sums = 0, 1
@@ -279,6 +280,7 @@ def attainable_bound(cost, largest_first, bound):  # type: ignore[no-untyped-def
         count[num_sizes - 1] += 1
         if num_sums > MAX_SUMS:
             return bound
+    # all sums, one for each number of atoms of each size
     best, together = cost.sum(), np.int64(0)
     taken = np.zeros(n, np.int64)  # counts through as digits do
     for _ in range(num_sums - 1):
@@ -329,6 +331,7 @@ def improve(cost, ranks, load, bound):  # type: ignore[no-untyped-def]
                         best, first, second, target = larger, i, j, r
         if first < 0:
             return
+        # the best of both is made
         moved = cost[first]
         if second >= 0:
             ranks[second] = top
@@ -393,6 +396,7 @@ def _share(cost, measure, terms, offsets, num_ranks, contiguous, whole):  # type
     largest = np.zeros((num_pools, num_terms))
     for j in range(num_pools):
         first, last = offsets[j], offsets[j + 1]
+        # costs as whole numbers: sums of them are exact
         total = 0.0
         for i in range(first, last):
             total += cost[i]
@@ -400,6 +404,7 @@ def _share(cost, measure, terms, offsets, num_ranks, contiguous, whole):  # type
         units = np.empty(last - first, np.int64)
         for i in range(first, last):
             units[i - first] = np.int64(np.rint(cost[i] * scale))
+        # each pool by itself, then what its slowest rank holds
         found = cut(units, num_ranks) if contiguous else balance(units, num_ranks)
         shares = np.zeros((num_ranks, num_terms))
         for rank in range(num_ranks):

@@ -125,12 +125,14 @@ def _fill_last(sizes: list[int], left: list[int], limit: int, num_packs: int) ->
     def fill(i: int, room: int, spare: int, pattern: list[int]) -> Iterator[list[int]]:
         """Patterns with kinds i, i + 1, ... in what room there is, of which `spare` may stay empty."""
         nonlocal num_steps
+        # too many steps, or what is left cannot fill the room
         num_steps += 1
         if num_steps > MOST_STEPS or sum(n * s for n, s in zip(left[i:], sizes[i:], strict=True)) < room - spare:
             return
         if i == K:
             yield pattern
             return
+        # as many of this kind as fit first; the pattern holds one of its first kind at least
         for num in range(min(left[i], room // sizes[i]), -1 if any(pattern) else 0, -1):
             yield from fill(i + 1, room - num * sizes[i], spare, [*pattern, num])
 
@@ -139,6 +141,7 @@ def _fill_last(sizes: list[int], left: list[int], limit: int, num_packs: int) ->
             return []
         if num_left == 0 or spare < 0:
             return None
+        # the pack of the largest sample that is left, then all others; else it is taken back
         first = next(i for i in range(K) if left[i])
         for pattern in fill(first, limit, spare, [0] * first):
             for i in range(K):

@@ -213,6 +213,7 @@ def report_balance(
     v = packing.sums(samples.num_patches).astype(np.float64)
     t = packing.sums(samples.num_tokens).astype(np.float64)
     c = packing.sums(cost).astype(np.float64)
+    # what is computed: with padding every sample of a batch is as long as its longest
     computed_t, computed_c = t, c
     pad = 0.0
     if padded:
@@ -222,9 +223,11 @@ def report_balance(
             computed_t = np.maximum.reduceat(lengths, packing.offsets[:-1]) * np.diff(packing.offsets)
         computed_c = c if padded_cost is None else packing.sums(padded_cost).astype(np.float64)
 
+    # rows of ranks, without those that are empty
     rows = np.ascontiguousarray(schedule.table.transpose(0, 2, 1)).reshape(-1, dp)
     rows = rows[(rows >= 0).any(axis=1)]
     num_empty = int((schedule.table < 0).sum())
+    # the fewest packs that could hold them
     sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1)[packing.indices]
     alone = above_limits(sizes, packing.limits)
     bound = lower_bound_packs(sizes[~alone], packing.limits) + int(alone.sum())

@@ -106,6 +106,7 @@ def pack_samples(
     """
     from trimtab.compiled import scatter  # loads numba
 
+    # what was asked for, and samples above a limit
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
     check_order(order, dp, num_microbatches, tolerance)
@@ -139,6 +140,7 @@ def pack_samples(
         counts.append(np.diff(groups.offsets).astype(np.int32))
         num_packed, num_packs = num_packed + len(groups.members), num_packs + groups.num_packs
 
+    # no sample is lost
     packing = Packing(
         offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)]),
         indices=rows[:num_packed],
@@ -227,6 +229,7 @@ def _pack_small(
             num_others=num_others,
             rows_alike=alike,
         )
+    # methods that were published, each by its own rule
     from trimtab.balance import published
 
     seed, epoch = asked.keys
@@ -238,6 +241,7 @@ def _pack_small(
         return packs, None
     if asked.method == "greedy":
         return published.pack_greedily(columns, limits=asked.limits, seed=seed, epoch=epoch), None
+    # batches of a fixed number of samples, padded
     lengths = columns[:, 1].astype(np.float64)
     batch = {"length_group": published.batch_by_length, "device_group": published.batch_by_device}.get(asked.method)
     if batch is None:
@@ -352,6 +356,7 @@ def _check(
     fill: float | None,
     batch_size: float,
 ) -> None:
+    # each setting by itself, then the sizes
     problems = find_problems(fill, oversize, dp=dp, batch_size=batch_size)
     if dp * num_microbatches > _MOST_SLOTS:
         problems.append(

@@ -45,6 +45,7 @@ def pack_isf(
         raise PackingError(
             f"ISF filters {filters} do not suit the limits {limits}: give one per limit, above 0 and not above it"
         )
+    # each iteration keeps the packs that pass a filter; the last one all
     bounds, least = np.array(limits, np.int64), np.array(filters, np.int64)
     state = make_stream(seed, epoch, 0x697366)
     left = np.arange(len(sizes))
@@ -61,6 +62,7 @@ def pack_isf(
         counts.append(num_held[is_kept])
         left = left[~is_packed]
     packs = Groups(np.concatenate(members), np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64))
+    # packs of early iterations are the fullest: in random order no part of an epoch has them all
     order = np.arange(packs.num_packs)
     shuffle(order, state)
     return reorder(packs, order)

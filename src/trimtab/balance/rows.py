@@ -153,6 +153,7 @@ def level_worst(
     P = len(packs.head)
     left = np.empty(P)
     for _trial in range(num_trials):
+        # 1. the pack with most
         worst = np.int64(0)
         for p in range(P):
             left[p] = packs.sums[p, led]
@@ -161,6 +162,7 @@ def level_worst(
         before = left[worst]
         if before <= target * (1.0 + close):
             break
+        # 2. shared with the emptiest ones in turn: two that are about alike cannot help each other, so it ends there
         left[worst] = np.inf
         better = False
         for _partner in range(min(P - 1, num_partners)):

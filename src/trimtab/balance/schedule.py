@@ -163,6 +163,7 @@ def _regroup(columns: FloatArray, packs: IntArray, chosen: IntArray, dp: int, ke
     ragged, rows = rows[whole:], rows[:whole].reshape(-1, dp)
     for row in range(num_grouped):
         shuffle(rows[row], state)
+    # rows of alike packs at random places, the others in their order
     is_grouped = np.zeros(len(rows), np.int64)
     is_grouped[:num_grouped] = 1
     shuffle(is_grouped, state)

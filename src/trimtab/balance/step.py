@@ -131,6 +131,7 @@ def pack_steps(
     >>> packed.schedule.table.shape, np.diff(packed.packing.offsets).tolist()
     ((3, 2, 1), [3, 1, 2, 2, 1, 1])
     """
+    # samples in the order of the shuffle; one above a limit fills a pack
     sizes = np.stack([samples.num_patches, samples.num_tokens], axis=1).astype(np.int64)
     per_sample = cost_column(samples, cost)
     above = np.zeros(len(sizes), np.bool_) if limits is None else above_limits(sizes, limits)
@@ -147,6 +148,7 @@ def pack_steps(
         keys = (seed, epoch, first // global_batch)
         return _share_any(sizes[rows], per_sample[rows], limits, dp, least, keys)
 
+    # every step by itself, then as many micro-batches for all as the largest needs
     starts = range(0, len(shuffled), global_batch)
     steps = [share(first, num_microbatches) for first in starts]
     M = max((step.num_microbatches for step in steps), default=num_microbatches)

@@ -87,12 +87,14 @@ def pack_stream(
     carried, age = np.empty(0, np.int64), np.empty(0, np.int64)
     position = 0
     while position < n or len(carried):
+        # 1. how many packs this window makes, and whether it is the last
         ceiling = 0.5 + 0.5 * fill
         packs_left = _enough_packs(planned - num_packs, packs_for(left), ceiling, dp)
         planned = num_packs + packs_left
         num_left = n - position + len(carried)
         last = packs_left < LAST_WINDOWS * window_packs
         P = packs_left if last else window_packs
+        # 2. its samples: those carried on, then the next of the stream
         taken = num_left
         if not last:
             taken = _count_share(counted, carried, position, P / packs_left, left, ceiling * P)
@@ -102,6 +104,7 @@ def pack_stream(
         age = np.concatenate([age, np.zeros(fresh, np.int64)])
         position += fresh
 
+        # 3. its packs
         window = counted[chosen]
         packed = pack_window(
             columns[chosen], min(P, taken), bounds, pull, age, dp=dp, hold_all=last, effort=effort, state=state
@@ -111,6 +114,7 @@ def pack_stream(
         counts.append(packed.counts)
         num_packs += len(packed.counts)
         num_grown += packed.num_grown
+        # 4. what is carried on, and how full the next window shall be
         left = left - sum_columns(window) + sum_columns(window[out])
         carried, age = chosen[out], age[out] + 1
         oldest = max(oldest, int(age.max(initial=0)))

@@ -67,6 +67,7 @@ def bmp_split(
     for candidate in candidates:
         if len(splits) == num_timed:
             break
+        # recompute where memory asks for it; what does not fit is named, and does not count
         try:
             split = recompute_stages(problem, stages_between((0, *candidate.cuts, len(problem.profile.layers))))
         except PartitionError:
@@ -79,6 +80,7 @@ def bmp_split(
             f"none of {len(candidates)} splits within {radius} layers of the anchor fits the memory: try a larger "
             "radius, or split_stages, which searches all of them"
         )
+    # the fastest of those that were timed
     best, seconds = min(splits, key=lambda x: x[1])
     return BmpResult(
         split=best,
@@ -232,6 +234,7 @@ def uneven_model(model: ModelSpec, *, image: tuple[int, int], decoder_tokens: in
         [layer for layer in model.layers if layer.tower == tower and layer.kind == "block"]
         for tower in ("vision", "language")
     )
+    # one width for each tower, or the rule does not apply
     embedding = next((layer for layer in model.layers if layer.tower == "vision" and layer.kind != "block"), None)
     if not vision or embedding is None:
         raise PartitionError(f"the FLOPs rule counts a vision tower's blocks, and {model.name} has none: use plan")
@@ -244,6 +247,7 @@ def uneven_model(model: ModelSpec, *, image: tuple[int, int], decoder_tokens: in
             f"the FLOPs rule knows one width for a tower's layers, and those of {model.name} differ: use plan, which "
             "counts every layer"
         )
+    # the rule's own words
     ((vision_hidden, vision_ffn),), ((llm_hidden, llm_ffn),) = widths
     return UnevenModel(
         vision_tokens=model.image_rule.count(*image).patches,

@@ -73,6 +73,7 @@ def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_micr
         raise PartitionError(
             f"schedule {schedule!r} is unknown: choose one of {', '.join(get_args(ScheduleName))}",
         )
+    # sizes, then what each schedule asks of chunks and micro-batches
     if num_devices < 1 or num_chunks < 1 or num_microbatches < 1:
         raise PartitionError(
             f"a pipeline of {num_devices} stages x {num_chunks} chunks x {num_microbatches} micro-batches is empty: "

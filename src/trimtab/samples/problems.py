@@ -73,10 +73,13 @@ def refuse_bad(bad: Sequence[BadSample], num_read: int, *, can_skip: bool = True
         return
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(sample.kind for sample in bad).items()))
     can_skip = can_skip and len(bad) < num_read  # without all of them nothing is left
+    alike: dict[tuple[str, str], list[BadSample]] = {}  # one line for what is wrong with many
+    for sample in bad:
+        alike.setdefault((sample.file, sample.reason), []).append(sample)
+    lines = [f"{b[0]}" + (f" (and {len(b) - 1:,} more like it)" if len(b) > 1 else "") for b in alike.values()]
     cure = "fix them, or leave them out with on_bad='skip' (--on-bad skip)" if can_skip else "fix them"
     raise SampleError(
-        f"{len(bad)} of {of}{num_read} samples cannot be planned ({kinds}): {cure}\n"
-        + join_problems([str(b) for b in bad])
+        f"{len(bad)} of {of}{num_read} samples cannot be planned ({kinds}): {cure}\n" + join_problems(lines)
     )
 
 
@@ -84,7 +87,7 @@ def refuse_bad(bad: Sequence[BadSample], num_read: int, *, can_skip: bool = True
 
 
 MAX_VALUES = 5_000_000  # of one record: Python takes some 70 bytes for each
-Format = Literal["jsonl", "json", "parquet", "arrow", "tar"]
+Format = Literal["jsonl", "json", "csv", "parquet", "arrow", "tar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,7 @@ class Chunk:
     num_bytes: int  # share of the file, for progress
     rows: tuple[object, ...] = ()  # of a JSON list, which is parsed once and handed out
     media_root: Path | None = None  # that image paths start from; None: the file's folder
+    columns: tuple[tuple[str, str], ...] = ()  # of its records, as a list of data sets has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

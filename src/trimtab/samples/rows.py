@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import TypeVar
 
 from trimtab.samples.problems import BadRecordError, shorten, wrong
-from trimtab.samples.shapes import CONVERSATION_KEYS, SHAPE_KEYS, Columns, as_messages
+from trimtab.samples.shapes import COLUMN_KEYS, CONVERSATION_KEYS, Columns, as_messages
 from trimtab.specs import Clip
 from trimtab.typed_json import parse_json
 
@@ -134,17 +134,26 @@ _ROLES = {  # ShareGPT's names beside OpenAI's
     "developer": "system",
     "tool": "tool",
     "observation": "tool",
+    "observations": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+    "bot": "assistant",
+    "tool_call": "assistant",
+    "function_call": "assistant",
+    "function": "assistant",
 }
+_CALLS = ("tool_call", "function_call", "function")
+"""Roles of ms-swift and LLaMA-Factory whose content is the JSON of what the assistant calls."""
 _LEARNT = ("loss", "train", "training", "weight")
 """Fields of a turn that say whether it is learnt: ms-swift's and LLaMA-Factory's, axolotl's, OpenAI's."""
 IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 
 TEMPLATE_FIELDS = ("enable_thinking", "documents")
-KNOWN_KEYS = (
-    *TEMPLATE_FIELDS,
-    "chat_template_kwargs",
-    *("id", "image", "images", "video", "videos", *VIDEO_FACTS, "system", "tools", *CONVERSATION_KEYS, *SHAPE_KEYS),
+_USED_KEYS = (
+    *(*TEMPLATE_FIELDS, "chat_template_kwargs", "id", "image", "images", "video", "videos", *VIDEO_FACTS),
+    *("system", "tools", *CONVERSATION_KEYS, "rejected_messages"),
 )
+KNOWN_KEYS = (*_USED_KEYS, *COLUMN_KEYS)
 HARMLESS_KEYS = frozenset(
     (
         *("source", "dataset", "dataset_name", "data_source", "split", "subset", "category", "task", "tag", "tags"),
@@ -202,6 +211,8 @@ class Conversation:
     videos: tuple[Video, ...] = ()
     tools: tuple[object, ...] | None = None
     arguments: tuple[tuple[str, object], ...] = ()  # of the chat template, by the record
+    rejected: Conversation | None = None  # of a pair of answers, the other one
+    unread: tuple[str, ...] = ()  # fields that nothing is made of
 
 
 def record_id(record: object) -> str | None:
@@ -243,6 +254,7 @@ def read_conversation(
         messages.append(Message(role="system", content=(system,), was_text=True))
     for turn in turns:
         messages.append(_message(turn, name, inline))
+    other = record.get("rejected_messages")
     if images is not None:  # a part's path names a member of the shard: the members are given
         inline.images = [None if isinstance(x, str) and not x.startswith("data:") else x for x in inline.images]
     column: list[str | bytes] = [*images] if images is not None else [*_column_images(record)]
@@ -252,6 +264,10 @@ def read_conversation(
         videos=_join(inline.videos, inline.videos_column, "video", VIDEO_MARK),
         tools=_tools(record),
         arguments=_arguments(record),
+        rejected=None
+        if other is None
+        else read_conversation({**record, name: other, "rejected_messages": None}, images=images),
+        unread=tuple(key for key, value in record.items() if value is not None and key not in _USED_KEYS),
     )
 
 
@@ -299,6 +315,8 @@ def _message(turn: object, where: str, inline: _Inline) -> Message:
     if known is None:
         raise wrong(f"'{role_key}'", role, "one of " + ", ".join(_ROLES))
     content = turn.get(content_key)
+    if role in _CALLS:
+        turn, content = {**turn, "tool_calls": _calls(content)}, None
     extra = tuple((k, v) for k, v in turn.items() if k not in (role_key, content_key, *_LEARNT) and v is not None)
     is_learnt = _is_learnt(turn, known)
     if content is None and extra and known == "assistant":
@@ -310,6 +328,18 @@ def _message(turn: object, where: str, inline: _Inline) -> Message:
     if not isinstance(content, (list, tuple)):
         raise wrong(f"'{content_key}'", content, "a string or a list of parts")
     return Message(role=known, content=tuple(_parts(content, inline)), was_text=False, extra=extra, is_learnt=is_learnt)
+
+
+def _calls(content: object) -> list[object]:
+    """Return JSON text of one call or several as `tool_calls`."""
+    try:
+        read = parse_json(str(content).encode("utf-8", "surrogatepass"))
+    except ValueError:
+        read = None
+    calls = read if isinstance(read, list) else [read]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise wrong("the content of a tool call", content, 'JSON such as {"name": "f", "arguments": {}}')
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def _is_learnt(turn: Mapping[str, object], role: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -20,16 +20,32 @@ _SHAPES = (  # question and answer, of Alpaca, ms-swift, TRL, plain tables, in t
     ("prompt", "completion"),
     ("question", "answer"),
 )
+_ASKED = ("query", "prompt", "input", "instruction", "question", "problem")
+_SAID = (
+    *("response", "answer", "output", "targets", "target", "answer_key", "answers", "solution"),
+    *("text", "completion", "content"),
+)
+"""The names by which ms-swift knows a question and its answer, where a record has one of each."""
 _PAIR = ("chosen", "rejected")
-_CAPTIONS = ("caption", "txt")
+_OTHERS = ("rejected_response", "rejected_messages")  # ms-swift's, of a conversation that ends in the chosen one
+_CAPTIONS = ("caption", "txt", "text")
 _BESIDE = ("input", "history", "system_prompt")  # of a question: more of it, turns before it, a system's turn
-SHAPE_KEYS = (*(name for shape in _SHAPES for name in shape), *_PAIR, *_CAPTIONS, *_BESIDE)
+_OTHER_NAMES = MappingProxyType(
+    {"conversation": "messages", "file_name": "image", "image_path": "image", "img": "image"}
+)
+"""ms-swift's; those of folders of images that `datasets` reads, and of tables."""
+SHAPE_KEYS = (*(x for y in _SHAPES for x in y), *_ASKED, *_SAID, *_PAIR, *_OTHERS, *_CAPTIONS, *_BESIDE)
+COLUMN_KEYS = (*CONVERSATION_KEYS, *SHAPE_KEYS, *_OTHER_NAMES)
+"""Fields that shapes are made of."""
+_TURN = ("role", "content")
+_TAGS = ("user", "assistant", "observation", "function")
 _MEANINGS = MappingProxyType(
     {
         **{name: name for name in (*CONVERSATION_KEYS, "images", "videos", "tools", "system", "input", "history")},
-        **{name: name for name in ("question", "answer", "caption", "image", "video")},
+        **{name: name for name in ("question", "answer", "caption", "image", "video", *_PAIR, *_TURN, *_TAGS)},
     }
 )
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
 
 def read_columns(text: str | None) -> Columns:
@@ -56,41 +72,142 @@ def has_shape(names: Collection[str]) -> bool:
     """Return whether fields of these names make a conversation."""
     whole = any(key in names for key in CONVERSATION_KEYS)
     asked = any(question in names and answer in names for question, answer in _SHAPES)
-    return whole or asked or any(name in names for name in (*_PAIR, *_CAPTIONS))
+    return whole or asked or any(name in names for name in (*_PAIR, *_CAPTIONS[:2]))
 
 
 def as_messages(record: Mapping[str, Any], columns: Columns, *, num_images: int | None) -> Mapping[str, Any]:
     """The record with one of `CONVERSATION_KEYS`; `BadRecordError` names its fields where no shape fits.
 
-    `num_images`: of a sample that comes with its images, such as a shard's; None: they stand in the record.
+    A pair of answers has the turns with the one under "messages" and those with the other under "rejected_messages".
+    Fields that a shape is made of are gone. `num_images`: of a sample that comes with its images, such as a shard's;
+    None: they stand in the record.
     """
-    if columns:
-        renamed = {meaning: record.get(name) for meaning, name in columns}
-        record = {**{key: record[key] for key in record if key not in renamed}, **renamed}
-    if any(record.get(key) is not None for key in CONVERSATION_KEYS):
-        return record
+    record = _renamed(record, columns)
     if num_images is None:
         num_images = _count_images(record)
-    for question, answer in (("question", "answer"), *_SHAPES) if columns else _SHAPES:
-        if record.get(question) is not None and record.get(answer) is not None:
-            return {**record, "messages": _turns(record, question, answer, num_images)}
-    if any(record.get(name) is not None for name in _PAIR):
-        raise BadRecordError(
-            "type",
-            "the record is a pair of answers (chosen, rejected), and one of them is sized: name it, as in "
-            "--columns question=prompt,answer=chosen, or messages=chosen",
-        )
+    if all(record.get(name) is not None for name in _PAIR):
+        turns = [_answered(record, record[name], num_images, replaces=name == "rejected") for name in _PAIR]
+        return {
+            **_without(record, *CONVERSATION_KEYS, *_PAIR, *_ASKED, *_BESIDE),
+            "messages": turns[0],
+            "rejected_messages": turns[1],
+        }
+    if record.get("rejected_response") is not None:
+        whole = as_messages(_without(record, "rejected_response"), (), num_images=num_images)
+        turns = _answered(whole, record["rejected_response"], num_images, replaces=True)
+        return {**whole, "rejected_messages": turns}
+    if any(record.get(key) is not None for key in CONVERSATION_KEYS):
+        return record
+    if (shape := _flat_shape(record)) is not None:
+        return {**_without(record, *shape, *_BESIDE), "messages": _turns(record, *shape, num_images)}
     caption = next((name for name in _CAPTIONS if isinstance(record.get(name), str)), None)
     if caption is not None and num_images:
         marks = [{"type": "image"} for _ in range(num_images)]
         turns = [{"role": "user", "content": marks}, {"role": "assistant", "content": record[caption]}]
-        return {**record, "messages": turns}
+        return {**_without(record, caption), "messages": turns}
     held = ", ".join(map(str, record)) or "no field"
     raise BadRecordError(
         "type",
-        f"the record has none of 'conversations', 'messages' and 'texts', and no shape fits its fields "
-        f"({shorten(held, 120)}): say what they mean, as in --columns question=query,answer=label,image=img",
+        f"no shape of data fits the fields ({shorten(held, 120)}): say what they mean, as in --columns "
+        f"{_proposed(record)}",
     )
+
+
+def _renamed(record: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """Return the record under the names that are known here, its turns as well."""
+    if columns:
+        named = {meaning: record.get(name) for meaning, name in columns if meaning not in (*_TURN, *_TAGS)}
+        gone = {*named, *(name for _, name in columns)}
+        record = {**{key: record[key] for key in record if key not in gone}, **named}
+    held = dict(record)
+    for name, meaning in _OTHER_NAMES.items():
+        if name in held and held.get(meaning) is None and not (meaning == "image" and "images" in held):
+            held[meaning] = held.pop(name)
+    tags = {meaning: name for meaning, name in columns if meaning in (*_TURN, *_TAGS)}
+    if tags:
+        for key in (*CONVERSATION_KEYS, *_PAIR):
+            held[key] = _plain_turns(held.get(key), tags)
+    if isinstance(turns := held.get("messages"), list):
+        held["messages"] = [turn for given in turns for turn in _both_of(given)]
+    return held
+
+
+def _plain_turns(turns: Any, tags: Mapping[str, str]) -> Any:
+    """Return turns whose fields and roles have names of their own as `role` and `content`."""
+    if isinstance(turns, dict):
+        return _plain_turns([turns], tags)[0]
+    if not isinstance(turns, list):
+        return turns
+    roles = {tags[meaning]: meaning for meaning in _TAGS if meaning in tags}
+    fields = {tags.get(name, name): name for name in _TURN}
+    plain = [{fields.get(k, k): v for k, v in turn.items()} if isinstance(turn, dict) else turn for turn in turns]
+    return [{**x, "role": roles.get(x["role"], x["role"])} if _has_role(x) else x for x in plain]
+
+
+def _has_role(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role"), str)
+
+
+def _both_of(turn: Any) -> Iterator[Any]:
+    """Yield the two turns of one object with a question and its answer, as `conversation` has them; else the turn."""
+    if not isinstance(turn, dict) or not {"human", "user"} & turn.keys() or "role" in turn or "from" in turn:
+        yield turn
+        return
+    for role, names in (
+        ("system", ("system",)),
+        ("user", ("human", "user")),
+        ("assistant", ("assistant", "gpt", "bot")),
+    ):
+        if (name := next((name for name in names if turn.get(name)), None)) is not None:
+            yield {"role": role, "content": turn[name]}
+
+
+def _flat_shape(record: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the fields that hold a question and its answer; None: there are none, or more than one of a kind."""
+    held = [name for name in record if record[name] is not None]
+    for question, answer in (("question", "answer"), *_SHAPES):
+        if question in held and answer in held:
+            return question, answer
+    asked, said = ([name for name in names if name in held] for names in (_ASKED, _SAID))
+    return (asked[0], said[0]) if len(asked) == 1 and len(said) == 1 else None
+
+
+def _without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in names}
+
+
+def _answered(record: Mapping[str, Any], answer: Any, num_images: int, *, replaces: bool) -> Any:
+    """Return the turns that end in one of two answers: a text, a turn, turns, or the whole conversation.
+
+    A second answer `replaces` the one that the conversation ends in.
+    """
+    before = next((record[key] for key in CONVERSATION_KEYS if record.get(key) is not None), None)
+    asked = next((record[name] for name in _ASKED if record.get(name) is not None), None)
+    turns = [answer] if isinstance(answer, dict) else answer
+    if before is None and isinstance(turns, list):
+        begins = turns[0].get("role", turns[0].get("from")) if turns and isinstance(turns[0], dict) else None
+        if begins in ("system", "user", "human"):
+            return turns
+        before = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    if before is None:
+        name = next((name for name in _ASKED if record.get(name) is not None), "prompt")
+        return _turns({**record, "answer": answer}, name, "answer", num_images)
+    if replaces and isinstance(before, list) and before and isinstance(before[-1], dict):
+        before = before[:-1] if before[-1].get("role", before[-1].get("from")) in ("assistant", "gpt") else before
+    return [*before, *turns] if isinstance(turns, list) else [*before, {"role": "assistant", "content": answer}]
+
+
+def _proposed(record: Mapping[str, Any]) -> str:
+    """Return a map that may do, of the record's own fields."""
+    turns = [name for name, x in record.items() if isinstance(x, list) and x and all(isinstance(y, dict) for y in x)]
+    texts = [name for name, x in record.items() if isinstance(x, str) and name != "id"]
+    images = [name for name in texts if record[name].lower().endswith(IMAGE_SUFFIXES)]
+    images += [name for name, x in record.items() if isinstance(x, dict) and {"bytes", "path"} & x.keys()]
+    texts = [name for name in texts if name not in images]
+    pairs = [("messages", turns[0])] if turns else [*zip(("question", "answer"), texts, strict=False)]
+    pairs += [("image", name) for name in images[:1]]
+    said = [f"{meaning}={shorten(name, 30)}" for meaning, name in pairs]
+    return ",".join(said) if len(said) > 1 or turns else "question=query,answer=label,image=img"
 
 
 def _turns(record: Mapping[str, Any], question: str, answer: str, num_images: int) -> list[dict[str, Any]]:
@@ -99,6 +216,8 @@ def _turns(record: Mapping[str, Any], question: str, answer: str, num_images: in
     if isinstance(asked, list) and isinstance(said, list):  # both are turns
         return [*asked, *said]
     turns: list[dict[str, Any]] = []
+    if isinstance(said, list) and said and isinstance(said[0], str):  # several answers: the first, as ms-swift takes it
+        said = said[0]
     if isinstance(record.get("system_prompt"), str) and record["system_prompt"]:
         turns.append({"role": "system", "content": record["system_prompt"]})
     for pair in record.get("history") or ():
@@ -109,7 +228,7 @@ def _turns(record: Mapping[str, Any], question: str, answer: str, num_images: in
         if not isinstance(value, str):
             raise wrong(f"'{name}'", value, "a string")
     more = record.get("input") if question != "input" else None
-    text = f"{asked}\n{more}" if isinstance(more, str) and more else asked
+    text = "\n".join(x for x in (asked, more) if isinstance(x, str) and x)
     is_marked = any(IMAGE_MARK in str(turn["content"]) for turn in turns) or IMAGE_MARK in text
     marks: list[Any] = [] if is_marked else [{"type": "image"} for _ in range(num_images)]
     content = [*marks, {"type": "text", "text": text}] if marks else text

@@ -115,6 +115,11 @@ def size_samples(
                 f"these fields of records are not read: {', '.join(map(shorten, unused[:_MOST_NAMED]))}"
                 f"{', ...' if len(unused) > _MOST_NAMED else ''} (--columns says what a field means)"
             )
+        num_pairs = sum(part.num_pairs for file_parts in parts for part in file_parts)
+        if num_pairs:
+            assumptions.append(
+                f"{num_pairs:,} samples are pairs of answers: each counts as two sequences with its images twice"
+            )
         if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
             assumptions.append(_EXIF_ASSUMPTION[exif])
         if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):
@@ -221,7 +226,7 @@ def _size_files(
         for number, source in enumerate(sources):
             for chunk in list_chunks(source.file):
                 order.append(number)
-                yield replace(chunk, media_root=source.media_root)
+                yield replace(chunk, media_root=source.media_root, columns=source.columns)
 
     parts: list[list[Part]] = [[] for _ in files]
     lines = [0] * len(files)

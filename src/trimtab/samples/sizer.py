@@ -85,7 +85,7 @@ class _Sized:
     name: str | None
     source: str
     images: list[ImageCounts]  # and videos after them
-    chat: Rendered
+    chats: tuple[Rendered, ...]  # two of a pair of answers, which is trained as two sequences
 
 
 class Sizer:
@@ -96,7 +96,7 @@ class Sizer:
         self._counter = TokenCounter(settings.tokenizer)
         self._count_image = image_counter(settings.image_rule)
         self._clip_rule = settings.clip_rule
-        self._used = {*KNOWN_KEYS, *HARMLESS_KEYS, settings.source_key, *(name for _, name in settings.columns)}
+        self._harmless = {*HARMLESS_KEYS, settings.source_key}
         self._media = MediaFolders(settings.media_root, allow_outside=settings.allow_outside, exif=settings.exif)
 
     @property
@@ -107,22 +107,25 @@ class Sizer:
     def size(self, chunk: Chunk, most_bad: int | None = None, broken: Broken = Broken()) -> Part:  # noqa: B008 - frozen
         """The chunk's samples; of its bad ones no more than one above `most_bad`, behind which nothing is read."""
         sized: list[_Sized] = []
-        unused = set(names_of(chunk)) - self._used
+        columns = self._settings.columns or chunk.columns
+        more_columns = tuple(name for _, name in columns)
+        unused = set(names_of(chunk)) - {*KNOWN_KEYS, *more_columns}
+        num_pairs = 0
         with_videos: list[_Read] = []
         bad: list[BadSample] = []
         num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
-        for record in self._records(chunk, broken):
+        for record in self._records(chunk, broken, more_columns):
             if most_bad is not None and len(bad) > most_bad:
                 break
             num_lines += 1
             if record.blank:
                 continue
             name = record.key
-            if isinstance(record.value, dict):
-                unused.update(record.value.keys() - self._used)
             try:
                 name = record_id(record.value) or record.key
-                read = self._read(record, name, media)
+                read = self._read(record, name, media, columns)
+                unused.update(read.conversation.unread)
+                num_pairs += read.conversation.rejected is not None
                 if read.clips:
                     with_videos.append(read)
                 else:
@@ -148,7 +151,7 @@ class Sizer:
                 at(f"record {sized[first].line}")
             else:
                 at("texts", cpu_s=_BATCH_CPU_S)
-            counted += self._counter.count([x.chat for x in sized[first : first + batch]])
+            counted += self._count(sized[first : first + batch])
         refused = [(x, error) for x, error in zip(sized, counted, strict=True) if isinstance(error, BadRecordError)]
         if refused:
             bad += [_bad(chunk, x.line, x.name, error) for x, error in refused]
@@ -168,15 +171,24 @@ class Sizer:
             source_names=tuple(codes),
             patch_unit="patches",
             tokens_exact=self._counter.exact,
-            unused=tuple(sorted(map(str, unused))[:_MOST_UNUSED]),
+            unused=tuple(sorted(str(name) for name in unused if name not in self._harmless)[:_MOST_UNUSED]),
+            num_pairs=num_pairs,
             media=media.take_seen(),
         )
 
-    def _records(self, chunk: Chunk, broken: Broken) -> Iterator[Record]:
+    def _count(self, batch: list[_Sized]) -> Iterator[int | BadRecordError]:
+        """Yield the tokens of each sample, of both sequences of a pair, or why the tokenizer refuses it."""
+        counts = iter(self._counter.count([chat for x in batch for chat in x.chats]))
+        for x in batch:
+            own = [next(counts) for _ in x.chats]
+            refused = [count for count in own if isinstance(count, BadRecordError)]
+            yield refused[0] if refused else sum(count for count in own if isinstance(count, int))
+
+    def _records(self, chunk: Chunk, broken: Broken, more_columns: tuple[str, ...]) -> Iterator[Record]:
         """The records, each announced before it is read."""
         line = chunk.first_line or 1
         key = () if self._settings.source_key is None else (self._settings.source_key,)
-        records = read_chunk(chunk, more_columns=(*key, *(name for _, name in self._settings.columns)))
+        records = read_chunk(chunk, more_columns=(*key, *more_columns))
         while True:
             at(f"record {line}")
             if line == broken.ends_at:
@@ -201,14 +213,14 @@ class Sizer:
             raise BadRecordError("type", f"field {key!r} should name the record's source in 1 to 80 characters")
         return name
 
-    def _read(self, record: Record, name: str | None, media: MediaFolder) -> _Read:
+    def _read(self, record: Record, name: str | None, media: MediaFolder, columns: Columns) -> _Read:
         if record.problem is not None:
             raise record.problem
         if record.value == TOO_DEEP:
             raise BadRecordError("json", f"{TOO_DEEP}: {_MADE_TO_FAIL}")
         source, conversation = (
             self._source(record),
-            read_conversation(record.value, images=record.images, columns=self._settings.columns),
+            read_conversation(record.value, images=record.images, columns=columns),
         )
         try:
             num_images = len(conversation.images)
@@ -228,11 +240,13 @@ class Sizer:
             videos = [self._clip_rule.count_clip(clip) for clip in read.clips] if self._clip_rule is not None else []
         except ImageError as error:
             raise BadRecordError("video", str(error)) from None
-        chat = self._counter.render(read.conversation, read.images, videos)
-        if sum(message.role == "assistant" for message in read.conversation.messages) > 1:  # a lone one is found
-            learnt_spans(self._counter, read.conversation)
-        images = [*read.images, *(video.image for video in videos)]
-        return _Sized(line=read.line, name=read.name, source=read.source, images=images, chat=chat)
+        both = [x for x in (read.conversation, read.conversation.rejected) if x is not None]
+        chats = tuple(self._counter.render(conversation, read.images, videos) for conversation in both)
+        for conversation in both:
+            if sum(message.role == "assistant" for message in conversation.messages) > 1:  # a lone one is found
+                learnt_spans(self._counter, conversation)
+        images = [*read.images, *(video.image for video in videos)] * len(both)
+        return _Sized(line=read.line, name=read.name, source=read.source, images=images, chats=chats)
 
 
 def _bad(chunk: Chunk, line: int, name: str | None, error: BaseException) -> BadSample:

@@ -17,9 +17,10 @@ from typing import Any
 from trimtab.address import Address, Allowed, place_inside, place_of
 from trimtab.errors import SampleError, join_problems, refuse_type
 from trimtab.files import read_small
+from trimtab.samples.llama_factory import INFO, columns_beside, is_info, listed_sets
 from trimtab.samples.problems import BadRecordError, parse_record, shorten
 from trimtab.samples.records import format_of_name
-from trimtab.samples.shapes import CONVERSATION_KEYS
+from trimtab.samples.shapes import CONVERSATION_KEYS, Columns
 from trimtab.samples.table import is_saved_table, source_names_of
 from trimtab.typed_json import parse_json
 
@@ -145,6 +146,7 @@ class SourceFile:
     media_root: Path | None = None  # that was stated for it; None: the user's one folder, or the file's own
     repeat: float = 1.0  # how often its samples are in an epoch; below 1: so much of its beginning
     max_tiles: int | None = None  # of an image, as a list of data sets says
+    columns: Columns = ()  # of its records, as a list of data sets says
     note: str | None = None  # what of the named place is not read
 
 
@@ -180,6 +182,8 @@ def _sources_of(
     place = place_of(name)
     if is_saved_table(place) or (isinstance(place, Address) and format_of_name(place) not in (None, "json")):
         yield SourceFile(file=place, named=place)
+    elif place.name == INFO and is_info(place):
+        yield from _in_info(place, roots, allowed)
     elif place.is_dir():
         yield from _in_folder(place, place if place.stem.strip(".") else place.resolve(), 0)
     elif place.name.endswith(".json") and (listed := read_meta(place, roots, allowed)) is not None:
@@ -187,7 +191,18 @@ def _sources_of(
             raise SampleError(f"{listed_in}: annotation {place} is a list of data sets itself: name files of records")
         yield from (found for entry in listed for found in _in_meta(entry, place, roots, allowed))
     else:
-        yield SourceFile(file=place, named=place)
+        yield SourceFile(file=place, named=place, columns=columns_beside(place))
+
+
+def _in_info(info: Path, roots: Sequence[Path], allowed: Allowed) -> Iterator[SourceFile]:
+    """The data sets of LLaMA-Factory's list whose files are here; its images lie below its folder."""
+    for listed in listed_sets(info):
+        file = place_inside(listed.file, [info.parent, *roots], str(info), allowed)
+        root = None if roots or file.parent == info.parent else info.parent
+        for source in _sources_of(file, roots, allowed):
+            yield replace(
+                source, named=info, name=listed.name, media_root=root, columns=listed.columns, note=listed.note
+            )
 
 
 def _in_meta(entry: MetaSource, meta: Path, roots: Sequence[Path], allowed: Allowed) -> Iterator[SourceFile]:

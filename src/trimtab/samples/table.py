@@ -137,6 +137,7 @@ class Part:
     patch_unit: Literal["patches", "tiles"] | None = None  # None: holds no patches
     tokens_exact: bool = True
     unused: tuple[str, ...] = ()  # fields of records that no sample is made of
+    num_pairs: int = 0  # samples that are two sequences, with a chosen and a rejected answer
     media: tuple[str, ...] = ()  # images and videos in files, each with its size and time
 
     @property
@@ -426,7 +427,7 @@ class ChunkFile:
         """The name changes with the file's size or time, the chunk, and the settings."""
         status = chunk.file.stat()
         identity: tuple[object, ...] = (str(chunk.file.resolve()), status.st_size, status.st_mtime_ns)
-        identity += (chunk.format, chunk.start, chunk.stop, chunk.media_root and str(chunk.media_root))
+        identity += (chunk.format, chunk.start, chunk.stop, chunk.media_root and str(chunk.media_root), chunk.columns)
         of = repr((identity, blake2b(settings_key.encode())))
         return ChunkFile(path=folder / f"chunk-{blake2b(of.encode())}.npz", of=of)
 

@@ -64,6 +64,7 @@ def possible_changes(samples: SampleTable, cluster: ClusterSpec, options: PlanOp
         return Change(said=said, options=changed, cluster=cluster, samples=samples)
 
     is_narrowed = bool(options.zero_stages or options.schedules or options.tp_degrees)  # by a framework
+    # what was closed is opened: nothing of the run changes
     if options.zero_stage in (0, 1, 2) and not is_narrowed:
         yield change("--zero-stage 3", zero_stage=3)
     if options.recompute == "none":
@@ -76,6 +77,7 @@ def possible_changes(samples: SampleTable, cluster: ClusterSpec, options: PlanOp
             "leave the limits and the number of packs open",
             **dict.fromkeys(("max_patches", "max_tokens", "num_microbatches")),
         )
+    # another optimizer, adapters, smaller images: the training changes
     if options.optimizer == "adamw" and options.lora is None and not is_narrowed:
         yield change("--set optimizer=adamw_8bit", optimizer="adamw_8bit")
     if not is_narrowed and "language" not in options.frozen_towers:
@@ -86,6 +88,7 @@ def possible_changes(samples: SampleTable, cluster: ClusterSpec, options: PlanOp
             yield change(f"--lora r={lora.r},bits=4", lora=lora)
     if samples.num_patches.any():
         yield Change(said="images of half the size", options=options, cluster=cluster, samples=_smaller(samples))
+    # more devices
     for times in (2, 4):
         nodes = replace(cluster, num_nodes=cluster.num_nodes * times)
         more = replace(options, dp=None if options.dp is None else options.dp * times)

@@ -201,6 +201,7 @@ def price_exchange(
     num_calls = len(pools) // num_ranks
     whole = float(patches.sum()) * row / num_ranks  # features of all images that a group shares
     most = float(patches.sum(axis=1).max(initial=0.0)) * row * margin
+    # gather: all rows to all; dispatch: what moves, there and back
     received, sent, pixels = whole * (N - 1) / N, whole, 0.0
     if decision.exchange == "dispatch":
         moved = _moved_share(case, decision, sizes, pools)
@@ -208,6 +209,7 @@ def price_exchange(
         pixels = float(patches.sum()) / N * moved * _pixel_values(case.model) * _PIXEL_BYTES
         sent = whole / N
     trained = any(num_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
+    # over the devices' link inside a node, else by each rank's own port
     cluster = case.cluster
     # neighbours are those of tp, then of cp, then of dp
     stride = {"tp": 1, "tp_cp": 1, "cp": dims.tp, "dp": dims.tp * dims.cp}[decision.group]

@@ -215,6 +215,7 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
         settled["tp_degrees"] = allowed
         if options.tp is not None:
             choices["tp"] = allowed
+    # degrees that the target lacks stay 1
     settled |= {axis: 1 for axis in ("cp", "ep") if axis not in can.degrees}
     for axis in {"cp", "ep", "etp"}.difference(can.degrees):
         if getattr(options, axis) not in (None, 1):
@@ -222,6 +223,7 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
                 f"{axis} {getattr(options, axis)} was asked for with --for {target}, which has no such degree: leave "
                 f"{axis} out"
             )
+    # every other field: what was given must be among what it runs, what is open becomes that
     for name, values in choices.items():
         given = getattr(options, name)
         if given in values:
@@ -264,8 +266,10 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
         if best is not None and (cuts not in found or best.bottleneck_s < found[cuts].bottleneck_s):
             found[cuts] = best
 
+    # 1. each candidate with the recompute that it needs
     for stages in _candidates(case, can):
         price(cuts_of(stages), stages)
+    # 2. the best of them, a cut moved at a time
     if can.splits is None and found:
         at = min(found, key=lambda cuts: found[cuts].bottleneck_s)
         while True:
@@ -276,6 +280,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
             if found[best].bottleneck_s >= found[at].bottleneck_s:
                 break
             at = best
+    # 3. those with the least slowest stage, over all packs
     ranked = sorted(found.values(), key=lambda way: way.bottleneck_s)[:_SIMULATED]
     return min((way.stages for way in ranked), key=lambda stages: epoch_s(case, stages), default=None)
 

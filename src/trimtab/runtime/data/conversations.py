@@ -40,6 +40,7 @@ from trimtab.runtime.data.formats import (
 )
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
+from trimtab.samples.llama_factory import columns_beside
 from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
@@ -284,8 +285,14 @@ class PlannedConversations:
             )
         opened, name = self._opened, self.records.samples.sample_id(row)
         try:
-            conversation = read_conversation(self.records[row], columns=read_columns(self._options.columns))
-            media = opened.media.of(self.records.place(row).file, self.records.media_root(row))
+            file = self.records.place(row).file
+            columns = read_columns(self._options.columns) or columns_beside(file)
+            conversation = read_conversation(self.records[row], columns=columns)
+            if conversation.rejected is not None:
+                raise BadRecordError(
+                    "template", "it has two answers, and one is learnt here: train pairs in your own trainer"
+                )
+            media = opened.media.of(file, self.records.media_root(row))
             pictures = [self._decode(media.read(image)) for image in conversation.images]
             counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]
             if conversation.videos and opened.videos is None:

@@ -255,6 +255,7 @@ class Cuts:
     def _problems(self, way: Way) -> list[str]:
         """Sentences on what would have to cross a cut of the layout and cannot: backwards, or no layer's output."""
         found = []
+        # modules that read what a later stage makes
         for call in way.trace.calls:
             reader = way.place[call.layer]
             late = [x for x in call.reads if any(reader < cut <= way.writer[x] for cut in self._ends)]
@@ -263,6 +264,7 @@ class Cuts:
                     f"{call.layer} reads {sorted(late)[0]} of a later stage: list modules in the order in which the "
                     "model runs them"
                 )
+        # what would have to cross a cut, and is no output that a stage can send
         for cut in self._ends:
             for name in way.alive(cut):
                 if name not in way.outputs:
