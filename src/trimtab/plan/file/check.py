@@ -17,7 +17,7 @@ from trimtab.files import fingerprint_file, is_there
 from trimtab.plan.decide.case import tower_cuts
 from trimtab.plan.decide.compare import simulate_plan
 from trimtab.plan.decide.epoch import draw_epoch
-from trimtab.plan.decide.sharing import decision_problems
+from trimtab.plan.decide.groups import decision_problems
 from trimtab.plan.file.figures import describe_estimates, model_fingerprint, say_trained, summarise
 from trimtab.plan.file.reload import (
     ReloadedPlan,
