@@ -88,7 +88,10 @@ def _pooling_problems(
             "leave it out" + ("" if parallel.pp > 1 else ", or give --schedule 1F1B")
         )
     elif schedule.num_microbatches % decision.pooling:
-        yield (f"vision pooling {decision.pooling} must divide the {schedule.num_microbatches} micro-batches a rank")
+        yield (
+            f"vision pooling {decision.pooling} of {schedule.num_microbatches} micro-batches: choose a number that "
+            "divides them"
+        )
     if decision.group != "dp" and tile_rows(model) is not None:  # a host's own loop pools what all of its ranks hold
         yield (
             f"vision pooling {decision.pooling} over {decision.group} needs a grid of patches, not {model.name}'s "
