@@ -6,6 +6,7 @@ from trimtab.runtime.vision.apply import vision_dp as vision_dp
 from trimtab.runtime.vision.apply import vision_dp_from_plan as vision_dp_from_plan
 from trimtab.runtime.vision.apply import vision_heartbeat as vision_heartbeat
 from trimtab.runtime.vision.apply import encode_pooled as encode_pooled
+from trimtab.runtime.vision.exchange import zigzag_rows as zigzag_rows
 from trimtab.runtime.vision.apply import VisionDataParallelCallback as VisionDataParallelCallback
 from trimtab.balance.images import share_images as share_images
 from trimtab.balance.images import tower_seconds as tower_seconds

@@ -19,7 +19,7 @@ from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import apply as callback
 from trimtab.runtime.vision.agreement import differing_ranks, fingerprint
 from trimtab.runtime.vision.apply import encode_pooled
-from trimtab.runtime.vision.exchange import lay_out_rows
+from trimtab.runtime.vision.exchange import lay_out_rows, zigzag_rows
 from trimtab.runtime.vision.hooks import KINDS, Heartbeat
 from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, Part, VisionInputs, join_inputs
 from trimtab.runtime.vision.outputs import read_features, touch, write_features
@@ -48,6 +48,24 @@ def test_a_layout_finds_every_row():
         ]
         assert layout.counts.tolist() == [len(rows) for rows in made]
         assert [made[r][p] for r, p in zip(layout.owner, layout.position, strict=True)] == ids.tolist()
+
+
+def test_zigzag_rows_are_those_of_the_pieces_that_a_rank_holds():
+    rng = np.random.default_rng(0)
+    for num_ranks in (1, 2, 4):
+        lengths = [2 * num_ranks * int(n) for n in rng.integers(1, 6, 5)]
+        image = rng.random(sum(lengths)) < 0.4
+        wanted = zigzag_rows(image, lengths, num_ranks)
+        # by the pieces as hosts stack them: rank r has piece r and the r-th from the end of every document
+        starts = np.cumsum([0, *lengths[:-1]])
+        for rank, rows in enumerate(wanted):
+            pieces = [
+                np.split(start + np.arange(length), 2 * num_ranks)[place]
+                for start, length in zip(starts, lengths, strict=True)
+                for place in (rank, 2 * num_ranks - 1 - rank)
+            ]
+            held = np.sort(np.concatenate(pieces))
+            assert rows.tolist() == (np.cumsum(image) - 1)[held[image[held]]].tolist()
 
 
 @pytest.mark.parametrize("kind", ["tensor", "tuple"])

@@ -36,5 +36,5 @@ def test_three_ranks() -> None:
 
 @pytest.mark.integration
 def test_four_ranks() -> None:
-    """A group without images beside one with some."""
+    """A group without images beside one with some; cp, and tp x cp, in four families."""
     on_ranks(vision_hosts.run_on_four, num_ranks=4)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from rounding import BOUNDS, assert_close
 from torch import Tensor, nn
+from vision_context import run_context
 from vision_odd_uses import (
     fail,
     features,
@@ -265,3 +266,4 @@ def run_on_three(rank: int) -> None:
 def run_on_four(rank: int) -> None:
     run_groups(rank, "qwen2_5_vl", "plain")
     run_groups(rank, "qwen3_vl", "fsdp2")
+    run_context(rank)

@@ -31,6 +31,7 @@ from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.report.html import html_report
 from trimtab.report.words import time_scale
+from trimtab.specs import SampleTable
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +303,53 @@ def test_sharing_what_is_shared_already_starts_from_the_plain_case(shared, tmp_p
     again = share_vision(case, case.vision.decision)
     np.testing.assert_array_equal(again.work, case.work)
     assert again.setting.profile == case.setting.profile
+
+
+# -- ranks of cp hold the same pack ---------------------------------------------------------------------------------
+
+LONG = dataclasses.replace(OPTIONS, tp=2, cp=2, num_microbatches=2, host="none")  # one whose launches cost nothing
+
+
+def long_samples(num_samples: int = 48) -> SampleTable:
+    """One sample a pack: four equal images and a long text."""
+    return table_of([np.full(4, 4096)] * num_samples, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(("group", "degree", "reduction"), [("cp", 2, None), ("tp_cp", 4, "mean"), ("tp", 2, "mean")])
+def test_ranks_that_hold_one_pack_share_its_images(tmp_path, group, degree, reduction):
+    options = dataclasses.replace(LONG, max_patches=16384, max_tokens=8192, vision=VisionChoice(group=group, pooling=1))
+    details = make_plan(QWEN, long_samples(), CLUSTER, options)
+    decision = details.plan.decisions.vision_data_parallel
+    assert (decision.group, decision.degree, decision.exchange, decision.reduction) == (
+        *(group, degree),
+        *("gather", reduction),
+    )
+    case = reloaded(details, tmp_path)
+    np.testing.assert_allclose(case.work[:, 1:4] * degree, case.vision.work[:, 1:4])
+    assert check_plan(tmp_path) == []
+    read_back(details, tmp_path)
+    tower, alone = (
+        sum(x.state_bytes for x in profile.layers if x.tower == "vision")
+        for profile in (case.setting.profile, case.vision.profile)
+    )
+    assert tower == pytest.approx(alone if group == "cp" else 2 * alone, rel=0.02)  # heads may be padded
+
+
+def test_cp_encodes_each_image_once_where_it_was_done_cp_times():
+    plain = dataclasses.replace(LONG, tp=1, cp=4, max_patches=16384, max_tokens=8192)
+    shared = make_plan(QWEN, long_samples(), CLUSTER, dataclasses.replace(plain, vision=VisionChoice(group="cp")))
+    found = shared.plan.estimates.vision_data_parallel
+    assert 3 < found.tower_without_ms / (found.tower_ms - found.exchange_ms) <= 4.001
+    auto = make_plan(QWEN, long_samples(), CLUSTER, dataclasses.replace(plain, vision=VisionChoice(group="auto")))
+    assert auto.plan.decisions.vision_data_parallel.group == "cp"
+    assert auto.variants[-1].epoch_s <= 1.005 * shared.variants[-1].epoch_s
+
+
+def test_auto_is_no_slower_than_any_group():
+    plain = dataclasses.replace(LONG, max_patches=16384, max_tokens=8192)
+
+    def epoch_s(group: str) -> float:
+        options = dataclasses.replace(plain, vision=VisionChoice(group=group))
+        return make_plan(QWEN, long_samples(), CLUSTER, options).variants[-1].epoch_s
+
+    assert epoch_s("auto") <= 1.005 * min(epoch_s(group) for group in ("none", "tp", "cp", "tp_cp"))

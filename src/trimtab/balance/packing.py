@@ -106,6 +106,7 @@ def pack_samples(
     """
     from trimtab.compiled import scatter  # loads numba
 
+    # what was asked for, and samples above a limit
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
     check_order(order, dp, num_microbatches, tolerance)
@@ -139,6 +140,7 @@ def pack_samples(
         counts.append(np.diff(groups.offsets).astype(np.int32))
         num_packed, num_packs = num_packed + len(groups.members), num_packs + groups.num_packs
 
+    # no sample is lost
     packing = Packing(
         offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)]),
         indices=rows[:num_packed],

@@ -254,6 +254,7 @@ def replay_peaks(
     hold, a backward takes it away; while either runs, the stage's largest transient lies on top (of a forward: an upper
     bound). So never above `problem.assess(stages)` where no pack exceeds `problem.work_max`.
     """
+    # packs of all steps and ranks side by side
     P, V, M = problem.num_stages, problem.num_chunks, problem.num_microbatches
     profile, split = problem.profile, splits_backward(problem.schedule)
     assert table.shape[2] == M, "the schedule has another number of micro-batches"
@@ -270,6 +271,7 @@ def replay_peaks(
         saved_then = np.zeros(len(packs))
         blocks = zip(order.stage[device], order.microbatch[device], order.kind[device], strict=True)
         for stage, microbatch, kind in blocks:
+            # what the block adds, what lies on top while it runs, and what it leaves
             which, pack = own[int(stage)], packs[:, microbatch]
             if kind == FORWARD:
                 held = held + which.saved[pack]

@@ -305,6 +305,7 @@ def best_tied_cuts(pipeline: Pipeline, limit: int) -> list[int] | None:
     `reach` allows; both objectives (a sum, then a maximum) keep an optimal rest optimal. None where no split is within
     `limit`.
     """
+    # 1. from the last stage on: the best rest behind every cut
     S, K, time = len(pipeline.rooms), pipeline.num_segments, pipeline.time
     ends = reach(time_cost(pipeline), S, K, limit).ends
     rest: dict[int, tuple[int, int]] = {K: (0, 0)}  # recompute and fullest stage of the stages that begin here
@@ -327,6 +328,7 @@ def best_tied_cuts(pipeline: Pipeline, limit: int) -> list[int] | None:
                     best[a], cut[a] = total, b
         rest = best
         following.append(cut)
+    # 2. from the first on: the cuts of the best
     if 0 not in rest:
         return None
     cuts = [0]

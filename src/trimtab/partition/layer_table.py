@@ -120,6 +120,7 @@ def layer_table(problem: SplitProblem) -> LayerTable:
     def composite(seconds: FloatArray | float) -> IntArray:
         return np.rint(np.asarray(seconds) / tick_s).astype(np.int64) * scale
 
+    # rungs: what each tier costs and saves, those that others dominate left out
     whole = [max(0.0, float(np.dot(layers[i].tiers[0].saved_bytes, most))) for i in kinds.values()]
 
     def rung(kind: int, tier: RecomputeTier, seconds: float) -> _Rung:

@@ -80,6 +80,7 @@ def bmp_split(
             f"none of {len(candidates)} splits within {radius} layers of the anchor fits the memory: try a larger "
             "radius, or split_stages, which searches all of them"
         )
+    # the fastest of those that were timed
     best, seconds = min(splits, key=lambda x: x[1])
     return BmpResult(
         split=best,
@@ -246,6 +247,7 @@ def uneven_model(model: ModelSpec, *, image: tuple[int, int], decoder_tokens: in
             f"the FLOPs rule knows one width for a tower's layers, and those of {model.name} differ: use plan, which "
             "counts every layer"
         )
+    # the rule's own words
     ((vision_hidden, vision_ffn),), ((llm_hidden, llm_ffn),) = widths
     return UnevenModel(
         vision_tokens=model.image_rule.count(*image).patches,

@@ -55,6 +55,7 @@ class Evaluator:
             num_chunks=problem.num_chunks,
             num_microbatches=problem.num_microbatches,
         )
+        # what was priced before
         self.seen: dict[tuple[int, ...], float] = {}
         self._stages: dict[tuple[int, int, int], Stage | None] = {}
         self._priced: dict[Stage, tuple[FloatArray, FloatArray]] = {}

@@ -326,6 +326,7 @@ def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
                 "that keeps backwards whole"
             )
         arrays.append(times.weight_s)
+    # arrays of one shape, finite, none below 0
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1 or times.forward_s.ndim != 2 or times.forward_s.size == 0:
         raise PartitionError(

@@ -13,10 +13,11 @@ from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, 
 from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, open_epoch
+from trimtab.plan.decide.groups import group_degree
 from trimtab.plan.decide.members import default_global_batch
 from trimtab.plan.decide.search import Tiers, choose_setting
 from trimtab.plan.decide.setting import EQUAL, ChosenSetting
-from trimtab.plan.decide.sharing import VisionChosen, choose_vision, group_degree
+from trimtab.plan.decide.sharing import VisionChosen, choose_vision
 from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split
 from trimtab.plan.decide.work import band_sentence, host_sentences
 from trimtab.plan.file.figures import PlanDetails, assemble_plan
@@ -169,7 +170,7 @@ def _settle(
     group = chosen.best.options.vision.group
     left, settled = list(chosen.by_preference), list[_Settled]()
     most = 1 if group == "none" else _MOST_SHARED
-    if group in ("tp", "dp"):  # of one rank there is nothing to share
+    if group != "none" and group != "auto":  # of one rank there is nothing to share
         left = [x for x in left if group_degree(group, x.setting.dims) > 1] or left
     if group != "none":
         left = [x for x in left if x.samples_per_s * _SHARING_GAINS >= left[0].samples_per_s]

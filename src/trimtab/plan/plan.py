@@ -402,7 +402,7 @@ class PackingDecision:
 class VisionDecision:
     """Which ranks share the images of a micro-batch, so that each encodes a part of them with a whole vision tower.
 
-    Ranks of tp hold the same images (`gather`), those of dp images of their own (`dispatch`).
+    Ranks of tp and of cp hold the same images (`gather`), those of dp images of their own (`dispatch`).
     """
 
     group: VisionGroup
@@ -411,7 +411,7 @@ class VisionDecision:
     pooling: int  # consecutive micro-batches of a rank that share one call of the tower; 1: each has its own
     rule: Rule
     objective: VisionObjective  # what the shares are balanced by: the tower's seconds, or the bytes it holds
-    reduction: VisionReduction | None  # of the vision gradients over tp; null: a dispatch changes no sum
+    reduction: VisionReduction | None  # of the vision gradients over tp; null: the sum over dp and cp stays as it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

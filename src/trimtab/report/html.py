@@ -298,6 +298,8 @@ def _vision_section(details: PlanDetails) -> str:
         f"{percent(details.plan.estimates.time_error, digits=0)}, memory ± "
         f"{percent(details.plan.estimates.memory_error, digits=0)}."
     )
-    if decision.group == "tp":
+    if "cp" in decision.group:
+        note += " Not shared, every rank of cp encodes all images of the packs that they share."
+    if decision.group in ("tp", "tp_cp"):
         note += " Not shared, tensor parallelism divides the tower; shared, every rank holds it whole."
     return section("Images shared among ranks", note, on_page(vision_table(found)))

@@ -323,6 +323,7 @@ def _batched(
         oversize=options.oversize,
         seed=options.seed,
     )
+    # 3. greedy packs hold what they hold: count them, then share them among steps
     packing, schedule, num_microbatches = made.packing, made.schedule, per_step(size)
     if baseline.method == "greedy":  # only now it is known how many samples a pack holds
         size = len(packing.indices) / packing.num_packs
@@ -376,6 +377,7 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     times = times_of(run.work, run.stages, problem.profile, cluster)
     step_s = steps_of(times, table, run.stages, problem)
     pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)
+    # memory at the largest pack, stages at the mean one
     assessed = replace(problem, work_mean=run.work.mean(axis=0)).assess(run.stages)
     held = run.work if run.held is None else run.held
     busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())

@@ -157,6 +157,7 @@ def _draw(num_rows: int, count: int, seed: int, source: int) -> IntArray:
 def _refuse_names(sizes: dict[str, int], weights: Weights, num_drawn: int | None) -> None:
     problems, given = weight_problems(weights), dict(weights)
     known = ", ".join(sizes)
+    # every source has a weight, and every weight a source
     problems += [
         f"source {name!r} has a weight and no samples: name one of the sources of the data, {known}"
         for name in given
@@ -172,6 +173,7 @@ def _refuse_names(sizes: dict[str, int], weights: Weights, num_drawn: int | None
         for name, size in sizes.items()
         if size == 0 and given.get(name, 0) > 0
     ]
+    # an epoch of some samples, each drawn a thousand times at most
     if num_drawn is not None and num_drawn < 1:
         problems.append(f"{num_drawn} samples were to be drawn, which is no epoch: draw 1 or more")
     most = _MOST_REPEATS * sum(sizes.values())

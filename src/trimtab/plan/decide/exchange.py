@@ -194,7 +194,8 @@ def price_exchange(
     gather: (N - 1) / N of the rows of all images, and as much of their gradients. dispatch: the pixels of images that
     come from other ranks, their rows back, and the gradients of these.
     """
-    N, num_ranks = decision.degree, 1 if decision.group == "dp" else case.setting.dims.dp
+    dims = case.setting.dims
+    N, num_ranks = decision.degree, 1 if decision.group == "dp" else dims.dp
     patches = np.where(pools >= 0, case.work[np.maximum(pools, 0), PATCHES], 0.0)
     row = feature_values(case.model) * ITEM_BYTES[case.options.dtype]
     num_calls = len(pools) // num_ranks
@@ -210,7 +211,9 @@ def price_exchange(
     trained = any(num_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
     # over the devices' link inside a node, else by each rank's own port
     cluster = case.cluster
-    within = decision.group == "tp" or N * case.setting.dims.tp <= cluster.devices_per_node
+    # neighbours are those of tp, then of cp, then of dp
+    stride = {"tp": 1, "tp_cp": 1, "cp": dims.tp, "dp": dims.tp * dims.cp}[decision.group]
+    within = N * stride <= cluster.devices_per_node
     link = cluster.device.link_bytes_per_s if within else cluster.node_link_bytes_per_s  # else by each rank's own port
     per_byte = 1.0 / (link * Efficiency().link)
     forward, backward = received + pixels, received if trained else 0.0

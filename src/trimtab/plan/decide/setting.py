@@ -186,6 +186,7 @@ def parallel_dims(
                 for ep, etp in _expert_degrees(model, cluster, options, devices // pp, tp):
                     found = True
                     yield ParallelDims(dp=devices // (tp * pp * cp), pp=pp, tp=tp, cp=cp, ep=ep, etp=etp)
+    # nothing: say which degrees do not divide the devices
     if not found and not crowded:
         names = ("dp", "pp", "tp", "cp", "ep", "etp")
         asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}

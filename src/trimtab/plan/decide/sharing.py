@@ -6,7 +6,7 @@ this share: split, simulation and memory go on as ever. Each share follows from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from trimtab.balance.images import tower_seconds
 from trimtab.costs.formula.settings import Efficiency
 from trimtab.errors import PartitionError, PlanError, join_problems
-from trimtab.options import VisionExchange, VisionGroup
+from trimtab.options import VisionGroup
 from trimtab.plan.decide.case import Case, SharedVision
 from trimtab.plan.decide.exchange import (
     Exchange,
@@ -26,14 +26,14 @@ from trimtab.plan.decide.exchange import (
     pool_packs,
     price_exchange,
     share_calls,
-    tile_rows,
     with_exchange,
 )
+from trimtab.plan.decide.groups import GROUPS, decision_problems, exchange_of, group_degree, over_tp, reduction_of
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
 from trimtab.plan.decide.work import MICROBATCHES, PATCHES, PATCHES_WINDOWED, limit_work
-from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision, VisionEstimate, VisionRankEstimate
-from trimtab.specs import ModelSpec, ParallelDims, Profile, Stage
+from trimtab.plan.plan import ScheduleDecision, VisionDecision, VisionEstimate, VisionRankEstimate
+from trimtab.specs import Profile, Stage
 from trimtab.units import MIB, format_seconds, round_digits, round_gib
 
 _IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)
@@ -43,13 +43,14 @@ _GRADIENT_BYTES = 4  # as `profile_model` keeps gradients
 def share_vision(case: Case, decision: VisionDecision) -> Case:
     """`case` with images shared as decided; `decision` must be free of `decision_problems`.
 
-    Priced: the slowest share of every call, and what a call costs whatever is in it, which pooling saves; the whole
-    tower on every rank of tp, and the sum of its gradients over them; the exchange, which overlaps nothing; the
-    features each rank holds. Not priced: the few integers that ranks exchange before each call.
+    Priced: the slowest share of every call, and what a call costs whatever is in it, which pooling saves; over tp the
+    whole tower on every rank, and the sum of its gradients over them; the exchange, which overlaps nothing; the
+    features each rank holds. Ranks of cp hold the tower whole, and add its gradients up with those of dp, shared or
+    not. Not priced: the few integers that ranks exchange before each call.
     """
     # 1. the tower of a rank, and which packs one call of it encodes
     plain = case.without_vision()
-    profile = _whole_towers(plain) if decision.group == "tp" else plain.setting.profile
+    profile = _whole_towers(plain) if over_tp(decision.group) else plain.setting.profile
     profile = _once_a_pool(profile, decision.pooling)
     sizes = image_sizes(plain.samples, plain.model)
     pools = pool_packs(plain.schedule.table, decision)
@@ -95,7 +96,8 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
 def _whole_towers(case: Case) -> Profile:
     """The profile with every rank of tp holding the whole tower; its gradients are summed over them once a step."""
     setting, tp = case.setting, case.setting.dims.tp
-    alone = profile_setting(case.model, case.cluster, case.options, replace(setting.dims, tp=1))
+    dims = replace(setting.dims, tp=1, ep=1, etp=None)  # a tower has no experts to divide
+    alone = profile_setting(case.model, case.cluster, case.options, dims)
     link = case.cluster.device.link_bytes_per_s * Efficiency().link
     reduce_s = 2.0 * (tp - 1) / tp * _GRADIENT_BYTES / link  # ring
     layers = tuple(
@@ -230,73 +232,6 @@ def _tower_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
     return float(state[worst]), float(saved[worst])
 
 
-# Which plans can share images, and how: refusals in words.
-
-
-def exchange_of(group: VisionGroup) -> VisionExchange:
-    """Return how features come together among ranks that hold the same images, or images of their own."""
-    return "gather" if group == "tp" else "dispatch"
-
-
-def group_degree(group: VisionGroup, parallel: ParallelDecision | ParallelDims) -> int:
-    """Ranks of the group."""
-    return parallel.tp if group == "tp" else parallel.dp
-
-
-def decision_problems(
-    decision: VisionDecision,
-    parallel: ParallelDecision | ParallelDims,
-    schedule: ScheduleDecision,
-    model: ModelSpec,
-) -> Iterator[str]:
-    """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
-    group, degree = decision.group, group_degree(decision.group, parallel)
-    other: VisionGroup = "dp" if group == "tp" else "tp"
-    if degree == 1:
-        cure = f"choose {other}, or leave it out" if group_degree(other, parallel) > 1 else "leave it out"
-        yield (
-            f"vision data parallel over {group} was asked for, and the plan has {group} 1, a group of one that shares "
-            f"with no other rank: {cure}"
-        )
-    elif decision.degree != degree:
-        yield (
-            f"vision data parallel over {group} has degree {decision.degree}, and the plan has {group} {degree}: "
-            "make them equal"
-        )
-    reduction = "mean" if group == "tp" else None
-    if (decision.exchange, decision.reduction) != (exchange_of(group), reduction):
-        yield (
-            f"vision data parallel over {group} was asked for with exchange {decision.exchange} and reduction "
-            f"{decision.reduction or 'null'}: over {group} they are {exchange_of(group)} and {reduction or 'null'}"
-        )
-    if decision.pooling > 1:
-        if parallel.pp > 1 or schedule.name == "GPipe":
-            why = f"a pipeline of {parallel.pp} stages" if parallel.pp > 1 else "GPipe, which holds all micro-batches,"
-            yield (
-                f"vision pooling {decision.pooling} was asked for on {why} where the plan does not price it: "
-                "leave it out" + ("" if parallel.pp > 1 else ", or give --schedule 1F1B")
-            )
-        elif schedule.num_microbatches % decision.pooling:
-            yield (
-                f"vision pooling {decision.pooling} was asked for, and a step has {schedule.num_microbatches} "
-                "micro-batches a rank: choose a number that divides them"
-            )
-        if group != "dp" and tile_rows(model) is not None:  # a host's own loop pools what all of its ranks hold
-            yield (
-                f"vision pooling {decision.pooling} was asked for over {group}, and pools are known there for families "
-                f"with a grid of patches, while {model.name} cuts images into tiles: leave it out"
-            )
-
-
-def raise_problems(
-    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: ModelSpec
-) -> None:
-    """`PlanError` with all that keeps a plan of this model from sharing images so."""
-    problems = list(decision_problems(decision, parallel, schedule, model))
-    if problems:
-        raise PlanError(join_problems(problems))
-
-
 # Whether images are shared, over which group and how many micro-batches at a time: the shortest simulated epoch.
 
 
@@ -337,10 +272,9 @@ class VisionChosen:
                 "samples of three or more unlike images they are spread as log-normal sizes of such sums are: "
                 "`trimtab size` records them."
             )
-        if vision is not None and vision.decision.group == "tp":
-            about.append(
-                f"Each of {vision.decision.degree} tensor-parallel ranks holds vision tower and projector whole."
-            )
+        if vision is not None and over_tp(vision.decision.group):
+            tp = self.best.case.setting.dims.tp
+            about.append(f"Each of {tp} tensor-parallel ranks holds vision tower and projector whole.")
         return tuple(about)
 
 
@@ -357,7 +291,7 @@ def choose_vision(case: Case, found: SplitChoice) -> VisionChosen:
     if choice.group == "none":
         return VisionChosen(best=plain, tried=(plain,))
     # 1. every group and pool that is possible, with stages and recompute of its own
-    groups: tuple[VisionGroup, ...] = ("tp", "dp") if choice.group == "auto" else (choice.group,)
+    groups = GROUPS if choice.group == "auto" else (choice.group,)
     problem = _lacking(case)
     if problem is not None and choice.group != "auto":
         raise PlanError(problem)
@@ -418,7 +352,7 @@ def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], li
             pooling=pooling,
             rule=choice.rule,
             objective=choice.objective,
-            reduction=None if group == "dp" else "mean",
+            reduction=reduction_of(group),
         )
         problems = list(decision_problems(decision, dims, schedule, case.model))
         if problems:

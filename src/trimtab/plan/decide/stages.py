@@ -215,6 +215,7 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
         settled["tp_degrees"] = allowed
         if options.tp is not None:
             choices["tp"] = allowed
+    # degrees that the target lacks stay 1
     settled |= {axis: 1 for axis in ("cp", "ep") if axis not in can.degrees}
     for axis in {"cp", "ep", "etp"}.difference(can.degrees):
         if getattr(options, axis) not in (None, 1):
@@ -222,6 +223,7 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
                 f"{axis} {getattr(options, axis)} was asked for with --for {target}, which has no such degree: leave "
                 f"{axis} out"
             )
+    # every other field: what was given must be among what it runs, what is open becomes that
     for name, values in choices.items():
         given = getattr(options, name)
         if given in values:

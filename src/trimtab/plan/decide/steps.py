@@ -74,6 +74,7 @@ def open_steps(
     samples: SampleTable, options: PlanOptions, *, global_batch: int, cost: FloatArray, token_window: int | None
 ) -> Tried:
     """The samples of up to 4,096 samples' worth of steps, spread over the epoch."""
+    # filled packs: a random part of the samples
     if options.fills_packs:
         count = min(len(samples), _FILLED_SAMPLES)
         rng = np.random.Generator(np.random.PCG64(options.seed % 2**128))
@@ -132,6 +133,7 @@ def share_tried(tried: Tried, dims: ParallelDims, num_microbatches: int, *, unit
     A pack's least size follows for every step of the epoch: its mean, or the largest sample. How far packs are above
     that is seen in the tried steps.
     """
+    # the tried steps, under the limits that are given
     options, N = tried.options, tried.global_batch
     part, every = pad_documents(tried.samples, dims), pad_documents(tried.every, dims)
     given = given_limits(options, dims)
@@ -327,6 +329,7 @@ def fill_tried(tried: Tried, dims: ParallelDims) -> Iterator[tuple[float, PackRe
         )
         if packed.packing.num_packs == 0:
             continue
+        # samples that these limits leave out decide no row
         fits = work
         if options.oversize == "skip":
             fits = work[(work[:, PATCHES] <= limits[0]) & (work[:, TOKENS] <= limits[1])]
@@ -416,6 +419,7 @@ def candidate_limits(samples_work: FloatArray, options: PlanOptions) -> Iterator
     if options.max_patches is not None and options.max_tokens is not None:
         yield options.max_patches, options.max_tokens
         return
+    # the largest sample, or nearly; patches in whole tiles
     mean = samples_work.mean(axis=0)
     quantile = 1.0 if options.oversize == "error" else _LARGE
     least_patches = int(np.quantile(samples_work[:, PATCHES], quantile, method="higher"))
@@ -430,6 +434,7 @@ def candidate_limits(samples_work: FloatArray, options: PlanOptions) -> Iterator
             size = options.max_patches / mean[PATCHES]
         elif options.max_tokens is not None and mean[TOKENS] > 0:
             size = options.max_tokens / mean[TOKENS]
+        # what is open grows with the size
         max_patches, max_tokens = options.max_patches, options.max_tokens
         if max_patches is None:
             max_patches = max(1, math.ceil(size * mean[PATCHES] / unit) * unit, least_patches)

@@ -21,8 +21,9 @@ from trimtab.partition.assess import DeviceMemory, ReplayedPeak, replay_peaks
 from trimtab.plan.decide.case import MemoryBudget, tower_cuts
 from trimtab.plan.decide.compare import simulate_plan
 from trimtab.plan.decide.epoch import draw_epoch
+from trimtab.plan.decide.groups import decision_problems
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.sharing import decision_problems, share_vision
+from trimtab.plan.decide.sharing import share_vision
 from trimtab.plan.file.figures import describe_estimates, model_fingerprint, say_trained, summarise
 from trimtab.plan.file.reload import (
     ReloadedPlan,

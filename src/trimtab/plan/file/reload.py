@@ -20,8 +20,9 @@ from trimtab.options import RecomputedTier, same_fields
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting, make_case
 from trimtab.plan.decide.compare import compare_variants
 from trimtab.plan.decide.epoch import Epoch, draw_epoch
+from trimtab.plan.decide.groups import raise_problems
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.sharing import raise_problems, share_vision
+from trimtab.plan.decide.sharing import share_vision
 from trimtab.plan.decide.stages import ABOUT_SPLIT
 from trimtab.plan.file.figures import PlanDetails, assemble_plan, device_fingerprint, plan_details
 from trimtab.plan.file.yaml import load_array, open_plan, plan_folder, read_table

@@ -21,6 +21,7 @@ from trimtab.runtime.vision.agreement import Control, open_control
 from trimtab.runtime.vision.encode import (
     Exchange,
     Load,
+    Rows,
     Settings,
     Sharing,
     encode_nothing,
@@ -115,8 +116,12 @@ class VisionDataParallel:
         text = {id(p) for child in children for p in child.parameters()}
         return [p for p in module.parameters() if id(p) not in text]
 
-    def reduce_gradients(self) -> None:
-        """Average the vision parameters' gradients over the group, for a host that leaves replicas alone."""
+    def reduce_gradients(self, group: Any = None) -> None:
+        """Average the vision parameters' gradients over the group, for a host that leaves replicas alone.
+
+        `group`: the ranks that each have the whole loss, where they are a part of those that share: of tp x cp those of
+        tp. The gradients of cp ranks are then added up as those of the text are.
+        """
         if self.sharing is None:
             return
         trained = [p for p in self.vision_parameters() if p.requires_grad]
@@ -126,9 +131,11 @@ class VisionDataParallel:
                 "(Megatron)"
             )
         gradients = [p.grad for p in trained if p.grad is not None]
-        sum_in_place(gradients, self.group)  # N times those of one process: every rank has the whole loss (kappa = N)
+        sum_in_place(
+            gradients, group or self.group
+        )  # N times those of one process: each has the whole loss (kappa = N)
         for gradient in gradients:
-            gradient /= self.num_ranks
+            gradient /= self.num_ranks if group is None else dist.get_world_size(group)
 
     # -- what the replaced functions and the hooks call ------------------------------------------------------------
 
@@ -173,6 +180,7 @@ def vision_dp(
     exchange: Exchange = "gather",
     rule: Rule = "balanced",
     cost: LinearCost | None = None,
+    rows: Rows | None = None,
     heartbeat: Any = None,
     family: Family | None = None,
     at: Place | None = None,
@@ -185,7 +193,11 @@ def vision_dp(
     `gather`: ranks hold the same images (sequence, context or tensor parallel) and all get all features. `dispatch`:
     ranks hold different images (data parallel) and get the features of their own. Features and gradients equal those
     without, wherever the text gradients are right; a host that leaves replicas along tensor parallel ranks alone calls
-    the handle's `reduce_gradients()` after the backward. In a group of one nothing is replaced.
+    the handle's `reduce_gradients()` after the backward, over tp x cp with the group of the tensor parallel ranks. In a
+    group of one nothing is replaced.
+
+    `rows`: of a context parallel group whose text was cut before the model runs. It returns, for the batch at hand, the
+    rows of features that each rank's tokens take (`zigzag_rows`); each rank then gets only these.
 
     `cost` is what the shares are balanced by, the same on every rank: `tower_seconds(profile)` for time,
     `tower_bytes(profile)` for memory; None counts multiply-adds by the configuration. `heartbeat` is the group over
@@ -201,12 +213,14 @@ def vision_dp(
         problems.append(f"exchange {exchange!r} is unknown: choose one of {', '.join(get_args(Exchange))}")
     if rule not in RULES:
         problems.append(f"rule {rule!r} is unknown: choose one of {', '.join(RULES)}")
+    if rows is not None and exchange != "gather":
+        problems.append("rows= is for ranks that hold the same images: leave it out, or exchange='gather'")
     if problems:
         raise TrimtabError("\n".join(problems))
     functions = find_functions(model, at)
     cost = cost or tower_flops(functions[0].module.config)
     settings = Settings(exchange=exchange, rule=rule, cost=cost)
-    return _put_on(model, functions, settings, group or dist.group.WORLD, heartbeat, family, timeout_s)
+    return _put_on(model, functions, settings, group or dist.group.WORLD, heartbeat, family, timeout_s, rows)
 
 
 def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 600.0) -> VisionDataParallel:
@@ -228,6 +242,7 @@ def _put_on(
     heartbeat: Any,
     family: Family | None,
     timeout_s: float,
+    rows: Rows | None = None,
 ) -> VisionDataParallel:
     """A handle whose images are shared over `group` and whose heartbeat goes over `heartbeat`, either of them or both.
 
@@ -249,7 +264,7 @@ def _put_on(
     if group is not None and dist.get_world_size(group) > 1:
         control = open_control(group, timeout_s)
         found.sharing = Sharing(
-            group=group, control=control, settings=settings, family=found.family, config=found.config
+            group=group, control=control, settings=settings, family=found.family, config=found.config, rows=rows
         )
     if found.over is not None:
         shared = control if settings.exchange == "dispatch" else None
@@ -291,13 +306,13 @@ def vision_dp_from_plan(
     Use it where your own host (Megatron, a loop of yours) runs a plan; `trimtab train` calls it itself.
     docs/vision-data-parallel.md shows it.
 
-    `group`: this process's ranks along the plan's axis. Each rank of tp has the whole loss, and gradients are averaged
-    over them: where a host does not reduce gradients of tp replicas, call the handle's `reduce_gradients()` after the
-    backward. `cost` is None for multiply-adds by the
-    configuration, or patches where the plan balances memory; with `tower_seconds` or `tower_bytes` of the plan's
-    profile the shares are the plan's own. Where the plan pools micro-batches, encode as many at a time with
-    `encode_pooled`. `others` are further arguments of `vision_dp`. Raises `PlanError` where the group has another size
-    than the plan says, or the host cannot run what was decided.
+    `group`: this process's ranks along the plan's axis; of tp_cp the tp x cp ranks that hold the same packs. Each rank
+    of tp has the whole loss, and gradients are averaged over them: where a host does not reduce gradients of tp
+    replicas, call the handle's `reduce_gradients()` after the backward, over tp_cp with the group of the tp ranks.
+    `cost` is None for multiply-adds by the configuration, or patches where the plan balances memory; with
+    `tower_seconds` or `tower_bytes` of the plan's profile the shares are the plan's own. Where the plan pools
+    micro-batches, encode as many at a time with `encode_pooled`. `others` are further arguments of `vision_dp`. Raises
+    `PlanError` where the group has another size than the plan says, or the host cannot run what was decided.
     """
     decision = plan.decisions.vision_data_parallel
     if decision is None:

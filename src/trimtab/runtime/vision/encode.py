@@ -1,12 +1,13 @@
 """One call of a vision tower, shared among the ranks of a group: each encodes its part, and rows are exchanged.
 
-`encode_same` is for ranks that hold the same images: all of them get all rows (gather). `encode_own` is for ranks with
+`encode_same` is for ranks that hold the same images: all of them get all rows (gather), or each those of its own tokens
+where context parallelism has cut the text (route). `encode_own` is for ranks with
 images of their own: pixels go out, and the rows of one's own images come back (dispatch).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -99,6 +100,8 @@ def _without_pixels(inputs: VisionInputs) -> VisionInputs:
 
 
 Exchange = Literal["gather", "dispatch"]
+Rows = Callable[[], Sequence[IntArray]]
+"""Of the batch at hand the rows of features that each rank's tokens take: `zigzag_rows` makes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,7 @@ class Sharing:
     settings: Settings
     family: Family
     config: Any
+    rows: Rows | None = None  # None: ranks that hold the same images get all rows
     load: Load = field(default_factory=Load)
 
 
@@ -176,14 +180,34 @@ def encode_nothing(sharing: Sharing, function: PatchedFunction, template: Vision
 
 
 def encode_same(sharing: Sharing, function: PatchedFunction, inputs: VisionInputs) -> Any:
-    """Encode this rank's share of images that all ranks hold; every rank gets all rows."""
+    """Encode this rank's share of images that all ranks hold; every rank gets all rows, or those of its tokens."""
     rank = sharing.control.rank
     shares = share_atoms(sharing, inputs)
     own = inputs.take(shares.atoms_of(rank))
     features, num_rows = _encode_share(sharing, function, own, inputs, shares)
     sharing.load.add(inputs.patches, shares, rank)
-    rows = gather_rows(features.rows, lay_out_rows(shares.order, shares.offsets, num_rows), sharing.group)
-    return write_features(features, rows, sum_entries(num_rows, inputs.entries))
+    layout, by_entry = lay_out_rows(shares.order, shares.offsets, num_rows), sum_entries(num_rows, inputs.entries)
+    if sharing.rows is None:
+        return write_features(features, gather_rows(features.rows, layout, sharing.group), by_entry)
+    wanted = [np.asarray(rows, np.int64) for rows in sharing.rows()]
+    _check_rows(wanted, len(layout), sharing.control.num_ranks)
+    rows = route_rows(features.rows, layout, wanted, sharing.group)
+    entry = np.repeat(np.arange(len(by_entry)), by_entry)
+    return write_features(features, rows, np.bincount(entry[wanted[rank]], minlength=len(by_entry)))
+
+
+def _check_rows(wanted: Sequence[IntArray], num_rows: int, num_ranks: int) -> None:
+    if len(wanted) != num_ranks or any((np.diff(rows) <= 0).any() for rows in wanted):
+        raise TrimtabError(
+            f"rows= gave {len(wanted)} lists of rows for {num_ranks} ranks: give one of each, its rows in the batch's "
+            "order"
+        )
+    last = max((int(rows[-1]) for rows in wanted if len(rows)), default=-1)
+    if last >= num_rows:
+        raise TrimtabError(
+            f"rows= asks for row {last}, and the images have {num_rows} rows: give the positions of this batch's image "
+            "tokens"
+        )
 
 
 def encode_own(

@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trimtab.errors import TrimtabError
 from trimtab.specs import IntArray
 
 MAX_PADDING = 1.25
@@ -66,6 +68,27 @@ def lay_out_rows(order: IntArray, offsets: IntArray, rows: IntArray) -> RowLayou
         position=np.repeat(first, rows) + within,
         counts=ends[offsets[1:]] - ends[offsets[:-1]],
     )
+
+
+def zigzag_rows(is_image: npt.ArrayLike, lengths: Sequence[int], num_ranks: int) -> list[IntArray]:
+    """Return the rows of features that each of `num_ranks` context-parallel ranks needs for its own tokens.
+
+    Use it for `vision_dp(..., rows=...)` where the text is cut before the model runs. `is_image` says of every token of
+    the whole pack whether a feature takes its place; the pack holds documents of `lengths` tokens, each a multiple of
+    2 x ranks. A document is cut into 2 x ranks pieces; rank r has the r-th of them and the r-th from the end.
+
+    >>> [rows.tolist() for rows in zigzag_rows([0, 1, 1, 0, 0, 1, 0, 0], [8], 2)]
+    [[0], [1, 2]]
+    """
+    image = np.asarray(is_image, np.bool_).reshape(-1)
+    if int(sum(lengths)) != len(image) or any(length % (2 * num_ranks) for length in lengths):
+        raise TrimtabError(
+            f"documents of {list(lengths)} tokens were given for {len(image)} tokens on {num_ranks} ranks: pad each to "
+            f"a multiple of {2 * num_ranks} tokens"
+        )
+    piece = np.concatenate([np.arange(length) // (length // (2 * num_ranks)) for length in lengths if length])
+    rank = np.minimum(piece, 2 * num_ranks - 1 - piece)[image]
+    return [np.flatnonzero(rank == r) for r in range(num_ranks)]
 
 
 def gather_rows(rows: Tensor, layout: RowLayout, group: Any) -> Tensor:

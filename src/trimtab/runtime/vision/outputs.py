@@ -7,6 +7,7 @@ image, in a tuple or stacked, or the rows of all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -132,4 +133,7 @@ def _pieces(column: Any, num_atoms: int, expected: IntArray | None) -> Sequence[
 def _fill(like: Any, rows: Tensor, num_rows: IntArray) -> Any:
     if isinstance(like, (tuple, list)):
         return type(like)(torch.split(rows, num_rows.tolist()))
-    return rows.reshape(-1, *like.shape[1:]) if like.ndim >= 3 else rows
+    per_entry = math.prod(like.shape[1:-1])
+    if like.ndim < 3 or (num_rows % per_entry).any():  # of some images only a part of the rows
+        return rows
+    return rows.reshape(-1, *like.shape[1:])

@@ -1,0 +1,108 @@
+"""Which ranks share the images of a micro-batch, and why a plan cannot share them so: refusals in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import get_args
+
+from trimtab.errors import PlanError, join_problems
+from trimtab.options import VisionExchange, VisionGroup, VisionReduction
+from trimtab.plan.decide.exchange import tile_rows
+from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision
+from trimtab.specs import ModelSpec, ParallelDims
+
+GROUPS: tuple[VisionGroup, ...] = get_args(VisionGroup)
+
+
+def over_tp(group: VisionGroup) -> bool:
+    """Whether ranks of tp share, so that each of them holds the whole tower."""
+    return group in ("tp", "tp_cp")
+
+
+def exchange_of(group: VisionGroup) -> VisionExchange:
+    """Return how features come together among ranks that hold the same images, or images of their own."""
+    return "dispatch" if group == "dp" else "gather"
+
+
+def reduction_of(group: VisionGroup) -> VisionReduction | None:
+    """Return how gradients of the tower come together over tp, whose ranks each have the whole loss.
+
+    Ranks of cp and dp have losses of their own tokens, and their gradients are added up as without sharing.
+    """
+    return "mean" if over_tp(group) else None
+
+
+def group_axes(group: VisionGroup) -> tuple[str, ...]:
+    """The degrees whose product is that of the group."""
+    return ("tp", "cp") if group == "tp_cp" else (group,)
+
+
+def group_degree(group: VisionGroup, parallel: ParallelDecision | ParallelDims) -> int:
+    """Ranks of the group; 1 where it is not a group of its own: tp_cp needs both."""
+    degrees = [getattr(parallel, axis) for axis in group_axes(group)]
+    return 1 if min(degrees) == 1 else math.prod(degrees)
+
+
+def decision_problems(
+    decision: VisionDecision,
+    parallel: ParallelDecision | ParallelDims,
+    schedule: ScheduleDecision,
+    model: ModelSpec,
+) -> Iterator[str]:
+    """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
+    group, degree = decision.group, group_degree(decision.group, parallel)
+    if degree == 1:
+        alone = [axis for axis in group_axes(group) if getattr(parallel, axis) == 1]
+        others = [other for other in GROUPS if group_degree(other, parallel) > 1]
+        cure = f"choose {' or '.join(others)}, or leave it out" if others else "leave it out"
+        yield (
+            f"vision data parallel over {group} was asked for, and the plan has {' and '.join(alone)} 1, a group of "
+            f"one that shares with no other rank: {cure}"
+        )
+    elif decision.degree != degree:
+        true = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in group_axes(group))
+        yield (
+            f"vision data parallel over {group} has degree {decision.degree}, and the plan has {true}: make them equal"
+        )
+    reduction = reduction_of(group)
+    if (decision.exchange, decision.reduction) != (exchange_of(group), reduction):
+        yield (
+            f"vision data parallel over {group} was asked for with exchange {decision.exchange} and reduction "
+            f"{decision.reduction or 'null'}: over {group} they are {exchange_of(group)} and {reduction or 'null'}"
+        )
+    if decision.pooling > 1:
+        yield from _pooling_problems(decision, parallel, schedule, model)
+
+
+def _pooling_problems(
+    decision: VisionDecision,
+    parallel: ParallelDecision | ParallelDims,
+    schedule: ScheduleDecision,
+    model: ModelSpec,
+) -> Iterator[str]:
+    if parallel.pp > 1 or schedule.name == "GPipe":
+        why = f"a pipeline of {parallel.pp} stages" if parallel.pp > 1 else "GPipe, which holds all micro-batches,"
+        yield (
+            f"vision pooling {decision.pooling} was asked for on {why} where the plan does not price it: "
+            "leave it out" + ("" if parallel.pp > 1 else ", or give --schedule 1F1B")
+        )
+    elif schedule.num_microbatches % decision.pooling:
+        yield (
+            f"vision pooling {decision.pooling} was asked for, and a step has {schedule.num_microbatches} "
+            "micro-batches a rank: choose a number that divides them"
+        )
+    if decision.group != "dp" and tile_rows(model) is not None:  # a host's own loop pools what all of its ranks hold
+        yield (
+            f"vision pooling {decision.pooling} was asked for over {decision.group}, and pools are known there for "
+            f"families with a grid of patches, while {model.name} cuts images into tiles: leave it out"
+        )
+
+
+def raise_problems(
+    decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: ModelSpec
+) -> None:
+    """`PlanError` with all that keeps a plan of this model from sharing images so."""
+    problems = list(decision_problems(decision, parallel, schedule, model))
+    if problems:
+        raise PlanError(join_problems(problems))
