@@ -179,7 +179,7 @@ class UnevenModel:
     def vision_flops(self) -> float:
         """3 (2 N h c p^2 + L layer)."""
         N, h = self.vision_tokens, self.vision_hidden
-        return 3.0 * (2 * N * h * self.patch_values + self.vision_layers * _layer_flops(N, h, self.vision_ffn))
+        return 3.0 * (2 * N * h * self.patch_values + self.vision_layers * layer_flops(N, h, self.vision_ffn))
 
     @property
     def projector_flops(self) -> float:
@@ -188,7 +188,7 @@ class UnevenModel:
 
     @property
     def llm_layer_flops(self) -> float:
-        return 3.0 * _layer_flops(self.decoder_tokens, self.llm_hidden, self.llm_ffn)
+        return 3.0 * layer_flops(self.decoder_tokens, self.llm_hidden, self.llm_ffn)
 
     def stage_flops(self, counts: Sequence[int]) -> tuple[float, ...]:
         """Of each stage with so many language layers; vision tower and projector belong to stage 0."""
@@ -311,9 +311,7 @@ def stage_memory(
     """
 
     def layers(num_layers: int, s: int, h: int, f: int) -> float:
-        params = (4 * h * h + 2 * h * f) / tp + (3 * h + f) / tp + 6 * h
-        activations = batch * s * ((15 * h + 3 * f) if fp8 else (18 * h + 4 * f)) / tp
-        return num_layers * (STATE_BYTES * params + activations)
+        return num_layers * layer_bytes(batch * s, h, f, tp=tp, fp8=fp8)
 
     N, c, h = model.vision_tokens, model.patch_values, model.vision_hidden
     embed = STATE_BYTES * c * h + 2 * batch * N * c
@@ -332,7 +330,14 @@ def stage_memory(
     )
 
 
-def _layer_flops(num_tokens: int, hidden: int, ffn: int) -> float:
+def layer_bytes(num_tokens: int, hidden: int, ffn: int, *, tp: int, fp8: bool = False) -> float:
+    """Bytes of one layer for a micro-batch of so many tokens, as `stage_memory` says."""
+    h, f = hidden, ffn
+    params = (4 * h * h + 2 * h * f) / tp + (3 * h + f) / tp + 6 * h
+    return STATE_BYTES * params + num_tokens * ((15 * h + 3 * f) if fp8 else (18 * h + 4 * f)) / tp
+
+
+def layer_flops(num_tokens: int, hidden: int, ffn: int) -> float:
     """8 N h^2 + 4 h N^2 + 4 N h f: projections, full attention, two-matrix feed-forward."""
     N, h, f = num_tokens, hidden, ffn
     return 8.0 * N * h * h + 4.0 * h * N * N + 4.0 * N * h * f
