@@ -223,8 +223,7 @@ class PlanDataset(Dataset[Any]):
                 if isinstance(error, TrimtabError):
                     raise  # names the sample itself
                 raise SampleError(
-                    f"sample {samples.sample_id(row)} (row {row} of the plan) makes no input ({reason}): fix the "
-                    "preprocessor"
+                    f"sample {samples.sample_id(row)} (row {row}) makes no input ({reason}): fix the preprocessor"
                 ) from error
             if self._on_error == "raise":
                 raise SampleError(
@@ -287,8 +286,7 @@ class AloneThenPacked:
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1:
             shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
             raise SampleError(
-                f"the data collator made input_ids of {shape} from one sample, not one row: leave packing and "
-                "padding-free modes off"
+                f"a collator makes input_ids of {shape} from one sample: leave packing and padding-free off"
             )
         mask = batch.get("attention_mask")
         kept = mask[0].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else torch.ones_like(ids[0]).bool()

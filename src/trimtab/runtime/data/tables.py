@@ -74,8 +74,8 @@ def open_tables(folder: Path | str) -> PlanTables:
     expected = (packing.num_steps, decisions.parallel.dp, decisions.schedule.num_microbatches)
     if schedule.shape != expected or len(offsets) != packing.num_packs + 1:
         raise PlanError(
-            f"the tables in {folder} hold {len(offsets) - 1} packs in {schedule.shape}, the plan {packing.num_packs} "
-            f"in {expected}: copy the whole folder of `trimtab plan`"
+            f"the tables in {folder} hold {len(offsets) - 1} packs in {schedule.shape}, not {packing.num_packs} in "
+            f"{expected}: copy the whole folder of the plan"
         )
     digest = blake2b("".join(file.blake2b for file in files).encode())
     return _tables(
@@ -287,9 +287,7 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
     wrong = [key for key in _KEYS if not isinstance(state.get(key), str if key == "plan" else int)]
     wrong += [key for key in ("epoch", "packs_done", "microbatches_done") if key not in wrong and state[key] < 0]
     if wrong:
-        raise PlanError(
-            f"the state has no usable {', '.join(wrong)}: give what state_dict() of a plan's sampler or loader returned"
-        )
+        raise PlanError(f"the state has no usable {', '.join(wrong)}: give what state_dict() returned")
     problems, packs_done = [], state["packs_done"]
     if deal.tables.continues is not None and state["plan"] == deal.tables.continues[0]:
         steps, between = divmod(packs_done, deal.tables.continues[1])

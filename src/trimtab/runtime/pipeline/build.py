@@ -163,7 +163,7 @@ def check_layout(
         problems.append("output_router_logits adds a loss over all layers, which no stage sees whole: set it to False")
     if num_ranks != layout.num_devices:
         problems.append(
-            f"the pipeline's group has {num_ranks} processes: start {layout.num_devices}, or plan with --pp {num_ranks}"
+            f"the pipeline has {num_ranks} processes, not {layout.num_devices}: start as many, or --pp {num_ranks}"
         )
     problems += _module_problems(layout.modules, layers)
     strangers = [x for choice in layout.recompute for x in choice.modules if x not in layers]
@@ -267,8 +267,8 @@ def verify_pipeline(model: nn.Module, stages: Sequence[Sequence[str]], batches: 
     # rounding leaves less than this; a layer that is skipped or seen twice is off by 1e-2 and more
     if not check.largest <= bound_of(model):
         raise UnsupportedPlanError(
-            f"cut in front of {', '.join(stage[0] for stage in stages[1:])}, loss and gradients are {check.loss:.2g} "
-            f"and {check.gradients:.2g} off the whole model's: train without pp"
+            f"cut at {', '.join(stage[0] for stage in stages[1:])}, loss is off by {check.loss:.2g}, gradients by "
+            f"{check.gradients:.2g}: train without pp"
         )
     return check
 

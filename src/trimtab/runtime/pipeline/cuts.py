@@ -233,8 +233,7 @@ class Cuts:
             missing = [name for name in names if name not in seen]
             if missing:
                 raise UnsupportedPlanError(
-                    f"{missing[0]} is called more often for some micro-batches than for others: cut after the vision "
-                    "tower"
+                    f"{missing[0]} is called more often for some micro-batches: cut after the tower"
                 )
             found = {name: seen[name] for name in names}
         return {name: shape for name, shape in found.items() if shape is not None}
@@ -260,10 +259,7 @@ class Cuts:
             reader = way.place[call.layer]
             late = [x for x in call.reads if any(reader < cut <= way.writer[x] for cut in self._ends)]
             if late:
-                found.append(
-                    f"{call.layer} reads {sorted(late)[0]} of a later stage: list modules in the order in which the "
-                    "model runs them"
-                )
+                found.append(f"{call.layer} reads {sorted(late)[0]} of a later stage: list modules as they run")
         # what would have to cross a cut, and is no output that a stage can send
         for cut in self._ends:
             for name in way.alive(cut):
@@ -273,9 +269,7 @@ class Cuts:
                         "stage"
                     )
                 elif not way.outputs[name].dtype.is_floating_point:
-                    found.append(
-                        f"{name} hands whole numbers across the cut in front of {self.layers[cut]}: cut elsewhere"
-                    )
+                    found.append(f"{name} hands whole numbers across the cut at {self.layers[cut]}: cut elsewhere")
             apart = [(x, y) for x, y in way.trace.hidden if way.place[y] < cut <= way.place[x]]
             if apart:
                 found.append(

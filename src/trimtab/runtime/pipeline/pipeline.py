@@ -360,9 +360,7 @@ class Pipeline:
         extremes = torch.tensor([mark, -mark], device=self.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.pp_group)
         if int(extremes[0]) != -int(extremes[1]):
-            raise PlanError(
-                "ranks of one pipeline got micro-batches of different sizes: sample each by its data-parallel rank"
-            )
+            raise PlanError("ranks of one pipeline got unlike micro-batches: sample by data-parallel rank")
 
     @property
     def image_load(self) -> ImageLoad | None:

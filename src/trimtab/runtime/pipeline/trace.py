@@ -432,8 +432,7 @@ def try_trace(tracer: Tracer, batch: Batch) -> Trace:
     except Exception as error:  # of any class that the model's own code likes
         said = " ".join(str(error).split())[:200].rstrip(".")
         raise UnsupportedPlanError(
-            f"the model's forward cannot be followed without weights ({type(error).__name__}: {said}): give "
-            "micro-batches that it takes, or train without pp"
+            f"the forward fails without weights ({type(error).__name__}: {said}): train without pp"
         ) from error
 
 
