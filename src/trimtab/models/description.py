@@ -61,7 +61,9 @@ def find_layer_problems(layer: LayerSpec) -> list[str]:
     explained = 0 if layer.attention is None else attention_weights(layer.attention, layer.hidden_size)
     explained += 0 if m is None else mlp_weights(m, layer.hidden_size)
     if layer.kind == "block" and measured is None and explained > 1.001 * layer.num_matmul_params:
-        problems.append(f"{layer.name}: num_matmul_params {layer.num_matmul_params} is too small, {explained}")
+        problems.append(
+            f"{layer.name}: num_matmul_params {layer.num_matmul_params} is less than attention and mlp, {explained}"
+        )
     return problems
 
 

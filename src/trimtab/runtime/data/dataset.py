@@ -71,8 +71,8 @@ class PlanBatchSampler(Sampler[list[int]]):
         """
         if self.deal.dp > 1:
             raise PlanError(
-                f"batches of rank {self.rank} of {self.deal.dp} must not be shared again: give Accelerate a "
-                "PlanDataLoader, and a Trainer to trimtab.balanced"
+                f"batches of rank {self.rank} of {self.deal.dp} are shared twice: give a PlanDataLoader, or a Trainer "
+                "to trimtab.balanced"
             )
         return None
 
@@ -285,9 +285,7 @@ class AloneThenPacked:
         ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1:
             shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise SampleError(
-                f"a collator makes input_ids of {shape} from one sample: leave packing and padding-free off"
-            )
+            raise SampleError(f"a collator makes input_ids {shape} of one sample: leave packing and padding-free off")
         mask = batch.get("attention_mask")
         kept = mask[0].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else torch.ones_like(ids[0]).bool()
         sample = {key: value for key, value in batch.items() if key not in _OF_THE_BATCH and value is not None}

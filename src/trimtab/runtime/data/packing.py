@@ -371,7 +371,7 @@ class _Check:
             found = row_change(changed[others.to(base.device)], base[others.to(base.device)])
             if not found <= self.bound:
                 raise UnsupportedPlanError(
-                    f"packs of {self.kind!r} mix samples: rows change by {found:.2g}, at most {self.bound:g}: {_CURES}"
+                    f"packs of {self.kind!r} mix samples: rows change by {found:.2g}, not {self.bound:g}: {_CURES}"
                 )
             worst = max(worst, found)
         return worst
@@ -396,7 +396,7 @@ class _Check:
         logits_error = max(relative_error(a, b) for a, b in pairs)
         if not logits_error <= self.bound:
             raise UnsupportedPlanError(
-                f"{self.kind!r} packs have logits {logits_error:.2g} off, at most {self.bound:g}: {_CURES}"
+                f"{self.kind!r} packs have logits {logits_error:.2g} off, not {self.bound:g}: {_CURES}"
             )
         gradient_error = _gradient_error(gradients.parameters, sums)
         if gradients.rows is not None:
@@ -404,8 +404,8 @@ class _Check:
             gradient_error = max(gradient_error, relative_error(gradients.rows, expected))
         if not gradient_error <= self.bound * GRADIENT_FACTOR:
             raise UnsupportedPlanError(
-                f"gradients of {self.kind!r} packs are off by {gradient_error:.2g}, rounding allows "
-                f"{self.bound * GRADIENT_FACTOR:g}: look for a loss over the whole batch, or train without packing"
+                f"{self.kind!r} packs have gradients {gradient_error:.2g} off: look for a loss over the batch, or "
+                f"{_CURES}"
             )
         return logits_error, gradient_error
 

@@ -300,14 +300,14 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
         )
     if state["seed"] != deal.seed or bool(state["reshuffle"]) != deal.reshuffle:
         problems.append(
-            f"the state has seed {state['seed']}, reshuffle {bool(state['reshuffle'])}, this run {deal.seed}, "
-            f"{deal.reshuffle}: resume with the same"
+            f"the state has seed {state['seed']}, reshuffle {bool(state['reshuffle'])}, not {deal.seed}, "
+            f"{deal.reshuffle}: resume with these"
         )
     same = (state["dp"], state["num_microbatches"]) == (deal.dp, deal.num_microbatches)
     if state["microbatches_done"] and not same:
         problems.append(
-            f"the state was taken inside a step, with {state['num_microbatches']} micro-batches on {state['dp']} "
-            f"ranks, not {deal.num_microbatches} on {deal.dp}: resume as before, or from a state between two steps"
+            f"the state lies inside a step of {state['num_microbatches']} micro-batches on {state['dp']} ranks, not "
+            f"{deal.num_microbatches} on {deal.dp}: resume as before"
         )
     cursor = Cursor(epoch=state["epoch"], packs_done=packs_done, microbatches_done=state["microbatches_done"])
     beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_places

@@ -159,8 +159,7 @@ def _check_size(model: nn.Module, stored: Mapping[str, StoredTensor], folder: Pa
     held = sum(math.prod(tensor.shape) for tensor in stored.values())
     if made > 2 * held and not is_quantised:
         raise ConfigError(
-            f"config.json in {folder} makes {made:,} parameters, its weights are {held:,}: use the one that came with "
-            "them"
+            f"config.json in {folder} makes {made:,} parameters, not its weights' {held:,}: use their own"
         )
 
 

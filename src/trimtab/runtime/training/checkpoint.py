@@ -197,9 +197,7 @@ def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.
             if isinstance(value, Tensor):
                 found[f"optimizer/{name}/{key}"] = value
             elif value is not None:
-                raise PlanError(
-                    f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}, no tensor: use another"
-                )
+                raise PlanError(f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}: use one of tensors")
     return found
 
 

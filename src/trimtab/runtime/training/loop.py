@@ -342,9 +342,7 @@ def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]
         return cls(parameters, lr=settings.learning_rate, **settings.optimizer_options)
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{key}={value}" for key, value in settings.optimizer_options.items()) or "no options"
-        raise TrimtabError(
-            f"optimizer {settings.optimizer} refuses {given} ({error}): see its class in torch.optim"
-        ) from None
+        raise TrimtabError(f"optimizer {settings.optimizer} refuses {given} ({error}): see torch.optim") from None
 
 
 def make_loader(
