@@ -322,6 +322,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.cuts, self.start, self.stop, self.dtype, self.device = cuts, start, stop, dtype, device
         self.is_last = stop == len(cuts.layers)
+        # layers of other stages answer with stand-ins, own ones are hooked for what must be sent
         own = cuts.layers[start:stop]
         others = {x: functools.partial(self._elsewhere, x) for x in cuts.layers if x not in own}
         layers = {name: find_layer(model, name) for name in own}
@@ -410,9 +411,11 @@ class StageModule(nn.Module):
                 "the vision tower"
             )
         call = calls[number]
+        # a language layer behind this stage: nothing more is needed
         is_text = self.cuts.units[path].tower == "language"
         if is_text and call.reads and run.way.place[path] >= self.stop:
             raise _Done
+        # else what was received, or zeros of the shape
         shapes = self.cuts.shapes(run.batch, [x.name for x in call.outputs if x.name not in run.received])
         return tree_unflatten([self._stand_in(leaf, run, shapes) for leaf in call.returned], call.spec)
 
@@ -430,14 +433,17 @@ class StageModule(nn.Module):
         calls = [] if run is None else run.way.calls.get(name, [])
         if run is None or not calls:
             return function.original(*args, **kwargs)
+        # encoded by the ranks together
         names = [x.name for x in calls[0].outputs]
         if run.encoded is not None and function.kind in run.encoded.outputs:
             run.made |= {x: run.encoded.rows[x] for x in names}
             return run.encoded.outputs[function.kind]
+        # encoded on an earlier stage
         if run.way.place[name] < self.start:
             shapes = self.cuts.shapes(run.batch, [x for x in names if x not in run.received])
             rows = [self._stand_in(x, run, shapes) for x in calls[0].outputs]
             return as_features(run.way.trace.samples[name], rows)
+        # encoded here
         result = function.original(*args, **kwargs)
         if not run.kept.isdisjoint(names):
             run.made |= dict(zip(names, feature_rows(result) or [], strict=True))
