@@ -21,8 +21,15 @@ from trimtab.adapters.accelerate import auto_map
 from trimtab.errors import PartitionError
 from trimtab.models.asking.model import complete
 from trimtab.models.describe import describe, read_config
-from trimtab.placement.bytes import ALLOCATOR_DIVISOR, InferenceTable, device_bytes, inference_table
-from trimtab.placement.chain import Arrangement, arrangements, parts_of
+from trimtab.placement.bytes import (
+    ALLOCATOR_DIVISOR,
+    Arrangement,
+    InferenceTable,
+    arrangements,
+    device_bytes,
+    inference_table,
+    parts_of,
+)
 from trimtab.placement.machine import CONTEXT_BYTES, Machine, Workload, machine_of
 from trimtab.placement.place import place
 from trimtab.placement.published import assess_map, split_model_map

@@ -30,8 +30,7 @@ from simulated_devices import simulated
 from trimtab.errors import PartitionError
 from trimtab.models.asking.inputs import image_token
 from trimtab.models.asking.model import build, describe_model
-from trimtab.placement.bytes import DeviceKey
-from trimtab.placement.chain import modules_of, parts_of
+from trimtab.placement.bytes import DeviceKey, modules_of, parts_of
 from trimtab.placement.machine import Gpu, Machine, Workload
 from trimtab.placement.place import place
 from trimtab.placement.placed import Placement

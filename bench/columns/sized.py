@@ -48,8 +48,7 @@ from trimtab.models.asking.inputs import first_int
 from trimtab.models.asking.processors import NUM_BYTES, AnyTokenizer
 from trimtab.models.describe import image_rule_by_processor
 from trimtab.models.images import asked
-from trimtab.models.images.limits import rule_in_sample
-from trimtab.models.images.rules import UnsettledRule
+from trimtab.models.images.rules import UnsettledRule, rule_in_sample
 
 NUM_SIZES = 200
 BOTH = "processor_config.json"

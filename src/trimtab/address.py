@@ -65,17 +65,14 @@ def place_inside(text: str, folders: Sequence[Path], said_by: str, allowed: Allo
     place = place_of(text)
     if isinstance(place, Address):
         if not allowed.remote and not any(_is_below(place, folder) for folder in folders):
-            raise SampleError(
-                f"{said_by} names the address {text[:80]}, and no file may make us connect: name it yourself, or give "
-                "--allow-remote if you trust that file"
-            )
+            raise SampleError(f"{said_by} names {text[:80]}: give that address yourself, or --allow-remote")
         return place
     places = [place] if place.is_absolute() else [place, *(folder / text for folder in folders)]
     inside = [one for one in places if allowed.outside or any(_is_below(one, folder) for folder in folders)]
     if not inside:
         raise SampleError(
-            f"{said_by} names {text[:80]}, which lies outside {', '.join(map(str, folders))}: name a folder above it "
-            "(--media-root), or give --allow-outside if you trust that file"
+            f"{said_by} names {text[:80]}, outside {', '.join(map(str, folders))}: name a folder above it "
+            "(--media-root), or --allow-outside for a file you trust"
         )
     return next((one for one in inside if one.exists()), folders[0] / text)
 
@@ -163,21 +160,14 @@ class Address(PosixPath):
     @contextmanager
     def _driver(self) -> Iterator[tuple[Any, str]]:
         """fsspec's file system and the path in it."""
-        scheme = str(self).partition("://")[0]
         try:
             import fsspec
         except ModuleNotFoundError:
-            raise SampleError(
-                f"{self} was named, and fsspec, which reads such addresses, is not installed: "
-                "pip install 'trimtab[remote]'"
-            ) from None
+            raise SampleError(f"fsspec, which reads {self}, is not installed: pip install 'trimtab[remote]'") from None
         try:
             driver, path = fsspec.core.url_to_fs(str(self))
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3"; "Protocol not known: xyz"
-            raise SampleError(
-                f"{self} was named, and fsspec has no driver for {scheme}:// here ({' '.join(str(error).split())}): "
-                "install that package, or download the files"
-            ) from None
+            raise SampleError(f"no driver of fsspec for {self} ({' '.join(str(error).split())}): install it") from None
         try:
             yield driver, path
         except SampleError:

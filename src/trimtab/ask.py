@@ -123,7 +123,7 @@ def _answer_of(content: bytes, config: Mapping[str, object]) -> Mapping[str, Any
         answer = None
     if not isinstance(answer, dict):
         raise ConfigError(
-            f"Transformers gave no answer on model_type {quote(config.get('model_type'))}: check that `import torch, "
-            "transformers` works in this environment"
+            f"Transformers gave no answer on model_type {quote(config.get('model_type'))}: try `import torch, "
+            "transformers`"
         )
     return answer

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from trimtab.errors import TrimtabError
 from trimtab.lora import Lora
+from trimtab.options import ParallelDims as ParallelDims
 from trimtab.options import RecomputedTier as RecomputedTier
 from trimtab.options import Tower as Tower
-from trimtab.parallel import ParallelDims as ParallelDims
 from trimtab.units import format_count, format_degrees, three_lines
 
 IntArray = npt.NDArray[np.int64]

@@ -11,18 +11,7 @@ from trimtab.errors import PlanError, TrimtabError
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 TERA, GIGA, MEGA = 1e12, 1e9, 1e6
 
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": TIB,
-    "kb": 1e3,
-    "mb": 1e6,
-    "gb": 1e9,
-    "tb": 1e12,
-}
+_FACTORS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _SIZE = re.compile(r"^\s*([0-9]{1,30}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 
 

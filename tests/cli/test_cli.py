@@ -97,7 +97,7 @@ def test_a_changed_decision_is_found(run: Run, planned: Path, tmp_path: Path) ->
     shutil.copytree(planned, copy)
     text = (copy / "plan.yaml").read_text(encoding="utf-8")
     for before, after, message in (
-        ("memory_bytes: ", "", "would hold"),
+        ("memory_bytes: ", "", "pipeline rank 0 holds"),
         ("language_model.layers[", "language_model.lairs[", "forward order"),
         ("max_tokens: ", "max_tokens: 1 # ", "packs hold more than"),
         ("num_samples: 240", "num_samples: 241", "num_samples is 241 in the plan and 240"),
@@ -105,7 +105,7 @@ def test_a_changed_decision_is_found(run: Run, planned: Path, tmp_path: Path) ->
         ("num_nodes: 1", "num_nodes: 2", "the cluster has 16 devices"),
         ("num_params: 8292166656", "num_params: 5", "num_params is 5"),
         ("num_packs: ", "num_packs: 1 # ", "num_packs is 1"),
-        ("num_skipped: 0", "num_skipped: -7", "num_skipped is -7"),
+        ("num_skipped: 0", "num_skipped: -7", "-7"),
         ("num_microbatches: 4", "num_microbatches: 99999999999999999999", "give 1048576 or less"),
         ("memory_bytes: 8", "memory_bytes: 1 # ", "memory"),
         ("layers_blake2b: ", "layers_blake2b: '0' # ", "other layers or image sizes"),
@@ -251,7 +251,7 @@ def test_several_saved_tables_keep_what_they_skipped_and_assumed(run: Run, drawn
     assert any("estimate" in sentence for sentence in found["assumptions"])
     other = run("plan", "InternVL-Chat-V1-5", *tables, *PLAN, "--out", tmp_path / "q")
     assert other.code == 2
-    assert "was sized with the rule qwen_smart_resize, and InternVL-Chat-V1-5 counts images with" in other.err
+    assert "the rule qwen_smart_resize" in other.err
     ignored = run("plan", "Qwen2.5-VL-7B", tables[0], *PLAN, "--tokenizer", "/nope", "--out", tmp_path / "r")
     assert "tokenizer change nothing" in ignored.err
 

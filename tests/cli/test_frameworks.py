@@ -142,7 +142,7 @@ def test_an_export_of_a_plan_made_for_it_warns_of_nothing(run: Run, drawn: Path,
     assert run("check", plan, "--for", name, "--vision-cleared").code == 0
     packs = find_target(name).packs
     first = run("export", name, plan).out.splitlines()[0]
-    assert first.startswith(f"# {find_target(name).title} cannot be given the plan's packs") == (packs is None)
+    assert first.startswith(f"# {find_target(name).title} takes single samples") == (packs is None)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_bare_flags_are_checked_against_a_model(run: Run) -> None:
     bad = check(f"{FLAGS} --decoder-first-pipeline-num-layers 5", "--json")
     assert bad.code == 1
     assert not bad.json["ok"]
-    assert any("23 layers are left for 3 stages" in problem for problem in bad.json["problems"])
-    assert any("5 of 32 vision layers are built" in problem for problem in bad.json["problems"])
+    assert any("23 layers" in problem for problem in bad.json["problems"])
+    assert any("5 of 32" in problem for problem in bad.json["problems"])
     even = check(f"{FLAGS} --decoder-first-pipeline-num-layers 4", "--vision-cleared")
     assert even.code == 0
 
@@ -188,7 +188,7 @@ def test_an_unknown_framework_is_exit_code_two(run: Run) -> None:
     ("name", "code", "told"),
     [
         ("deepspeed", 0, r"warning: \d+ layers are planned with .*DeepSpeed can run it"),
-        ("pai-megatron", 0, r"warning: recompute of \d+ layers is planned, and the scripts.*pai-megatron can run it"),
+        ("pai-megatron", 0, r"warning: the scripts recompute.*pai-megatron can run it"),
     ],
 )
 def test_a_check_for_a_framework_tells_what_differs_and_what_is_refused(

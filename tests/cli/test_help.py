@@ -98,8 +98,8 @@ def test_other_image_sizes_are_told_by_their_limits(run: Run, drawn: Path, tmp_p
     words = ["--tokenizer", drawn / "tokenizer.json", "--out", sizes]
     assert run("size", drawn / "data.jsonl", "--model", "Qwen2.5-VL-7B", "--max-pixels", "200704", *words).code == 0
     for model, message in (
-        ("Qwen2.5-VL-7B", "was sized with max_pixels 200704, and Qwen2.5-VL-7B counts images with max_pixels 12845056"),
-        ("InternVL-Chat-V1-5", "was sized with the rule qwen_smart_resize, and InternVL-Chat-V1-5 counts images with"),
+        ("Qwen2.5-VL-7B", "max_pixels 12845056 of Qwen2.5-VL-7B"),
+        ("InternVL-Chat-V1-5", "the rule qwen_smart_resize"),
     ):
         refused = run("plan", model, sizes, "--cluster", "8xA100-80GB")
         assert refused.code == 2

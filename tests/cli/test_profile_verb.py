@@ -89,28 +89,13 @@ def test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked(
         if "  recompute:\n    - " in written:
             break
     assert "costs: traced" in written
-    checked = run("check", folder, "--memory", "--json")
-    assert checked.code == 0, checked.out
-    memory = checked.json["memory"]
-    assert [rank["stages"] for rank in memory["ranks"]] == [[0], [1]]
-    for rank in memory["ranks"]:
-        assert sum(rank["counted"].values()) == pytest.approx(rank["counted_bytes"])
-        assert 0 < rank["counted_bytes"] <= rank["planned_bytes"] * (1 + 1e-9) <= memory["cap_bytes"] * (1 + 1e-9)
-    assert "it fits its memory by counted bytes too" in run("check", folder, "--memory").out
-
+    assert run("check", folder).code == 0
     recompute = re.search(r"  recompute:\n(    - .*\n)+", written)
     assert recompute is not None, "a plan that recomputes nothing shows nothing"
     (folder / "plan.yaml").write_text(written.replace(recompute[0], "  recompute: []\n"))
-    changed = run("check", folder, "--memory", "--json")
+    changed = run("check", folder, "--json")
     assert changed.code == 1
-    assert any("recompute more" in problem for problem in changed.json["problems"]), changed.json["problems"]
-
-    (folder / "plan.yaml").write_text(written.replace(str(tiny), "gone"))
-    lost = run("check", folder, "--memory", "--json")
-    assert lost.code == 2
-    assert lost.json["error"].endswith("nothing is there: give --config, the model's config.json or its folder")
-    given = run("check", folder, "--memory", "--config", tiny / "config.json", "--json")
-    assert given.json["memory"]["ranks"] == memory["ranks"]
+    assert any("pipeline rank" in problem for problem in changed.json["problems"]), changed.json["problems"]
 
 
 def test_logged_runs_are_fitted_and_shown_beside_the_fit(run: Run, tmp_path: Path) -> None:
@@ -142,7 +127,7 @@ def test_logged_runs_are_fitted_and_shown_beside_the_fit(run: Run, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "tpu"], "which torch does not call so: give cpu, cuda or cuda:1"),
+        (["--device", "tpu"], "'tpu': give cpu, cuda or cuda:1"),
         (["--device", "cpu", "--set", "sizes=many"], "sizes 'many' are not numbers of rows: write them as 1024,4096"),
         (["--device", "cpu", "--set", "sizes=2"], "each of 16 rows or more"),
         (["--device", "cpu", "--set", "attention=flash"], "flash attention was to be timed on cpu"),

@@ -22,6 +22,7 @@ COMMANDS = {  # of each verb one that reads what came from outside; {word} as in
     "plan": "plan Qwen2.5-VL-7B {data} --tokenizer {tokenizer} --cluster 8xA100-80GB --out {out}/plan",
     "predict": "predict Qwen2.5-VL-7B {table} --cluster 8xA100-80GB --tp 1 --pp 1 --batch 1",
     "check": "check {plan}",
+    "compare": "compare {plan} {plan}",
     "probe": "probe {plan} {model}",
     "train": "train {plan} {model}",
     "replan": "replan {plan} {run} --out {out}/again",

@@ -95,7 +95,7 @@ def run_disagreements(rank: int, own: Any) -> None:
 
     with pytest.raises(TrimtabError, match="torch.float64" if rank else told):
         pipeline.step(changed(pixel_values=batches[0]["pixel_values"].double()))
-    with pytest.raises(TrimtabError, match=r"image_grid_thw|grid_thw counts" if rank else told):
+    with pytest.raises(TrimtabError, match="grid_thw" if rank else told):
         pipeline.step(changed(image_grid_thw=batches[0]["image_grid_thw"] * 2))
     others = build(make_packs("qwen2_5_vl"), own, num=3 if rank else 4)
     with refused(TrimtabError, "1", "3"):

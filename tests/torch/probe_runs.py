@@ -12,9 +12,9 @@ import trimtab
 from trimtab.plan.decide.probed import with_budget
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import Bench, frozen_heap, open_bench
 from trimtab.runtime.ranks import process_group
+from trimtab.runtime.training.settings import ProbeSettings
 from trimtab.units import MIB
 
 

@@ -16,8 +16,7 @@ from trimtab.errors import PartitionError
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.units import split_units
 from trimtab.models.images.rules import UnsettledRule
-from trimtab.placement.bytes import DeviceKey
-from trimtab.placement.chain import modules_of, parts_of
+from trimtab.placement.bytes import DeviceKey, modules_of, parts_of
 from trimtab.placement.machine import Gpu, Machine, Workload
 from trimtab.placement.place import place
 from trimtab.placement.placed import Placement

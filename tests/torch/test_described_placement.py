@@ -10,8 +10,7 @@ from simulated_devices import simulated
 
 from trimtab.models.asking.model import build, describe_model
 from trimtab.models.description import description_bytes, read_description
-from trimtab.placement.bytes import inference_table
-from trimtab.placement.chain import modules_of, parts_of
+from trimtab.placement.bytes import inference_table, modules_of, parts_of
 from trimtab.placement.machine import Gpu, Machine, Workload
 from trimtab.placement.place import place
 from trimtab.runtime.data.packing import text_ids

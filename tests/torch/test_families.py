@@ -78,7 +78,7 @@ CAPABILITIES: dict[str, Callable[[Given], object]] = {
     "images apart": lambda x: find_family(x.config),
 }
 REFUSED: dict[tuple[str, str], str] = {
-    **{(x, "images counted without torch"): "no image rule for" for x in ("shieldgemma2", "hunyuan_vl", "paligemma")},
+    **{(x, "images counted without torch"): "no image rule" for x in ("shieldgemma2", "hunyuan_vl", "paligemma")},
     ("mllama", "images apart"): "its class has no get_image_features",
     ("mllama", "work"): "which no cost formula prices: plan another family",
     **{(x, "filler image"): "not known: give vision_in_every_pack" for x in ("mllama", "hunyuan_vl", "paligemma")},

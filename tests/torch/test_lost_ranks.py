@@ -83,7 +83,7 @@ def test_what_one_rank_or_all_refuse_is_said_once(folder: Path, tmp_path: Path) 
     unread = replace(endless(tmp_path, "unread"), plan=write_variant(tmp_path, "alone", num_stages=1))
     planned = endless(folder, "refused")
     cases = [
-        (planned, 3, (), r"3 processes are no multiple of the plan's 2 pipeline devices: .*"),
+        (planned, 3, (), r"3 processes .* 2: .*"),
         (planned, 2, ("--lr", "-1"), r".*\(--lr\).* -1\.0.*"),
         (unread, 2, (), r"sample s\d+ .* cannot be read .*"),
     ]
@@ -121,7 +121,7 @@ def test_a_rank_that_never_comes_or_was_started_otherwise_is_named(folder: Path)
     found = [process.communicate(timeout=300)[1] for process in (alone, *pair)]
     assert [process.returncode for process in (alone, *pair)] == [2, 2, 2]
     assert re.fullmatch(r"trimtab: rank 0 has waited \d+ s at the start for rank 1 of 2: start every .*\n", found[0])
-    told = r"trimtab: rank 1 was started with seed 1\D+ rank 0 with 0\D.*\n"
+    told = r"trimtab: rank 1 was started with seed 1, rank 0 with 0: .*\n"
     assert re.fullmatch(told, found[1] + found[2])
     assert not settings.out.exists()
 

@@ -187,7 +187,7 @@ def test_stages_that_are_not_the_models_layers_are_refused(alone):
 def test_a_group_of_another_size_and_recompute_of_strangers_are_refused(alone):
     packs = make_packs("llava")
     layout = layout_of(packs, "lm_head", recompute=(Recompute(modules=("model.visual.blocks.0",)),))
-    with refused(UnsupportedPlanError, "2", "1", "model.visual.blocks.0") as caught:
+    with refused(UnsupportedPlanError, "--pp 1", "model.visual.blocks.0") as caught:
         build_pipeline(packs.model, layout)
     assert len(str(caught.value).splitlines()) == 2
 

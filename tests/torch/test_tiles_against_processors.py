@@ -35,7 +35,7 @@ from transformers.models.mllama.image_processing_pil_mllama import MllamaImagePr
 from transformers.models.mllama.processing_mllama import MllamaProcessor
 
 from trimtab.models.describe import image_rule
-from trimtab.models.images.limits import rule_in_sample
+from trimtab.models.images.rules import rule_in_sample
 from trimtab.specs import ImageRule
 
 ONEVISION_PINPOINTS, NEXT_PINPOINTS = ONEVISION["image_grid_pinpoints"], NEXT["image_grid_pinpoints"]

@@ -48,6 +48,14 @@ def test_rows_of_an_image_are_its_patches_over_the_merged_block(grids, merge, co
         ([50, 1], 3, [0, 50, 1]),
         ([7], 4, [0, 0, 0, 7]),
         ([], 2, [0, 0]),
+        # the checks of verl's and ROLL's test_vision_dp_on_cpu.py
+        ([100] * 4, 2, [200, 200]),
+        ([100, 200, 300], 1, [600]),
+        ([100] * 6, 3, [200] * 3),
+        ([100, 200], 4, [0, 0, 100, 200]),
+        ([10, 20, 30, 40, 50], 2, [60, 90]),
+        ([4096, 256, 256, 256], 2, [768, 4096]),
+        ([64] * 50, 4, [768, 768, 832, 832]),
     ],
 )
 def test_assignment_is_of_whole_runs_and_as_even_as_can_be(counts, ranks, loads) -> None:
@@ -66,6 +74,24 @@ def test_each_rank_takes_the_pixels_and_grids_of_its_own_images(given) -> None:
         assert own == images
         assert torch.equal(grid, GRIDS[images])
         assert torch.equal(local, {0: pixels[:64], 1: pixels[:0], 2: pixels[64:]}[rank])
+
+
+def test_the_ranks_of_a_batch_encode_every_patch_once() -> None:
+    grids = torch.tensor([[1, 4, 4], [1, 8, 8], [1, 4, 4], [1, 6, 6], [1, 4, 4]])
+    counts = recipe.get_image_patch_counts(grids)
+    assert counts == [16, 64, 16, 36, 16]
+    pixels = torch.randn(sum(counts), 8)
+    assigned, loads = recipe.assign_images_to_dp_ranks(counts, dp_size=2)
+    made = [recipe.prepare_local_vision_inputs(pixels, grids, assigned, dp_rank=rank) for rank in range(2)]
+    assert [len(local) for local, _, _ in made] == loads
+    assert torch.equal(torch.cat([local for local, _, _ in made]), pixels)
+    assert torch.equal(torch.cat([grid for _, grid, _ in made]), grids)
+
+
+def test_all_four_towers_of_the_recipe_are_patched() -> None:
+    kinds = {kind.__name__ for kind in recipe._tower_classes()}
+    assert kinds == {name.partition(".")[2] for name in recipe.TOWERS}
+    assert len(kinds) == 4
 
 
 @pytest.mark.parametrize(("rank", "pixels"), [(-1, 4), (2, 4), (0, 3)])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tiny_models import IMAGE_TOKEN, TinyModel, make_tiny_model
 
-from trimtab.models.images.limits import rule_in_sample
+from trimtab.models.images.rules import rule_in_sample
 
 CASES = (
     "qwen2_vl tied, sliding",

@@ -208,7 +208,7 @@ def run_disagreements(rank: int) -> None:
             features(case)
         case.tower.requires_grad_(True)
         hook = case.tower.register_forward_pre_hook(fail) if odd else None
-        with pytest.raises((TrimtabError, ArithmeticError), match=r"failed on rank 1: |out of patience"):
+        with pytest.raises((TrimtabError, ArithmeticError), match=r"rank 1|out of patience"):
             features(case)
         if hook is not None:
             hook.remove()

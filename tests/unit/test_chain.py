@@ -11,7 +11,7 @@ from trimtab.models.describe import describe
 from trimtab.models.families import family_of
 from trimtab.models.images.rules import UnsettledRule
 from trimtab.models.shipped import shipped_models
-from trimtab.placement.chain import arrangements, modules_of, parts_of
+from trimtab.placement.bytes import arrangements, modules_of, parts_of
 from trimtab.specs import LayerSpec, ModelSpec
 
 

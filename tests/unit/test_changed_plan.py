@@ -97,7 +97,7 @@ def test_a_plan_changed_by_hand_does_not_keep_its_old_claims(folder):
     plan = load_plan(folder)
     recompute = plan.decisions.recompute[0]
     change_decisions(folder, recompute=(replace(recompute, granularity="full"), *plan.decisions.recompute[1:]))
-    assert any("the estimates are of other decisions than the plan's" in problem for problem in check_plan(folder))
+    assert any("estimates" in problem for problem in check_plan(folder))
     (folder / "plan.yaml").write_text(plan_to_yaml(replace(plan, summary=f"{plan.summary} It is twice as fast.")))
     assert [problem for problem in check_plan(folder) if "the summary is not that of" in problem]
 

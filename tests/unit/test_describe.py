@@ -18,7 +18,7 @@ from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError
 from trimtab.models.describe import read_config
-from trimtab.models.images.limits import with_limits
+from trimtab.models.images.rules import with_limits
 from trimtab.models.shipped import find_same, read_shipped, shipped_models
 from trimtab.specs import LayerSpec, ModelSpec
 

@@ -58,6 +58,7 @@ INNER_FLOORS = {
     "partition/stages": 3,
     "partition/search": 4,
     "partition/published": 4,
+    "partition/pai_notebook": 5,
     "models/images": 0,  # rules of counting
     "models/families": 1,
     "models/description": 2,

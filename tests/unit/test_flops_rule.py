@@ -13,6 +13,7 @@ import pytest
 from refusals import refused
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
+from trimtab.partition import pai_notebook
 from trimtab.partition.published import (
     UnevenModel,
     best_split,
@@ -138,3 +139,31 @@ def test_more_stages_follow_the_rule():
     assert flops_split(with_vision(1280), pp=4).counts == (4, 8, 8, 8)
     # a vision tower over its share: the first stage gets no language layer
     assert flops_split(with_vision(8000), pp=3).counts[0] == 0
+
+
+def test_the_notebooks_own_names_give_its_printed_figures(capsys):
+    reference = json.loads(REFERENCE.read_text())
+    sizes = (224, 224, 3, 14, 28)
+    decoder = (1024, 28, 3584, 18944)
+    for case in reference["cases"]:
+        hidden = case["vision_hidden"]
+        found = pai_notebook.uneven_pp_parameters_generator(*sizes, hidden, 4 * hidden, *decoder, 2)
+        assert found == (case["first"], case["last"])
+        tower, patches = pai_notebook.vit_encoder_tflops_calculator(224, 224, 14, 3, 28, hidden)
+        assert (tower, patches) == (pytest.approx(with_vision(hidden).vision_flops / 1e12), 256)
+    assert pai_notebook.adaptor_tflops_calculator(256, 1280, 3584) * 1e12 == pytest.approx(NOTEBOOK.projector_flops)
+    whole, one = pai_notebook.llm_encoder_tflops_calculator(3584, 28, 1024, 18944)
+    assert (round(one, 5), whole) == (1.19507, 28 * one)
+    memory = reference["memory"]
+    hidden, first = memory["vision_hidden"], memory["first_stage_llm_layers"]
+    for row in memory["printed_gb"]:
+        tower_bytes = pai_notebook.memory_vit_encoder_calculator(*sizes, hidden, 4 * hidden, 1, row["tp"])
+        assert round(tower_bytes / 1e9, 3) == row["vision"]
+        given = (*sizes, hidden, 4 * hidden, *decoder, first, 1, row["tp"])
+        decoder_bytes = pai_notebook.memory_first_pp_rank_calculator(*given)
+        assert round(decoder_bytes / 1e9, 3) == row["llm_first_stage"]
+        one = pai_notebook.memory_per_transformer_layer_calculator_with_tp(3584, 18944, 1, 1024, row["tp"])
+        assert decoder_bytes == first * one
+        assert f"memory on first pp rank:{row['first_stage']:.3f} GB" in capsys.readouterr().out
+    samples = [pai_notebook.memory_vit_encoder_calculator(*sizes, hidden, 4 * hidden, bs) for bs in (1, 2, 3)]
+    assert samples[2] - samples[1] == samples[1] - samples[0] > 16 * 588 * hidden  # the embedding once a sample

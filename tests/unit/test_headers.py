@@ -163,7 +163,7 @@ HOSTILE = {
     "gif half": (VALID["gif"][: len(VALID["gif"]) // 2], "not a readable image .*truncated"),
     "bmp half": (VALID["bmp"][: len(VALID["bmp"]) // 2], "not a readable image .*truncated"),
     "tiff garbage": (b"II*\0" + b"\xff" * 60, "not an image|not a readable image"),
-    "heic": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC of brand b'heic', which Pillow and most processors do not"),
+    "heic": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC of brand b'heic'"),
     "film": (b"\0\0\0\x18ftypisom\0\0\0\0avc1mp41", "a video or another file of brand b'isom'"),
     "avif garbage": (b"\0\0\0\x1cftypavif" + bytes(20), "not an image|not a readable image"),
 }

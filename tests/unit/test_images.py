@@ -28,8 +28,7 @@ from image_configs import (
 from refusals import refused
 from trimtab.errors import ImageError
 from trimtab.models.describe import image_rule
-from trimtab.models.images.limits import with_limits
-from trimtab.models.images.rules import DynamicTiling, SmartResize
+from trimtab.models.images.rules import DynamicTiling, SmartResize, with_limits
 from trimtab.specs import ImageCounts, ImageRule
 
 HUGE = 10**9

@@ -23,7 +23,7 @@ HEAD = next(x for x in MODEL.layers if x.kind == "head")
         (replace(BLOCK, name="x" * 401), "layers: a name has 1 to 400 characters"),
         (replace(BLOCK, mlp=replace(BLOCK.mlp, experts_per_token=129)), "experts_per_token is more than num_experts"),
         (replace(HEAD, num_matmul_params=0), "a head multiplies its rows, so num_matmul_params is above 0"),
-        (replace(BLOCK, num_matmul_params=5), "and num_matmul_params is 5"),
+        (replace(BLOCK, num_matmul_params=5), "num_matmul_params 5"),
     ],
 )
 def test_a_layer_that_cannot_be_is_told_in_a_sentence(layer, problem):

@@ -17,12 +17,13 @@ from trimtab.costs.measured.fitted import (
     LoggedRun,
     TermFit,
     apply_terms,
+    fit_runs,
     place_blocks,
     predict_step,
     read_runs,
 )
 from trimtab.costs.profile import profile_model
-from trimtab.plan.runs import calibrate_profile, profile_from_logs, simulate_logged
+from trimtab.plan.runs import profile_from_logs, simulate_logged
 from trimtab.specs import ParallelDims
 
 A100 = DEVICES["A100-80GB"]
@@ -104,7 +105,7 @@ def test_the_truth_is_found_from_steps_that_bind_every_stage_kind(tmp_path):
     runs = truthful(
         tmp_path, entry((1, 0), (2, 4)), entry((3, 0), (0, 4)), entry((3, 3), (0, 1)), entry((3, 1), (0, 3))
     )
-    found = calibrate_profile(runs[0].profile, runs)
+    found = fit_runs(runs[0].profile, runs, simulate_logged)
     assert values(found.terms) == pytest.approx(values(TRUTH), rel=1e-2)
     assert max(abs(run.error) for run in found.runs) < 1e-3
     assert found.profile.method == "logged"
@@ -116,7 +117,7 @@ def test_one_run_that_waits_for_its_host_settles_the_host(tmp_path):
     runs = read_runs(write(tmp_path, *splits), MODEL, A100, host="eager")
     slow = [TermFit(name="host", value=4.5, error=None)]
     logged = [replace(run, iteration_s=predict_step(run, slow, simulate_logged)) for run in runs]
-    found = calibrate_profile(runs[0].profile, logged[:1])
+    found = fit_runs(runs[0].profile, logged[:1], simulate_logged)
     assert values(found.terms) == pytest.approx({"host": 4.5}, rel=1e-3)
     for run in logged[1:]:
         assert predict_step(run, found.terms, simulate_logged) == pytest.approx(run.iteration_s, rel=1e-3)
@@ -128,7 +129,7 @@ def test_one_run_that_no_host_explains_settles_the_device(tmp_path):
     fast = replace(
         run, iteration_s=predict_step(run, [TermFit(name="language", value=0.5, error=None)], simulate_logged)
     )
-    found = calibrate_profile(run.profile, [fast])
+    found = fit_runs(run.profile, [fast], simulate_logged)
     assert values(found.terms) == pytest.approx({"language": 0.5}, rel=1e-3)
     scaled = [b.forward_s[0] / a.forward_s[0] for a, b in zip(run.profile.layers, found.profile.layers, strict=True)]
     assert scaled == pytest.approx([found.terms[0].value] * len(scaled))  # both towers
@@ -141,7 +142,7 @@ def test_stage_times_alone_are_fitted(tmp_path):
         apply_terms(run.profile, TRUTH), run.stages, work_mean=mean, work_max=mean, num_microbatches=8
     )
     seconds = tuple(f + b for f, b in zip(split.forward_s, split.backward_s, strict=True))
-    found = calibrate_profile(run.profile, [replace(run, iteration_s=None, stage_s=seconds)])
+    found = fit_runs(run.profile, [replace(run, iteration_s=None, stage_s=seconds)], simulate_logged)
     assert values(found.terms) == pytest.approx(values(TRUTH), rel=1e-2)
     assert found.warnings == ()
     assert found.profile.time_error < TIME_ERROR
@@ -151,7 +152,7 @@ def test_a_factor_that_no_run_settles_is_named(tmp_path):
     heavy = [replace(t, value=40.0) if t.name == "vision" else t for t in TRUTH]
     runs = read_runs(write(tmp_path, entry((3, 1), (0, 3)), entry((3, 2), (0, 2)), entry((3, 3), (0, 1))), MODEL, A100)
     runs = tuple(replace(run, iteration_s=predict_step(run, heavy, simulate_logged)) for run in runs)
-    found = calibrate_profile(runs[0].profile, runs)
+    found = fit_runs(runs[0].profile, runs, simulate_logged)
     assert any("'language'" in warning for warning in found.warnings)
     assert found.profile.time_error >= TIME_ERROR
     assert set(found.warnings) <= set(found.profile.assumptions)
@@ -162,7 +163,7 @@ def test_runs_that_stage_times_cannot_explain_are_named(tmp_path):
         tmp_path, entry((3, 0), (0, 4)), entry((3, 1), (0, 3)), entry((3, 2), (0, 2)), entry((1, 0), (2, 4))
     )
     odd = (replace(runs[0], iteration_s=runs[0].iteration_s * 2), *runs[1:])
-    found = calibrate_profile(runs[0].profile, odd)
+    found = fit_runs(runs[0].profile, odd, simulate_logged)
     worst = max(found.runs, key=lambda run: abs(run.error))
     assert any(repr(worst.name) in warning for warning in found.warnings)
 
@@ -171,17 +172,6 @@ def test_the_calibrated_profile_predicts_what_the_factors_predict(tmp_path):
     (run,) = truthful(tmp_path, entry((2, 0), (1, 4)))
     scaled = replace(run, profile=apply_terms(run.profile, TRUTH))
     assert predict_step(scaled, (), simulate_logged) == pytest.approx(run.iteration_s, rel=1e-12)
-
-
-def test_logged_peaks_set_the_memory_band(tmp_path):
-    (run,) = read_runs(write(tmp_path, entry((3, 4), peak_bytes=[1e9])), MODEL, A100)
-    memory = assess_stages(
-        run.profile, run.stages, work_mean=run.work[0], work_max=run.work[0], num_microbatches=8
-    ).memory[0]
-    run = replace(run, peak_bytes=(memory.total_bytes / 0.95,))
-    found = calibrate_profile(run.profile, [run])
-    assert found.profile.memory_error == pytest.approx(0.05)
-    assert any("Peak memory by formula is -5.0%" in sentence for sentence in found.profile.assumptions)
 
 
 def test_a_profile_comes_from_a_file_for_other_degrees(tmp_path):

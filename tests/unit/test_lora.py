@@ -236,6 +236,6 @@ def test_megatron_hosts_are_told_their_own_layers():
 
 
 def test_the_own_loop_refuses_quantised_weights():
-    with refused(UnsupportedPlanError, "float32", "trimtab train"):
+    with refused(UnsupportedPlanError, "4-bit", "trimtab train"):
         refuse_quantised(Lora(r=8, bits=4))
     refuse_quantised(LORA)

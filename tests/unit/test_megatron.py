@@ -106,7 +106,7 @@ def test_norm_moves_to_the_head_with_a_warning():
     model = make_model()
     result = export(model, cut(model, len(model.layers) - 1))
     assert result.layout == "Et*12|L"
-    assert any("runs norm (100 parameters) beside the head" in warning for warning in result.warnings)
+    assert any("norm (100 parameters)" in warning for warning in result.warnings)
 
 
 # -- recompute ------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_selective_beside_full_becomes_full():
     recompute = {0: [choose(model, "selective", 0, 1), choose(model, "full", 2)]}
     result = export(model, by_counts(model, 6, 6, recompute=recompute))
     assert value(result.flags, "--recompute-num-layers") == "3"
-    assert any("2 language blocks are planned with selective recompute and 1 with full" in w for w in result.warnings)
+    assert any("2 selective and 1 full" in w for w in result.warnings)
 
 
 @pytest.mark.parametrize(
@@ -186,13 +186,13 @@ def test_recompute_of_other_layers_and_of_other_kinds_is_warned_of():
     projector = model.indices("projector")[0]
     recompute = {0: [RecomputeChoice(tier="full", layers=(projector,))]}
     result = export(model, by_counts(model, 6, 6, recompute=recompute))
-    assert any("recompute of visual.merger is planned" in warning for warning in result.warnings)
+    assert any("visual.merger" in warning for warning in result.warnings)
     layers = list(model.layers)
     layers[first_block(model) + 5] = replace(layers[first_block(model) + 5], num_params=9999)
     mixed = replace(model, layers=tuple(layers))
     recompute = {0: [choose(mixed, "full", 5)]}
     result = export(mixed, by_counts(mixed, 6, 6, recompute=recompute))
-    assert any("stage 0 recomputes other kinds of blocks than its first 1" in warning for warning in result.warnings)
+    assert any("stage 0" in warning and "other kinds" in warning for warning in result.warnings)
 
 
 # -- the vision trap ------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def written(text: str) -> str:
         ("--pp 2 --num-virtual-stages-per-pipeline-rank 4", ["6", "4"]),
         ("--pp 2 --first 5 --loss", ["--account-for-loss-in-pipeline-split"]),
         ("--pp 2 --first 5 --layout Et*5|t*7L", ["layout", "--decoder-first-pipeline-num-layers"]),
-        ("--pp 2 --layout VEt*5|t*7L", ["vision"]),
+        ("--pp 2 --layout VEt*5|t*7L", ["VEt"]),
         ("--pp 2 --layout Et*5|t*6L", ["11 t", "12"]),
         ("--pp 2 --layout Et*5|t*6|tL", ["3", "pp 2"]),
         ("--pp 2 --layout t*5|t*7", ["one E"]),
@@ -102,14 +102,8 @@ def test_what_runs_is_not_complained_of(text):
 
 def test_key_value_heads_and_vision_heads():
     odd = make_model(heads=12, kv=3, vision_heads=25)
-    assert any(
-        "neither divides the language model's 3 key-value heads" in m
-        for m in failures(odd, "--tensor-model-parallel-size 2")
-    )
-    assert any(
-        "25 attention heads: Megatron-Core refuses them unless the launcher pads them to 26" in m
-        for m in costs(odd, "--tensor-model-parallel-size 2")
-    )
+    assert any("3 key-value heads" in m for m in failures(odd, "--tensor-model-parallel-size 2"))
+    assert any("25 " in m and "26" in m for m in costs(odd, "--tensor-model-parallel-size 2"))
 
 
 @pytest.mark.parametrize(
@@ -152,9 +146,8 @@ def test_deepstack_cuts_name_the_count_that_is_enough():
     model = make_model(forbidden=frozenset(range(block, block + 3)), reason="DeepStack: features enter layers 0 to 2")
     split = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
     found = failures(model, f"{split} Et*2|t*10L", vision_cleared=True)
-    assert found == [
-        "the first stage ends after 2 language blocks, and DeepStack: features enter layers 0 to 2: give it 3 or more"
-    ]
+    assert len(found) == 1
+    assert "layers 0 to 2: give it 3" in found[0]
     assert any("ends after 0 language blocks" in m for m in failures(model, f"{split} E|t*12L"))
     assert failures(model, f"{split} Et*3|t*9L", vision_cleared=True) == []
 
@@ -163,7 +156,7 @@ def test_tied_weights_on_two_stages_cost_memory():
     model = make_model(num_vision=0, tied=True)
     (message,) = costs(model, "--pipeline-model-parallel-size 2")
     assert "lm_head shares the weight of embed_tokens" in message
-    assert "5.00 k parameters on both" in message
+    assert "5.00 k parameters" in message
     assert costs(model, "--pipeline-model-parallel-size 1") == []
 
 

@@ -13,8 +13,7 @@ from placement_cases import small_model
 from refusals import refused
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
-from trimtab.placement.bytes import device_bytes, inference_table, run_bytes
-from trimtab.placement.chain import arrangements, modules_of, parts_of
+from trimtab.placement.bytes import arrangements, device_bytes, inference_table, modules_of, parts_of, run_bytes
 from trimtab.placement.machine import Gpu, Machine, Workload, machine_of
 from trimtab.placement.place import place
 from trimtab.units import GIB, MIB

@@ -93,7 +93,7 @@ def test_llama_factory_is_told_adapters_of_the_language_model(bits: int) -> None
 
 @pytest.mark.parametrize("name", ["llama-factory", "axolotl"])
 def test_stages_are_refused_and_another_sharding_is_warned_of(name: str) -> None:
-    with refused(UnsupportedPlanError, "2"):
+    with refused(UnsupportedPlanError, "pp 1"):
         export(name, MODEL, cut(MODEL, 8))
     stages = find_target(name).can(MODEL, 1).choices["zero_stage"]
     warned = export(name, MODEL, cut(MODEL), zero_stage=1).warnings

@@ -47,17 +47,6 @@ def test_first_and_last_tick_stay_inside_the_drawing():
     assert '<text class="tick" x="100%" y="13" text-anchor="end">100<' in ticks
 
 
-def test_a_dot_stands_where_its_pack_is_and_never_more_than_can_be_told_apart():
-    words = {"limits": (80.0, 40.0), "span": (100.0, 50.0), "title": "t", "css_class": "new"}
-    drawn = drawing.scatter(np.array([0.0, 50.0, 80.0]), np.array([50.0, 25.0, 40.0]), **words)
-    dots = re.findall(r'<circle class="dot new" cx="([^"]+)" cy="([^"]+)"', drawn)
-    assert dots == [("0%", "20.0"), ("50%", "110.0"), ("80%", "56.0")]  # plotted from 20 px down to 200
-    assert 'x1="80%" x2="80%"' in drawn
-    assert 'y1="56.0" y2="56.0"' in drawn
-    many = drawing.scatter(np.arange(5000.0), np.arange(5000.0), **words)
-    assert many.count("<circle") == drawing.MAX_DOTS
-
-
 def test_every_block_is_drawn_where_it_runs():
     line = fixtures.internvl_details().variants[-1].timeline
     span = 2 * line.makespan_s

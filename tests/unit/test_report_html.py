@@ -9,7 +9,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 
-import numpy as np
 import pytest
 import report_fixtures as fixtures
 
@@ -20,7 +19,6 @@ SECTIONS = [
     "Before and after",
     "Pipeline timeline",
     "Memory of each pipeline rank",
-    "Sizes of the packs",
     "Stages",
     "Packing",
     "Plan file",
@@ -163,23 +161,6 @@ def test_a_plan_without_gain_is_not_dressed_up():
     assert "1.00x" in page.text
     assert not [a for a in page.named("div") if a.get("class") == "tile main"]
     assert [a for a in Page(html_report(fixtures.internvl_details())).named("div") if a.get("class") == "tile main"]
-
-
-def test_data_without_images_says_so_in_words():
-    html = html_report(fixtures.text_only_details())
-    assert "every pack has 0 patches" in html
-    assert html.count("packs in their order") == 2
-
-
-@pytest.mark.parametrize("column", ["pack_tokens", "pack_patches"])
-def test_packs_far_over_the_limit_are_drawn(column):
-    details = fixtures.internvl_details()
-    wild = np.array([1.0, 5e6, 3.0])
-    first = replace(details.variants[0], **{"pack_patches": np.ones(3), "pack_tokens": np.ones(3), column: wild})
-    html = html_report(replace(details, variants=(first, *details.variants[1:])))
-    places = re.findall(r'<circle class="dot old" cx="([\d.]+)%" cy="([\d.]+)"', html)
-    assert len(places) == 3
-    assert all(float(x) <= 100 and 20 <= float(y) <= 200 for x, y in places)
 
 
 def test_many_files_stages_and_assumptions_are_counted_not_listed():

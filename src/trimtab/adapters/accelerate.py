@@ -6,15 +6,14 @@ Tested with accelerate 1.15 and Transformers 5.23. Transformers keeps its own co
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import accelerate
 import torch
 from transformers.integrations.accelerate import _get_device_map
 
+from trimtab.models.asking.inputs import quietly
 from trimtab.models.asking.internvl_chat import chat_config, published_name
 from trimtab.models.asking.model import build, complete, configured
 from trimtab.models.families import REMOTE
@@ -30,18 +29,15 @@ def max_memory(machine: Machine) -> dict[int | str, int]:
     return {**{gpu.index: gpu.free_bytes for gpu in machine.gpus}, "cpu": machine.cpu_bytes}
 
 
-def build_on_meta(config: Mapping[str, Any], *, tied: bool, dtype: str = "bf16") -> torch.nn.Module:
+def build_on_meta(config: Mapping[str, Any], *, tied: bool, dtype: str = "bf16") -> Any:
     """The real model of a configuration on the meta device: modules and sizes, no weights.
 
     `tied`: whether the head shares the embedding's weight, as `ModelSpec.tied` has settled it.
     """
     fields = {**config, "tie_word_embeddings": tied}
-    if config.get("model_type") == REMOTE:
-        settings = configured(fields, lambda: chat_config(config))
-    else:
-        settings = complete(fields)
-    model: torch.nn.Module = build(settings, dtype=DTYPES[dtype])
-    return model
+    is_remote = config.get("model_type") == REMOTE
+    settings = configured(fields, lambda: chat_config(config)) if is_remote else complete(fields)
+    return build(settings, dtype=DTYPES[dtype])
 
 
 def auto_map(model: Any, machine: Machine, *, library: Library) -> dict[str, DeviceKey]:
@@ -52,7 +48,7 @@ def auto_map(model: Any, machine: Machine, *, library: Library) -> dict[str, Dev
     """
     model.tie_weights()
     limits = max_memory(machine)
-    with _quiet("accelerate.utils.modeling"):  # it warns that the GPUs asked about are not in this machine
+    with quietly():  # it warns that the GPUs asked about are not in this machine
         if library == "transformers":
             found = _get_device_map(model, "auto", limits, None)
         else:
@@ -60,14 +56,3 @@ def auto_map(model: Any, machine: Machine, *, library: Library) -> dict[str, Dev
             balanced = accelerate.utils.get_balanced_memory(model, max_memory=limits, no_split_module_classes=classes)
             found = accelerate.infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=classes)
     return {published_name(module, model.config): device for module, device in found.items()}
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -16,6 +16,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,8 @@ def open_records(
             except BadRecordError as error:
                 problem = str(error)
             raise SampleError(
-                f"sample {shorten(planned.samples.sample_id(row))} was sized from {named} ({problem}): name the files "
-                "that were planned, in order, or plan again"
+                f"sample {shorten(planned.samples.sample_id(row))} is not in {named} ({problem}): name the planned "
+                "files, in order"
             )
 
         yield read
@@ -310,32 +311,6 @@ def _members(place: int, samples: Sequence[tuple[Mapping[str, Any], list[bytes]]
 
 # -- ms-swift ---------------------------------------------------------------------------------------------------------
 
-_PLUGIN = '''"""The packs of a trimtab plan, for ms-swift's --external_plugins; records.jsonl holds their samples."""
-
-import swift.dataset.packing as packing
-
-ENDS = {ends}  # number of samples up to the end of every pack
-_init = packing.PackingDataset.__init__
-
-
-def init(self, template, dataset, *args, **kwargs):
-    _init(self, template, dataset, *args, **kwargs)
-    lengths = [sum(length) if isinstance(length, list) else length for length in dataset["lengths"]]
-    if len(lengths) != ENDS[-1]:
-        raise ValueError(
-            f"{{ENDS[-1]}} samples were planned, and ms-swift holds {{len(lengths)}}: train with --strict true, only "
-            "with records.jsonl, and without a validation set"
-        )
-    packs = [list(range(start, stop)) for start, stop in zip([0, *ENDS], ENDS)]
-    totals = [sum(lengths[number] for number in pack) for pack in packs]
-    if max(totals) > self.packing_length:
-        raise ValueError(f"a pack has {{max(totals)}} tokens here, more than --packing_length: plan with this template")
-    self.packed_idx, self.packed_length = packs, totals
-
-
-packing.PackingDataset.__init__ = init
-'''
-
 
 def write_swift_packs(plan: Path, out: Path, *, data: Sequence[Path] | None = None) -> WrittenData:
     """Write `records.jsonl`, the samples pack by pack, and `planned_packs.py` for --external_plugins of ms-swift."""
@@ -344,7 +319,8 @@ def write_swift_packs(plan: Path, out: Path, *, data: Sequence[Path] | None = No
     plugin = out / "planned_packs.py"
     with written_together():
         written = write_jsonl(plan, out / "records.jsonl", data=data, fields=())
-        write_atomically(plugin, _PLUGIN.format(ends=ends.tolist()))
+        template = files("trimtab.adapters").joinpath("swift_plugin.txt").read_text(encoding="utf-8")
+        write_atomically(plugin, template.format(ends=ends.tolist()))
     notes = (
         *written.notes,
         f"train with --dataset {out / 'records.jsonl'} --external_plugins {plugin} and what `trimtab export ms-swift` "

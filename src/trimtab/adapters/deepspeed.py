@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pprint
 from collections.abc import Sequence
+from importlib.resources import files
 
 from trimtab.adapters.running import (
     IMPLEMENTATIONS,
@@ -24,53 +25,6 @@ from trimtab.adapters.running import (
 from trimtab.plan.decide.stages import Expressible
 from trimtab.specs import Stage, recomputing, tiers_of
 
-_MODULE = '''"""Stages and recompute of {name} for DeepSpeed's PipelineModule, written by trimtab; for DeepSpeed 0.19.8.
-
-    model = PlannedPipelineModule(layers=layers, loss_fn=loss_fn)
-    engine, *_ = deepspeed.initialize(model=model, config=CONFIG | your_own_settings, ...)
-
-`layers` are one LayerSpec (or module) for each name of LAYERS, in that order{tied_note}.
-"""
-
-from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
-
-LAYERS = {layers}
-PARTS = {parts}  # stage s holds LAYERS[PARTS[s]:PARTS[s + 1]]
-RECOMPUTE = {recompute}  # positions in LAYERS
-TIED = {tied}  # (owner, borrower): build both from TiedLayerSpec with one key
-CONFIG = {config}
-ATTENTION = "{attention}"  # attn_implementation of the model that the layers are taken from
-FUSED = {fused}  # layers with fused norms, rotary and gates, such as liger_kernel's
-FROZEN = {frozen}  # towers whose parameters get requires_grad_(False)
-
-
-class PlannedPipelineModule(PipelineModule):
-    """PipelineModule with the plan's cuts and, layer by layer, the plan's recompute."""
-
-    def __init__(self, layers, **options):
-        layers = list(layers)
-        if len(layers) != len(LAYERS):
-            raise ValueError(f"{{len(layers)}} layers were given, and the plan has {{len(LAYERS)}}: give one a name")
-        options.setdefault("dynamic_shape", True)  # packs differ in length
-        # the other one gives no gradient to a layer whose input needs none, such as the first
-        options.setdefault("activation_checkpoint_func", non_reentrant_checkpoint)
-        if "topology" not in options:
-            options.setdefault("num_stages", len(PARTS) - 1)
-        super().__init__(layers, activation_checkpoint_interval=1 if RECOMPUTE else 0, **options)
-
-    def _partition_layers(self, method="planned"):
-        if self.num_stages != len(PARTS) - 1:
-            raise ValueError(f"{{self.num_stages}} stages were asked for, and the plan has {{len(PARTS) - 1}}")
-        self.parts = list(PARTS)
-        self._set_bounds(start=PARTS[self.stage_id], stop=PARTS[self.stage_id + 1])
-
-    def _is_checkpointable(self, funcs):
-        # asked of one layer at a time, since the interval is 1
-        position = next(i for i, func in enumerate(self.forward_funcs) if func is funcs[0])
-        return self._local_start + position in RECOMPUTE
-'''
-
 
 def deepspeed_runs(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """The stages with all of their recompute in full."""
@@ -83,10 +37,7 @@ def export(plan: Decided, _price: float | None) -> Exported:
     zero_stage = plan.zero_stage
     problems = schedule_problems(plan, "PipelineModule", ["1F1B"])
     if zero_stage > 1:
-        problems.append(
-            f"ZeRO stage {zero_stage} was planned, and DeepSpeed's pipeline engine works with 0 and 1: plan with ZeRO "
-            "stage 1"
-        )
+        problems.append(f"DeepSpeed's pipeline engine has no ZeRO stage {zero_stage}: plan with ZeRO stage 1")
     refuse(
         [
             *problems,
@@ -105,8 +56,8 @@ def export(plan: Decided, _price: float | None) -> Exported:
     warnings = lost_tiers(count_by_tier(stages), "layers", "DeepSpeed checkpoints layers in full")
     if dims.tp > 1:
         warnings.append(
-            f"tp {dims.tp} was planned, and PipelineModule leaves it to the layers: build them tensor-parallel, and "
-            f"pass topology=PipeModelDataParallelTopology(num_pp={dims.pp}, num_mp={dims.tp}, num_dp={dims.dp})"
+            f"for tp {dims.tp} pass topology=PipeModelDataParallelTopology(num_pp={dims.pp}, num_mp={dims.tp}, "
+            f"num_dp={dims.dp})"
         )
     runs = deepspeed_runs(stages)
     recompute = sorted(i for stage in runs for i in tiers_of(stage))
@@ -121,7 +72,8 @@ def export(plan: Decided, _price: float | None) -> Exported:
         "optimizer": {"type": "AdamW"},
     }
     names = ",\n".join(f"    {json.dumps(layer.name)}" for layer in model.layers)
-    python = _MODULE.format(
+    template = files("trimtab.adapters").joinpath("deepspeed_module.txt").read_text(encoding="utf-8")
+    python = template.format(
         name=model.name,
         layers=f"[\n{names},\n]",
         parts=parts,

@@ -97,8 +97,7 @@ def joined_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
     for parts in (("q", "k", "v"), ("gate", "up"), ("shared gate", "shared up")):
         if 0 < len({*parts} & {*products}) < len(parts):
             raise UnsupportedPlanError(
-                f"LoRA on {' and '.join(lora.targets)} was planned, and {host} has {', '.join(parts)} in one matrix: "
-                f"plan with all of these or none, as in targets={ALL_LINEAR}"
+                f"{host} has {', '.join(parts)} in one matrix: plan with all or none, as targets={ALL_LINEAR}"
             )
     apart = re.compile("_(gate|up)$")
     names = ("linear_qkv" if x in "qkv" else apart.sub("", CANONICAL[x]) for x in products)
@@ -117,10 +116,7 @@ def _adapted_products(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...
                 found[name] = found.get(name, 0) + 1
     unlike = [name for name, number in found.items() if name not in CANONICAL or number < there.get(name, 0)]
     if unlike:
-        raise UnsupportedPlanError(
-            f"LoRA ({lora}) was planned on {unlike[0]}, of which {host} is told no pattern: plan with targets that are "
-            "attention's or the MLP's in every block, or for transformers"
-        )
+        raise UnsupportedPlanError(f"{host} has no pattern for {unlike[0]} (LoRA {lora}): name targets in every block")
     return tuple(found)
 
 
@@ -232,22 +228,13 @@ def check_whole(plan: Decided, title: str, zero_stages: Sequence[int]) -> tuple[
     """The ZeRO stage that a host of whole models is told, of those that it has, and warnings; or refuses the plan."""
     dims, problems, warnings = plan.dims, [], []
     if len(plan.stages) > 1:
-        problems.append(
-            f"{len(plan.stages)} stages were planned, and {title} runs the whole model on every rank: plan with pp 1, "
-            "or train by `trimtab train`, which runs stages"
-        )
+        problems.append(f"{title} has no pipeline stages: plan with pp 1, or use `trimtab train`")
     refuse(problems)
     if dims.tp > 1:
-        warnings.append(
-            f"tp {dims.tp} was planned, and the recompute of single layers does not set it: load the model with "
-            f"tp_plan='auto' on {dims.tp} ranks"
-        )
+        warnings.append(f"tp {dims.tp} is not set here: load the model with tp_plan='auto' on {dims.tp} ranks")
     told = plan.zero_stage if plan.zero_stage in zero_stages else max(zero_stages)
     if told != plan.zero_stage and dims.dp > 1:
-        warnings.append(
-            f"ZeRO stage {plan.zero_stage} was planned, and {title} is told stage {told}: plan with --zero-stage "
-            f"{told}, or its memory and times do not hold"
-        )
+        warnings.append(f"{title} gets ZeRO stage {told}, not {plan.zero_stage}: plan with --zero-stage {told}")
     return told, warnings
 
 
@@ -259,11 +246,8 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
     told, warnings = check_whole(plan, host.title, tuple(host.lines))
     beside = None
     if plan.frozen_towers and host.has_switch:
-        beside = (
-            f"the {' and '.join(plan.frozen_towers)} tower is frozen: Transformers' own activation_checkpointing makes "
-            "the embeddings' results need gradients, so that in most families a frozen vision tower is recomputed and "
-            "back-propagated for nothing; the lines of this export leave it alone"
-        )
+        towers = " and ".join(plan.frozen_towers)
+        beside = f"the {towers} tower is frozen: leave activation_checkpointing off, which back-propagates it"
     chosen = {i: tier for stage in stages for i, tier in sorted(tiers_of(stage).items())}
     named = {tier: [plan.model.layers[i].name for i in chosen if chosen[i] == tier] for tier in TIERS}
     modules = {tier: fold_modules(found) for tier, found in named.items() if found}
@@ -366,12 +350,7 @@ def _llama_factory(plan: Decided, zero_stage: int) -> Settings:
     tuning: Settings = {"finetuning_type": "full"}
     if (lora := plan.lora) is not None:
         if lora.weights not in (None, "fp32") or lora.towers != ("language",):
-            refuse(
-                [
-                    f"LoRA ({lora}) was planned, and LLaMA-Factory's export says adapters in fp32 and of the language "
-                    "model: plan with weights=fp32,towers=language"
-                ]
-            )
+            refuse([f"LLaMA-Factory's adapters: plan with weights=fp32,towers=language, not {lora}"])
         frozen = ("vision", "projector")
         tuning = {
             "finetuning_type": "lora",

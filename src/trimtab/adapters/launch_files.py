@@ -36,13 +36,8 @@ _LAUNCHERS = frozenset(
         *("output_dir", "save_safetensors", "split_dataset_ratio", "system", "template", "val_dataset"),
     )
 )
-_TOWERS = {
-    "freeze_vit": "vision",
-    "freeze_aligner": "projector",
-    "freeze_llm": "language",
-    "freeze_ViT": "vision",
-    "freeze_LM": "language",
-}
+_TOWERS = {"freeze_aligner": "projector"} | dict.fromkeys(("freeze_vit", "freeze_ViT"), "vision")
+_TOWERS |= dict.fromkeys(("freeze_llm", "freeze_LM"), "language")
 
 
 def from_megatron(text: str, model: ModelSpec) -> GivenRun:
@@ -126,11 +121,9 @@ def _unpriced(said: Mapping[str, str]) -> list[str]:
         what = megatron_flags().get(flag)
         shown = f"{flag.replace('_', '-')} {value}".strip()
         if what is None and flag not in _LAUNCHERS and flag not in _TOWERS:
-            problems.append(
-                f"--{shown} is no flag of Megatron-Core 0.19's: leave it out if it changes no time or memory"
-            )
+            problems.append(f"--{shown} is no flag of Megatron-Core 0.19's: leave it out")
         elif what is not None and what.startswith("=") and what.removeprefix("=").strip() != (value or "given"):
-            problems.append(f"--{shown} is not priced: leave it out, and read the result as without it")
+            problems.append(f"--{shown} is not priced: leave it out, and read the result without it")
     return problems
 
 
@@ -175,17 +168,14 @@ def _recompute(said: Mapping[str, str], pp: int, problems: list[str]) -> str | N
     if granularity in ("", "selective"):
         modules = said.get("recompute_modules", "core_attn")
         if granularity and modules != "core_attn":
-            problems.append(
-                f"--recompute-modules {modules} is not priced: give --recompute selective, which is nearest"
-            )
+            problems.append(f"--recompute-modules {modules} is not priced: give --recompute selective")
         return "none"
     if granularity != "full":
         problems.append(f"--recompute-granularity {granularity!r} is unknown: write full or selective")
         return None
     if said.get("recompute_method") == "block" and pp > 1:
         problems.append(
-            "--recompute-method block recomputes some language blocks of every stage: leave it out, and give "
-            "--recompute the number of blocks of each stage"
+            "--recompute-method block: leave it out, and give --recompute the number of blocks of each stage"
         )
     return "full"
 

@@ -80,8 +80,8 @@ def language_recompute(
         how = f"Megatron-Core recomputes the first {most} blocks of every stage"
         if tiers["selective"]:
             warnings.append(
-                f"{tiers['selective']} language blocks are planned with selective recompute and {tiers['full']} with "
-                "full, and Megatron-Core cannot mix them: all are recomputed in full, which holds less and takes longer"
+                f"Megatron-Core recomputes {tiers['selective']} selective and {tiers['full']} full blocks alike: all "
+                "full"
             )
     else:
         covered = list(counts)
@@ -89,14 +89,8 @@ def language_recompute(
         modules = ("layernorm", "moe_act") if moe else ("layernorm", "mlp")
         settings = {"recompute_granularity": "selective", "recompute_modules": modules}
         how = "Megatron-Core's selective recompute covers all blocks of every stage"
-        warnings.append(
-            "the plan's selective recompute keeps the results of matrix products, and Megatron-Core has no such mode: "
-            + (
-                "layernorm and moe_act come nearest, and need --moe-grouped-gemm"
-                if moe
-                else "it recomputes norms and the whole MLP instead, which holds less and takes longer"
-            )
-        )
+        nearest = "norms and moe_act (with --moe-grouped-gemm)" if moe else "norms and the whole MLP"
+        warnings.append(f"Megatron-Core has no selective recompute of the plan's kind: it recomputes {nearest}")
     extra = [
         (s, cover, len(choice))
         for s, (cover, choice) in enumerate(zip(covered, chosen, strict=True))
@@ -110,8 +104,7 @@ def language_recompute(
         taken = Counter(model.layers[i].alike for i in blocks_of(model, stage)[:cover])
         if Counter(model.layers[i].alike for i in choice) - taken:
             warnings.append(
-                f"stage {s} recomputes other kinds of blocks than its first {cover}, which Megatron-Core takes: check "
-                "the memory of that stage"
+                f"stage {s} recomputes its first {cover} blocks, other kinds than planned: check its memory"
             )
     return settings
 
@@ -176,16 +169,10 @@ def warn_of_neglected(model: ModelSpec, stages: Sequence[Stage], warnings: list[
         if model.layers[i].kind != "block"
     ]
     if names:
-        warnings.append(
-            f"recompute of {', '.join(names)} is planned, and Megatron-Core recomputes only blocks: these layers keep "
-            "their activations, so check the memory of their stages"
-        )
+        warnings.append(f"Megatron-Core recomputes only blocks, not {', '.join(names)}: check their stages")
     for cut in sorted({stage.start for stage in stages}.intersection(norm_cuts(model))):
         norm = model.layers[cut - 1]
-        warnings.append(
-            f"Megatron-Core runs {norm.name} ({format_count(norm.num_params)} parameters) beside the head, one stage "
-            "later than planned"
-        )
+        warnings.append(f"Megatron-Core runs {norm.name} ({format_count(norm.num_params)} parameters) with the head")
 
 
 ENERGON = "`trimtab export energon-packs`: shards of packs that Megatron-Energon reads in order"
@@ -254,9 +241,8 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
         *cut_problems(
             plan,
             unsupported_cuts(model).difference(norm_cuts(model)),
-            "and a Megatron-Core layout has no letter for vision layers, so that vision tower, projector and embedding "
-            f"share the first stage: export with --fit FOLDER, or plan with --for megatron{cost}, or train with a "
-            "runtime that makes them",
+            "and tower, projector and embedding share Megatron-Core's first stage: export with --fit FOLDER, or plan "
+            f"with --for megatron{cost}",
         ),
         *head_problems(model, dims.tp),
         *plan.launch.problems(
@@ -272,10 +258,7 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
         ),
     ]
     if plan.zero_stage > 1:
-        problems.append(
-            f"ZeRO stage {plan.zero_stage} was planned, and Megatron-Core's distributed optimizer shards only "
-            "optimizer state: plan with ZeRO stage 1"
-        )
+        problems.append(f"Megatron-Core has ZeRO stage 1, not {plan.zero_stage}: plan with that")
     refuse(problems)
 
     counts = tuple(sum(is_block(model, i) for i in range(stage.start, stage.stop)) for stage in stages)
@@ -337,8 +320,8 @@ def export(plan: Decided, price: float | None) -> Exported:
     beside = None
     if flags.vision_fields:
         beside = (
-            "set on the vision tower's config; a launcher that copies the language model's and leaves its split in the "
-            f"copy builds fewer vision layers silently:\n{flags.vision_python()}"
+            "set on the vision tower's config: a launcher that copies the language model's split builds fewer vision "
+            f"layers silently:\n{flags.vision_python()}"
         )
         if "num_attention_heads" in flags.vision_fields:
             beside += "  # padded with zero weights, as Megatron-LM's InternViT does"
@@ -346,9 +329,7 @@ def export(plan: Decided, price: float | None) -> Exported:
             beside += "\nbuild the tower only in the first chunk of the first rank (NVIDIA/Megatron-LM#2866)"
     frozen = [_FREEZES[tower] for tower in plan.frozen_towers if tower in _FREEZES]
     if set(plan.frozen_towers) - set(_FREEZES):
-        refuse(
-            ["a frozen projector was planned, and Megatron-LM freezes only vision tower and language model: train it"]
-        )
+        refuse(["Megatron-LM freezes only vision tower and language model: train the projector"])
     fields = {"flags": (*flags.flags, *frozen), "layout": flags.layout, "vision_config": flags.vision_fields}
     text = " \\\n".join([flags.shell(), *frozen])
     return Exported(text=text, fields=fields, runs=flags.runs, warnings=flags.warnings, beside=beside)

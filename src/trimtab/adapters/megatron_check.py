@@ -92,14 +92,14 @@ def read_megatron_flags(said: Mapping[str, str]) -> MegatronFlags:
                 found[name] = int(value)
             else:
                 flag = name.replace("_", "-")
-                problems.append(f"--{flag} {value!r} is no whole number: give one, or leave the flag out")
+                problems.append(f"--{flag} {value!r} must be a whole number")
     for name in (
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers"),
         *("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"),
         "num_layers_per_virtual_pipeline_stage",
     ):
         if isinstance(number := found.get(name, 1), int) and number < 1:
-            problems.append(f"--{name.replace('_', '-')} {number} was given, and it counts something: give 1 or more")
+            problems.append(f"--{name.replace('_', '-')} must be at least 1, not {number}")
     if problems:
         raise PlanError(join_problems(problems))
     return MegatronFlags(**found)  # type: ignore[arg-type]
@@ -116,9 +116,7 @@ def check_megatron(
     num_layers = flags.num_layers or declared
     failing = head_problems(model, flags.tensor_model_parallel_size)
     if num_layers != declared:
-        failing.append(
-            f"--num-layers {num_layers} was given, and {model.name} has {declared} language blocks: give {declared}"
-        )
+        failing.append(f"--num-layers must be {declared}, the language blocks of {model.name}, not {num_layers}")
     findings = [*_padded_heads(model, flags.tensor_model_parallel_size)]
     try:
         stages = stage_counts(flags, num_layers)
@@ -148,16 +146,13 @@ def stage_counts(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
             "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split": counted,
         }
         if any(others.values()):
-            raise PlanError(
-                "--pipeline-model-parallel-layout was given with "
-                f"{', '.join(name for name, given in others.items() if given)}, and it says the whole split: leave the "
-                "others out"
-            )
+            names = ", ".join(name for name, given in others.items() if given)
+            raise PlanError(f"--pipeline-model-parallel-layout excludes {names}: leave one out")
         return _read_layout(flags.pipeline_model_parallel_layout, flags.pipeline_model_parallel_size, num_layers)
     if uneven and counted:
         raise PlanError(
-            "a first or last count was given with --account-for-embedding-in-pipeline-split or "
-            "--account-for-loss-in-pipeline-split, and Megatron-Core takes one or the other: leave one out"
+            "a first or last count excludes --account-for-embedding-in-pipeline-split and "
+            "--account-for-loss-in-pipeline-split: leave one out"
         )
     return _count_uneven(flags, num_layers) if uneven else _count_even(flags, num_layers)
 
@@ -165,20 +160,17 @@ def stage_counts(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
 def _read_layout(layout: str, pp: int, num_layers: int) -> tuple[int, ...]:
     stages = expand_layout(layout)
     if stages is None:
-        raise PlanError(
-            f"layout {layout!r} holds something else than the letters E, t, m, L, repeats such as t*4 or (t|)*4 and |: "
-            "there is no letter for vision layers and no blank"
-        )
+        raise PlanError(f"layout {layout!r} must hold E, t, m, L, repeats such as t*4 or (t|)*4, and |")
     problems = []
     if len(stages) % pp:
-        problems.append(f"layout {layout!r} has {len(stages)} stages, no multiple of pp {pp}: add or take away a |")
+        problems.append(f"layout {layout!r} has {len(stages)} stages: make them a multiple of pp {pp}")
     if not stages[0].startswith("E") or "".join(stages).count("E") != 1:
-        problems.append(f"layout {layout!r} must have one E, at its start: the embedding is on the first stage")
+        problems.append(f"layout {layout!r} must have one E, at its start")
     if not stages[-1].endswith("L") or "".join(stages).count("L") != 1:
-        problems.append(f"layout {layout!r} must have one L, at its end: the loss is on the last stage")
+        problems.append(f"layout {layout!r} must have one L, at its end")
     counts = tuple(stage.count("t") for stage in stages)
     if sum(counts) != num_layers:
-        problems.append(f"layout {layout!r} has {sum(counts)} t, and the model {num_layers} blocks: make them equal")
+        problems.append(f"layout {layout!r} has {sum(counts)} t: make them the model's {num_layers} blocks")
     if problems:
         raise PlanError(join_problems(problems))
     return counts
@@ -199,13 +191,9 @@ def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
     pp = flags.pipeline_model_parallel_size
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     if pp == 1:
-        raise PlanError(
-            f"a first or last count of {first if last is None else last} was given with pp 1, where Megatron-LM trains "
-            f"that many of the {num_layers} layers silently (NVIDIA/Megatron-LM#1778): leave it out"
-        )
+        raise PlanError(f"Megatron-LM trains {first or last} of {num_layers} layers so at pp 1, silently: leave it out")
     problems = [
-        f"--decoder-{where}-pipeline-num-layers {count} was given, and Megatron-Core wants more than 0: give 1 or "
-        f"more, or the layout {example!r}"
+        f"--decoder-{where}-pipeline-num-layers must be at least 1, not {count}: or give the layout {example!r}"
         for where, count, example in (("first", first, f"E|t*{num_layers}L"), ("last", last, f"Et*{num_layers}|L"))
         if count is not None and count < 1
     ]
@@ -218,8 +206,7 @@ def _count_uneven(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
         problems.append(f"first and last stage hold {ends} of {num_layers} layers at pp {pp}: make the stages hold all")
     elif middles and (left % middles or left == 0):
         problems.append(
-            f"{left} layers are left for {middles} stages, and Megatron-Core gives each as many: leave a multiple of "
-            f"{middles}, or {_advise_layout(num_layers, pp)}"
+            f"{left} layers do not divide by {middles}: leave a multiple, or {_advise_layout(num_layers, pp)}"
         )
     if problems:
         raise PlanError(join_problems(problems))
@@ -257,10 +244,7 @@ def _in_chunks(flags: MegatronFlags, ranks: Sequence[int]) -> tuple[int, ...]:
         chunks = max(1, ranks[0] // flags.num_layers_per_virtual_pipeline_stage)
     wrong = sorted({count for count in ranks if count % chunks})
     if wrong:
-        raise PlanError(
-            f"ranks of {' and '.join(map(str, wrong))} layers do not divide into {chunks} virtual stages: change their "
-            "number, or pass a layout"
-        )
+        raise PlanError(f"ranks of {' and '.join(map(str, wrong))} layers do not divide into {chunks} virtual stages")
     return tuple(count // chunks for _ in range(chunks) for count in ranks)
 
 
@@ -271,8 +255,7 @@ def _padded_heads(model: ModelSpec, tp: int) -> Iterator[Finding]:
     for heads, padded in padded_heads(model, tp):
         yield Finding(
             fails=False,
-            message=f"tp {tp} does not divide the vision tower's {heads} attention heads: Megatron-Core refuses them "
-            f"unless the launcher pads them to {padded} or runs the tower with tp 1",
+            message=f"tp {tp} does not divide the vision tower's {heads} heads: pad them to {padded}, or use tp 1",
         )
 
 
@@ -285,8 +268,7 @@ def _deepstack_findings(model: ModelSpec, counts: Sequence[int]) -> Iterator[Fin
         reason = model.forbidden_cut_reason or "the model forbids this cut"
         yield Finding(
             fails=True,
-            message=f"the first stage ends after {min(cuts) - block} language blocks, and {reason}: give it "
-            f"{free - block} or more",
+            message=f"stage 0 ends after {min(cuts) - block} language blocks, and {reason}: give it {free - block}",
         )
 
 
@@ -295,8 +277,8 @@ def _tied_findings(model: ModelSpec, counts: Sequence[int]) -> Iterator[Finding]
     for owner, borrower in model.tied if len(counts) > 1 else ():
         yield Finding(
             fails=False,
-            message=f"{borrower} shares the weight of {owner}, and they are on different stages: Megatron-Core keeps "
-            f"{format_count(params.get(owner, 0))} parameters on both and sums their gradients every step",
+            message=f"{borrower} shares the weight of {owner} on another stage: both hold "
+            f"{format_count(params.get(owner, 0))} parameters and sum their gradients every step",
         )
 
 

@@ -72,16 +72,8 @@ def export_bridge(plan: Decided, price: float | None) -> Exported:
         name: list(setting) if isinstance(setting, tuple) else setting for name, setting in fields.items()
     }
     if _LAYOUT in fields:
-        values |= dict.fromkeys(
-            ("cfg.model.num_layers_in_first_pipeline_stage", "cfg.model.num_layers_in_last_pipeline_stage")
-        )
-        values |= dict.fromkeys(
-            (
-                "cfg.model.account_for_embedding_in_pipeline_split",
-                "cfg.model.account_for_loss_in_pipeline_split",
-            ),
-            False,
-        )
+        values |= {f"cfg.model.num_layers_in_{end}_pipeline_stage": None for end in ("first", "last")}
+        values |= {f"cfg.model.account_for_{end}_in_pipeline_split": False for end in ("embedding", "loss")}
     lines = {name: repr(value) for name, value in values.items()}
     if plan.dims.pp > 1:  # recipes for one stage leave it None
         lines["cfg.model.pipeline_dtype"] = "cfg.model.params_dtype"
@@ -105,13 +97,7 @@ def _launch(plan: Decided) -> dict[str, Any]:
     """Return what Bridge says in words of its own."""
     launch = plan.launch
     overlaps = (("tp_overlap", launch.tp_overlap), ("ep_overlap", launch.ep_overlap))
-    refuse(
-        [
-            f"{name} was planned, and a recipe has it in cfg.comm_overlap: plan with --set {name}=false"
-            for name, on in overlaps
-            if on
-        ]
-    )
+    refuse([f"recipes set {name} in cfg.comm_overlap: plan with --set {name}=false" for name, on in overlaps if on])
     fp32_grads = launch.grad_dtype == "fp32"
     found: dict[str, Any] = {"cfg.mixed_precision": _PRECISION[launch.dtype]}
     if _RECIPE_GRADS.get(launch.dtype, fp32_grads) != fp32_grads:
@@ -126,10 +112,7 @@ def _launch(plan: Decided) -> dict[str, Any]:
 def _lora(model: ModelSpec, lora: Lora) -> str:
     """Return its own class of adapters, only on the language model; they are made in the model's format."""
     if lora.weights not in (None, "same") or lora.towers != ("language",):
-        raise UnsupportedPlanError(
-            f"LoRA ({lora}) was planned, and Megatron-Bridge's adapters have the model's own number format, in its "
-            "language model: plan with weights=same,towers=language"
-        )
+        raise UnsupportedPlanError(f"Megatron-Bridge's adapters: plan with weights=same,towers=language, not {lora}")
     names = [f"*language_model*.{name}" for name in canonical_layers(model, lora, "Megatron-Bridge")]
     return (
         f"CanonicalLoRA(dim={lora.r}, alpha={round(lora.alpha)}, dropout={lora.dropout}, target_modules={names!r})"
@@ -143,10 +126,7 @@ def _about_tower(plan: Decided, first: Stage) -> Iterator[str]:
     runs = len(recomputed_blocks(plan.model, first, "vision"))
     if planned != runs:
         why = "copies the language model's recompute to the tower" if runs else "has no field for only the tower"
-        yield (
-            f"recompute of {planned} vision layers is planned, and a provider of {plan.model.family} {why}: {runs} are "
-            "recomputed"
-        )
+        yield (f"{runs} vision layers recompute, {planned} are planned: a provider of {plan.model.family} {why}")
 
 
 def _with_towers_share(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
@@ -179,10 +159,7 @@ def _can_run(model: ModelSpec, _pp: int) -> Expressible:
 
 def _refuse_family(model: ModelSpec) -> None:
     if model.family not in PROVIDERS:
-        raise UnsupportedPlanError(
-            f"{model.name} is of the family {model.family}, and Megatron-Bridge 0.6 has vision-language providers for "
-            f"{', '.join(PROVIDERS)}: export to megatron or ms-swift, or train by `trimtab train`"
-        )
+        raise UnsupportedPlanError(f"Megatron-Bridge 0.6 has no {model.family}: export to megatron or ms-swift")
 
 
 BRIDGE = {
@@ -249,10 +226,7 @@ def export_swift(plan: Decided, price: float | None) -> Exported:
     warnings = [*flags.warnings]
     number, tower = flags.vision_fields.get("recompute_num_layers"), plan.model.indices("vision", "block")
     if isinstance(number, int) and number < len(tower):
-        warnings.append(
-            f"recompute of {number} of {len(tower)} vision layers is planned, and ms-swift recomputes the tower as a "
-            "whole or not at all: all of it is, which holds less and takes longer"
-        )
+        warnings.append(f"ms-swift recomputes all {len(tower)} vision layers, {number} are planned")
     return Exported(
         text=" \\\n    ".join(lines),
         fields=given,

@@ -54,16 +54,16 @@ def export(plan: Decided, price: float | None) -> Exported:
         *cut_problems(
             plan,
             _unsupported_cuts(model),
-            "and MindSpeed-MM cuts only between blocks, or between projector and embedding: export with --fit "
-            f"FOLDER, or plan with --for mindspeed-mm{price_without_cuts(price)}",
+            "and MindSpeed-MM cuts only between blocks, or before the embedding: export with --fit FOLDER, or plan "
+            f"with --for mindspeed-mm{price_without_cuts(price)}",
         ),
         *head_problems(model, dims.tp),
     ]
     if plan.zero_stage > 1:
-        problems.append(f"ZeRO stage {plan.zero_stage} was planned, and its pipeline runs 0 and 1: plan with ZeRO 1")
+        problems.append(f"MindSpeed-MM's pipeline has no ZeRO stage {plan.zero_stage}: plan with ZeRO stage 1")
     problems += plan.launch.problems("MindSpeed-MM", **_KNOWN)
     if "language" in plan.frozen_towers:
-        problems.append("a frozen language model was planned, and MindSpeed-MM has no field for it: train it, too")
+        problems.append("MindSpeed-MM has no field for a frozen language model: train it")
     refuse(problems)
 
     arguments: dict[str, object] = {"tensor_model_parallel_size": dims.tp, "pipeline_model_parallel_size": dims.pp}
@@ -124,8 +124,8 @@ def _warnings(
         planned, run = ([recomputed_blocks(model, stage, tower) for stage in some] for some in (stages, runs))
         if planned != run:
             yield (
-                f"recompute of {sum(map(len, planned))} {tower} blocks is planned, and MindSpeed-MM recomputes the "
-                f"first {most} of every stage in full, {sum(map(len, run))} in all"
+                f"MindSpeed-MM recomputes the first {most} {tower} blocks of every stage, {sum(map(len, run))} in all; "
+                f"{sum(map(len, planned))} are planned"
             )
 
 
@@ -159,10 +159,7 @@ def _can_run(model: ModelSpec, _pp: int) -> Expressible:
 
 def _refuse_family(model: ModelSpec) -> None:
     if model.family not in FAMILIES:
-        raise UnsupportedPlanError(
-            f"{model.name} is of the family {model.family}, and MindSpeed-MM runs stages of {' and '.join(FAMILIES)}: "
-            "export to megatron or ms-swift, or train by `trimtab train`"
-        )
+        raise UnsupportedPlanError(f"MindSpeed-MM runs {' and '.join(FAMILIES)}, not {model.family}: use megatron")
 
 
 TARGETS = {

@@ -88,7 +88,7 @@ def export(plan: Decided, price: float | None) -> Exported:
         problems += _uneven(model, counts, price)
     problems += plan.launch.problems("Pai-Megatron-Patch", **_KNOWN)
     if plan.frozen_towers:
-        problems.append(f"frozen {' and '.join(plan.frozen_towers)} was planned, and the scripts train every tower")
+        problems.append(f"the scripts train every tower, and {' and '.join(plan.frozen_towers)} is frozen: train it")
     refuse(problems)
     assert flags is not None, "else there was a problem"
 
@@ -130,15 +130,9 @@ def export(plan: Decided, price: float | None) -> Exported:
 def _unscripted(model: ModelSpec, num_chunks: int) -> list[str]:
     problems = []
     if model.family not in SCRIPTS:
-        problems.append(
-            f"{model.name} is of the family {model.family}, and Pai-Megatron-Patch has scripts with an uneven split "
-            f"for {', '.join(SCRIPTS)}: export to megatron instead"
-        )
+        problems.append(f"Pai-Megatron-Patch has scripts for {', '.join(SCRIPTS)}, not {model.family}: use megatron")
     if num_chunks > 1:
-        problems.append(
-            f"{num_chunks} chunks a rank were planned, and the scripts take interleaving only with an even split of "
-            "the language model: plan with 1F1B"
-        )
+        problems.append(f"the scripts do not interleave uneven stages ({num_chunks} chunks a rank): plan with 1F1B")
     return problems
 
 
@@ -146,16 +140,15 @@ def _uneven(model: ModelSpec, counts: Sequence[int], price: float | None) -> lis
     """Return whether the stages' numbers of blocks are a first one and even ones after it."""
     if len(set(counts)) > 1 and model.family in _COPY_THE_COUNT:
         return [
-            f"stages of {', '.join(map(str, counts))} blocks were planned, and the script of {model.family} leaves the "
-            f"first count in the vision tower's copy of the configuration, so that {counts[0]} vision layers would be "
-            "built: export with --fit FOLDER, which splits evenly"
+            f"the script of {model.family} would build {counts[0]} vision layers by a first count (stages of "
+            f"{', '.join(map(str, counts))} blocks): export with --fit FOLDER, which splits evenly"
         ]
     if len(set(counts[1:])) <= 1 and counts[0] > 0 and (len(counts) == 1 or counts[1] > 0):
         return []
     cost = "" if price is None else f" (the best such split takes {price:.2f} x as long a step)"
     return [
-        f"stages of {', '.join(map(str, counts))} blocks were planned, and the scripts know a count above 0 for "
-        f"the first stage and even ones after it: export with --fit FOLDER{cost}"
+        f"the scripts know a first count above 0 and even stages after it, not {', '.join(map(str, counts))} blocks: "
+        f"export with --fit FOLDER{cost}"
     ]
 
 
@@ -164,10 +157,7 @@ def _recompute_warnings(stages: Sequence[Stage], runs: Sequence[Stage]) -> list[
     warnings = list(lost_tiers(tiers, "layers", "the scripts recompute blocks in full"))
     chosen, total = tiers.total(), sum(stage.num_recomputed() for stage in runs)
     if chosen < total:
-        warnings.append(
-            f"recompute of {chosen} layers is planned, and the scripts recompute every block of both towers or "
-            f"none: all {total} are, which holds less and takes longer"
-        )
+        warnings.append(f"the scripts recompute all {total} blocks of both towers, {chosen} are planned")
     return warnings
 
 

@@ -71,8 +71,7 @@ class Launch:
             value, words = getattr(self, field.name), known.get(field.name, (getattr(plain, field.name),))
             if value not in words:
                 found.append(
-                    f"{field.name} {value} was planned, and the export to {host} has no word for it: plan with --set "
-                    f"{field.name}={' or '.join(map(str, words))}"
+                    f"{host} has no {field.name} {value}: plan with --set {field.name}={' or '.join(map(str, words))}"
                 )
         return found
 
@@ -109,10 +108,7 @@ class Decided:
         pp, num_chunks = self.dims.pp, self.num_chunks
         check_schedule(self.schedule, num_devices=pp, num_chunks=num_chunks, num_microbatches=self.num_microbatches)
         if len(self.stages) != pp * num_chunks:
-            raise PartitionError(
-                f"{len(self.stages)} stages were planned, and pp {pp} with {num_chunks} chunks a rank has "
-                f"{pp * num_chunks}: make them equal"
-            )
+            raise PartitionError(f"pp {pp} x {num_chunks} chunks is {pp * num_chunks} stages, not {len(self.stages)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,19 +138,11 @@ class Target:
     packs_by_tokens: bool = False  # whether its trainer packs by itself: greedily, by tokens
 
     def refuse_lora(self, lora: Lora | None) -> None:
-        """`UnsupportedPlanError` in one sentence, where adapters were asked for that it cannot be told."""
+        """Raise `UnsupportedPlanError` where adapters are planned that its export cannot say."""
         if lora is None or lora.bits in self.lora:
             return
-        if self.lora:
-            known = " or ".join(map(str, self.lora))
-            raise UnsupportedPlanError(
-                f"LoRA over weights of {lora.bits} bits was asked for, and {self.title} is told it over {known}: leave "
-                "bits out, or plan for another framework"
-            )
-        raise UnsupportedPlanError(
-            f"LoRA ({lora}) was asked for, and the export to {self.title} has no words for it: plan without --lora, or "
-            "for another framework, such as transformers or ms-swift"
-        )
+        known = f"weights of {' or '.join(map(str, self.lora))} bits" if self.lora else "no weights"
+        raise UnsupportedPlanError(f"{self.title} takes LoRA over {known}, not {lora}: plan for another framework")
 
 
 def decided(found: ReloadedPlan, host: HostName) -> Decided:
@@ -192,7 +180,7 @@ def schedule_problems(plan: Decided, framework: str, known: Sequence[str]) -> li
     """Return a sentence where the framework runs only other schedules."""
     if plan.schedule in known:
         return []
-    return [f"schedule {plan.schedule} was planned, and {framework} does not run it: plan with {' or '.join(known)}"]
+    return [f"{framework} does not run schedule {plan.schedule}: plan with {' or '.join(known)}"]
 
 
 def cut_problems(plan: Decided, unsupported: frozenset[int], why: str) -> list[str]:
@@ -213,7 +201,7 @@ def degree_problems(dims: ParallelDims, title: str, degrees: Sequence[str]) -> l
     """Return a sentence for each degree beside dp, pp and tp that the framework does not have."""
     planned = {"cp": dims.cp, "ep": dims.ep, "etp": dims.etp or 1}
     return [
-        f"{axis} {degree} was planned, which this export cannot say for {title}: plan with {axis} 1"
+        f"the export to {title} has no {axis} {degree}: plan with {axis} 1"
         for axis, degree in planned.items()
         if degree > 1 and axis not in degrees
     ]
@@ -236,34 +224,6 @@ def price_without_cuts(price: float | None, *, then: str = "") -> str:
     return f" (the best plan without such cuts takes {price:.2f} x as long a step)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunCost:
-    """Predicted seconds of a step, and the peak of the rank on which that differs most: as it runs, beside the plan."""
-
-    step_s: float
-    planned_s: float
-    rank: int
-    held_bytes: float
-    planned_bytes: float
-    memory_bytes: float  # the plan's limit
-
-    @property
-    def ratio(self) -> float:
-        return self.step_s / self.planned_s
-
-    def __str__(self) -> str:
-        said = (
-            f"a step is predicted to take {self.ratio:.3f} x as long as planned ({format_seconds(self.step_s)} instead "
-            f"of {format_seconds(self.planned_s)})"
-        )
-        if self.held_bytes == self.planned_bytes:
-            return said
-        return (
-            f"{said}, and rank {self.rank} to hold {format_bytes(self.held_bytes)} of "
-            f"{format_bytes(self.memory_bytes)} instead of {format_bytes(self.planned_bytes)}"
-        )
-
-
 def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     """The plan in the target's words, with what that costs; or `UnsupportedPlanError` with reason and price.
 
@@ -281,17 +241,15 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
         exported = target.export(decided(found, target.host), price)
     if case.vision is not None:
         said.append(
-            f"the plan's {case.vision.decision.group} ranks share images, which {target.title} is not told here: share "
-            "them with trimtab.vision.vision_dp_from_plan, or plan with --vision-dp none, or its times and "
-            "memory do not hold"
+            f"{target.title} shares no images over {case.vision.decision.group}: use trimtab.vision.vision_dp_from_plan"
         )
     said += _other_habits(case.options, target)
     text = exported.text
     if target.packs is None:
         ratio = time_without_packs(case, planned)
         text = (
-            f"# {target.title} cannot be given the plan's packs, and the batch size below counts single samples: for "
-            f"these the data set is predicted to take {ratio:.2f} x as long as planned\n{text}"
+            f"# {target.title} takes single samples, not the plan's packs: the data set takes {ratio:.2f} x as "
+            f"long\n{text}"
         )
     return replace(exported, text=text, warnings=(*said, *exported.warnings))
 
@@ -334,20 +292,23 @@ def time_without_packs(case: Case, stages: Sequence[Stage]) -> float:
 
 
 def cost_of_running(found: ReloadedPlan, exported: Exported) -> list[str]:
-    """Sentences on what the target's own recompute and placement add to the plan; none if it runs it as it is."""
+    """Return sentences on what the target's own recompute and placement add to the plan; none if it runs as it is."""
     if exported.runs == found.stages:
         return []
-    sentences = []
-    case, runs = found.case, exported.runs
-    cost = cost_of_runs(case, runs, found.stages)
-    if abs(cost.ratio - 1.0) >= 0.0005:
-        sentences.append(f"as it will run, {cost}: --fit FOLDER writes the best plan found that runs as it says")
-    full = overfull_ranks(case, runs)
-    if full:
-        ranks = ", ".join(map(str, full))
+    case, runs, planned, sentences = found.case, exported.runs, found.stages, list[str]()
+    held, meant = rank_bytes(case, runs), rank_bytes(case, planned)
+    rank = max(range(len(held)), key=lambda r: abs(held[r] - meant[r]))
+    step_s, planned_s = mean_step_s(case, runs), mean_step_s(case, planned)
+    if abs(step_s / planned_s - 1.0) >= 0.0005:
+        memory = f", rank {rank} {format_bytes(held[rank])} instead of {format_bytes(meant[rank])}"
         sentences.append(
-            f"as it will run, pipeline rank {ranks} would exceed the plan's memory: export with --fit FOLDER"
+            f"as it will run, a step takes {format_seconds(step_s)}, not {format_seconds(planned_s)} "
+            f"({step_s / planned_s:.3f} x){memory if held[rank] != meant[rank] else ''}: --fit FOLDER writes the best "
+            "plan that runs as it says"
         )
+    if full := overfull_ranks(case, runs):
+        ranks = ", ".join(map(str, full))
+        sentences.append(f"as it will run, pipeline rank {ranks} would exceed the plan's memory: use --fit FOLDER")
     return sentences
 
 
@@ -357,32 +318,14 @@ def fit_plan(found: ReloadedPlan, target: Target) -> PlanDetails:
     can = target.can(case.model, case.setting.dims.pp)
     planned, runs = found.plan.decisions.schedule.name, can.choices.get("schedule", ())
     if case.setting.dims.pp > 1 and runs and planned not in runs:  # other chunks: other packs a step
-        raise PartitionError(
-            f"schedule {planned} was planned, and {target.title} runs {' or '.join(map(str, runs))}: plan again with "
-            "one of them, or with --for"
-        )
+        raise PartitionError(f"{target.title} runs {' or '.join(map(str, runs))}, not {planned}: plan again with --for")
     best = best_expressible(case, can)
     if best is None:
         raise PartitionError(
-            f"no split that {target.title} can run fits {case.setting.dims.pp} pipeline ranks in the plan's memory: "
-            "plan again with other degrees, a higher ZeRO stage or smaller packs"
+            f"no split of {target.title} fits pp {case.setting.dims.pp}: plan with other degrees, ZeRO or smaller packs"
         )
     note = f"Split again, with the same packs, within what {target.title} can run."
     return replan(found, best, forbidden_cuts=can.forbidden_cuts, note=note)
-
-
-def cost_of_runs(case: Case, runs: Sequence[Stage], planned: Sequence[Stage]) -> RunCost:
-    """Return what these stages cost beside the planned ones."""
-    held, meant = rank_bytes(case, runs), rank_bytes(case, planned)
-    rank = max(range(len(held)), key=lambda r: abs(held[r] - meant[r]))
-    return RunCost(
-        step_s=mean_step_s(case, runs),
-        planned_s=mean_step_s(case, planned),
-        rank=rank,
-        held_bytes=held[rank],
-        planned_bytes=meant[rank],
-        memory_bytes=case.problem.memory_bytes,
-    )
 
 
 # -- blocks that a stage holds and recomputes, for frameworks that count layers ----------------------------------------
@@ -407,14 +350,9 @@ def head_problems(model: ModelSpec, tp: int) -> list[str]:
     problems = []
     for heads, groups in sorted({(x.num_heads, x.num_kv_heads) for x in attentions(model)}):
         if heads % tp:
-            problems.append(
-                f"tp {tp} does not divide the language model's {heads} attention heads: choose a tp that does"
-            )
+            problems.append(f"tp {tp} does not divide the language model's {heads} attention heads")
         elif groups % tp and tp % groups:
-            problems.append(
-                f"tp {tp} neither divides the language model's {groups} key-value heads nor is a multiple of them: "
-                "choose a tp that does"
-            )
+            problems.append(f"tp {tp} does not divide the language model's {groups} key-value heads")
     return problems
 
 

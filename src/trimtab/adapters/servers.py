@@ -26,7 +26,7 @@ from typing import Literal, get_args
 from trimtab.errors import ConfigError, UnsupportedPlanError
 from trimtab.files import read_small, write_atomically, written_together
 from trimtab.options import MapRule
-from trimtab.placement.chain import device_changes
+from trimtab.placement.bytes import device_changes
 from trimtab.typed_json import parse_json
 from trimtab.units import MIB, parse_bytes
 
@@ -76,10 +76,7 @@ class StageCounts:
     def refuse_stages(self, engine: Engine, family: str) -> None:
         """Raise `UnsupportedPlanError` where the engine runs no stages of this family, with what it does run."""
         if engine == "sglang" and family not in _SGLANG_STAGES:
-            raise UnsupportedPlanError(
-                f"SGLang runs no pipeline stages of {family} (its forward takes no pp_proxy_tensors in 0.5.23): "
-                f"start it with {self.by_tensors(engine)}, or use vLLM"
-            )
+            raise UnsupportedPlanError(f"SGLang has no stages of {family}: use {self.by_tensors(engine)}, or vLLM")
 
 
 def engine_commands(model: str, family: str, device_map: Mapping[str, int | str] | None) -> tuple[str, ...]:
@@ -106,10 +103,7 @@ def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:
     modules = list(device_map)
     off = sorted({str(x) for x in device_map.values() if not isinstance(x, int)})
     if off:
-        raise UnsupportedPlanError(
-            f"the placement keeps modules on {' and '.join(off)}, and pipeline stages hold their weights on GPUs: "
-            "give more or larger GPUs to `trimtab map --for pipeline`"
-        )
+        raise UnsupportedPlanError(f"modules lie on {' and '.join(off)}: give `trimtab map --for pipeline` larger GPUs")
     blocks = [name for name in modules if _is_block(name)]
     if not blocks:
         raise UnsupportedPlanError("the placement names no decoder layers: give one that `trimtab map` wrote")
@@ -120,10 +114,7 @@ def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:
     front = {device_map[name] for name in modules[:start]}
     behind = {device_map[name] for name in modules[start:] if not _is_block(name)}
     if len(set(gpus)) != len(gpus) or front - {gpus[0]} or behind - {gpus[-1]}:
-        raise UnsupportedPlanError(
-            "the placement is no chain of pipeline stages, which hold vision tower and embedding on the first rank and "
-            "the head on the last: make it by `trimtab map --for pipeline`"
-        )
+        raise UnsupportedPlanError("the placement is no chain of stages: make it by `trimtab map --for pipeline`")
     counts = tuple(stop - first for first, stop in itertools.pairwise(changes))
     return StageCounts(layers=counts, gpus=tuple(gpus))
 
@@ -197,8 +188,7 @@ def read_recipe(path: Path) -> dict[str, object]:
     for key, value in found.items():
         if not (takes[key](value) if key in takes else _AS_EVER.get(key) == value):
             raise ConfigError(
-                f"{path} has {key} {json.dumps(value)}, which the handler would not honour: leave it out (it honours "
-                f"{', '.join(takes)}, and {json.dumps(_AS_EVER)})"
+                f"{path}: leave {key} {json.dumps(value)} out: {', '.join(takes)}, {json.dumps(_AS_EVER)} are read"
             )
     if "model_name" in found:
         found["model_name"] = found["model_name"].rpartition("/")[2]  # without the owner on the Hub

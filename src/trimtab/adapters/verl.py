@@ -62,10 +62,7 @@ class VlmWorkload:
                 ("patches_windowed", vision.patches_windowed),
             ):
                 if count.shape != tokens.shape:
-                    raise PackingError(
-                        f"the workload of {tuple(tokens.shape)} sequences was asked with {name} of shape "
-                        f"{tuple(count.shape)}: give one number a sequence, 0 where it has no image"
-                    )
+                    raise PackingError(f"{name} has {tuple(count.shape)}, not {tuple(tokens.shape)}: one a sequence")
                 seconds = seconds + factor[name] * count.to(tokens)
         return torch.round(seconds * (TOKEN_UNITS / factor["tokens"])).to(torch.int64)
 
@@ -85,10 +82,7 @@ def vlm_workload(profile: Profile, *, token_window: int | None = None) -> VlmWor
     per_term = profile.matrix("forward_s").sum(axis=0) + profile.matrix("backward_s").sum(axis=0)
     workload = VlmWorkload(coefficients=tuple(per_term.tolist()), token_window=token_window)
     if not workload.coefficients[WORK_TERMS.index("tokens")] > 0:
-        raise ConfigError(
-            "the profile was to price sequences of tokens, and none of its layers takes time per token: profile the "
-            "whole model, language model included"
-        )
+        raise ConfigError("no layer of the profile takes time per token: profile the language model too")
     return workload
 
 
@@ -112,9 +106,8 @@ def stand_in_for(original: FunctionType, workload: Callable[[torch.Tensor], torc
 
     if original.__code__.co_argcount != 1 or original.__code__.co_freevars:
         raise ConfigError(
-            f"{original.__qualname__} was to compute another workload, and it takes "
-            f"{original.__code__.co_argcount} arguments or is made inside another function: change the call in its own "
-            "source"
+            f"{original.__qualname__} is not replaced ({original.__code__.co_argcount} arguments, or made inside "
+            "another function): change the call in its own source"
         )
     original.__globals__["_trimtab_workload"] = workload
     original.__code__ = stand_in.__code__
@@ -128,18 +121,12 @@ def count_grids(image_rule: ImageRule, grids: Sequence[torch.Tensor | None]) -> 
     """
     side = getattr(image_rule, "patch_size", None)
     if not isinstance(side, int):
-        raise ConfigError(
-            f"patches were to be counted from grids, which image rule {image_rule.name} does not make: give "
-            "PatchCounts of your own"
-        )
+        raise ConfigError(f"image rule {image_rule.name} makes no grids: give PatchCounts of your own")
     counts = torch.zeros((3, len(grids)), dtype=torch.int64)
     for i, grid in enumerate(grids):
         for frames, rows, columns in [] if grid is None else grid.tolist():
             image = image_rule.count(columns * side, rows * side)
             if image.patches != rows * columns:
-                raise ImageError(
-                    f"sequence {i} has a grid of {rows} x {columns} patches, which {image_rule.name} would resize to "
-                    f"{image.patches}: describe the model with the processor's own limits (max_pixels)"
-                )
+                raise ImageError(f"sequence {i} has {rows} x {columns} patches, not {image.patches}: give max_pixels")
             counts[:, i] += frames * torch.tensor([image.patches, image.patches_sq, image.patches_windowed])
     return PatchCounts(num_patches=counts[0], patches_sq=counts[1], patches_windowed=counts[2])

@@ -289,8 +289,8 @@ def refuse_empty(packing: Packing) -> None:
     """Raise `PackingError` where every sample was skipped: packs of nothing are no result for a run."""
     if packing.num_packs == 0:
         raise PackingError(
-            f"all {len(packing.oversize)} samples are above {packing.limits[0]} patches or {packing.limits[1]} tokens "
-            "and were to be skipped, so no pack is left: raise max_patches or max_tokens"
+            f"all {len(packing.oversize)} samples are above {packing.limits[0]} patches or {packing.limits[1]} tokens: "
+            "raise max_patches or max_tokens"
         )
 
 
@@ -331,9 +331,7 @@ def check_costs(column: FloatArray) -> None:
         raise PackingError("cost holds a negative or non-finite number: give each sample a cost of 0 or more")
     smallest, largest = column[column > 0].min(initial=1.0), column.max(initial=1.0)
     if smallest < LEAST_COST or largest > MOST_COST:
-        raise PackingError(
-            f"cost holds {smallest:g} and {largest:g}: give 0, or {LEAST_COST:g} to {MOST_COST:g}; take another unit"
-        )
+        raise PackingError(f"cost holds {smallest:g} and {largest:g}: give 0, or {LEAST_COST:g} to {MOST_COST:g}")
 
 
 def find_problems(fill: float | None, oversize: str, **counts: float) -> list[str]:
@@ -360,8 +358,7 @@ def _check(
     problems = find_problems(fill, oversize, dp=dp, batch_size=batch_size)
     if dp * num_microbatches > _MOST_SLOTS:
         problems.append(
-            f"dp {dp} x num_microbatches {num_microbatches} are more micro-batches a step than the {_MOST_SLOTS:,} "
-            "that fit a schedule: give fewer"
+            f"dp {dp} x num_microbatches {num_microbatches} are more than {_MOST_SLOTS:,} micro-batches: give fewer"
         )
     if method not in METHODS:
         problems.append(f"packing method {method!r} is unknown: choose one of {', '.join(METHODS)}")

@@ -42,9 +42,7 @@ def pack_isf(
     if iterations < 1:
         raise PackingError(f"ISF with {iterations} iterations packs nothing: give 1 or more (the paper uses 10)")
     if len(filters) != len(limits) or any(not 0 < f <= q for f, q in zip(filters, limits, strict=True)):
-        raise PackingError(
-            f"ISF filters {filters} do not suit the limits {limits}: give one per limit, above 0 and not above it"
-        )
+        raise PackingError(f"ISF filters {filters} for limits {limits}: give one per limit, above 0, not above it")
     # each iteration keeps the packs that pass a filter; the last one all
     bounds, least = np.array(limits, np.int64), np.array(filters, np.int64)
     state = make_stream(seed, epoch, 0x697366)

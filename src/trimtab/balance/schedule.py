@@ -69,16 +69,11 @@ def schedule_packs(
 def check_order(order: Order, dp: int, num_microbatches: int, tolerance: float) -> None:
     """Raise `PackingError` where packs cannot be put into such steps in this order."""
     if dp < 1 or num_microbatches < 1:
-        raise PackingError(
-            f"dp {dp} x {num_microbatches} micro-batches leaves no place for a pack: give 1 or more of both"
-        )
+        raise PackingError(f"dp {dp} x {num_microbatches} micro-batches holds no pack: give 1 or more of both")
     if order not in ORDERS:
         raise PackingError(f"order {order!r} is unknown: choose one of {', '.join(ORDERS)}")
     if order == "tolerance" and dp > TOLERANT_RANKS:
-        raise PackingError(
-            f"order 'tolerance' is for up to {TOLERANT_RANKS} ranks, and dp is {dp}: packs that stick out would fill "
-            "whole steps with samples of one kind; give random, or sorted"
-        )
+        raise PackingError(f"order tolerance is for {TOLERANT_RANKS} ranks at most, not dp {dp}: give random or sorted")
     if not tolerance >= 0:
         raise PackingError(f"tolerance {tolerance} is not a relative distance: give 0 or more (default {TOLERANCE})")
 

@@ -93,10 +93,7 @@ def share_step(
     [[0, 1], [2, 3]]
     """
     if len(sizes) < dp:
-        raise PackingError(
-            f"a step of {len(sizes)} samples leaves {dp - len(sizes)} of {dp} ranks without one: "
-            f"give a step {dp} samples or more, or use fewer ranks"
-        )
+        raise PackingError(f"{len(sizes)} samples a step leave {dp - len(sizes)} of {dp} ranks idle: give {dp} or more")
     if limits is not None and any(not 1 <= limit <= MOST_LIMIT for limit in limits):
         raise PackingError(f"limits {limits} are not whole numbers from 1 to 2^53 - 1: give such ones, or None")
     check_costs(cost)
@@ -178,10 +175,7 @@ def pack_steps(
 def _check(global_batch: int, dp: int, num_microbatches: int, limits: tuple[int, int] | None, oversize: str) -> None:
     problems = find_problems(None, oversize, dp=dp, num_microbatches=num_microbatches)
     if global_batch < dp:
-        problems.append(
-            f"global_batch {global_batch} leaves {dp - global_batch} of {dp} ranks without a sample: "
-            f"give {dp} or more, or use fewer ranks"
-        )
+        problems.append(f"global_batch {global_batch} leaves {dp - global_batch} of {dp} ranks idle: give {dp} or more")
     if limits is not None and (len(limits) != 2 or any(not 1 <= limit <= MOST_LIMIT for limit in limits)):
         problems.append(f"limits {limits} are not two whole numbers from 1 to 2^53 - 1: give patches and tokens")
     if problems:

@@ -97,9 +97,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
     if all(saved):
         return load_saved(model, data, sizing)
     if any(saved):
-        raise SampleError(
-            f"{data[saved.index(True)]} is a saved table and {data[saved.index(False)]} is not: size the rest first"
-        )
+        raise SampleError(f"{data[saved.index(False)]} is no saved table, as others are: size it first")
     reading = sizing.reading
     if reading.tokenizer is None and model.origin is not None and model.origin.config is not None:
         given = Path(model.origin.config)
@@ -127,7 +125,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
 def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
     """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
     from trimtab.cli.output import log
-    from trimtab.models.images.limits import tell_apart, write_rule
+    from trimtab.models.images.rules import tell_apart, write_rule
     from trimtab.samples.lengths import saved_part
     from trimtab.samples.table import SizingResult, join_parts, load_sizing
 
@@ -139,10 +137,7 @@ def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions
     for path, result in zip(tables, results, strict=True):
         if result.image_rule not in (None, own_rule):
             sized, counts = tell_apart(result.image_rule, own_rule)
-            raise SampleError(
-                f"{path} was sized with {sized}, and {model.name} counts images with {counts}: size the data for this "
-                "model, with the same --set max_tiles or --max-pixels"
-            )
+            raise SampleError(f"{path} was sized with {sized}, not {counts} of {model.name}: size it again")
     return SizingResult(
         table=results[0].table if len(results) == 1 else join_parts(tables, [[saved_part(r.table)] for r in results]),
         bad=tuple(bad for result in results for bad in result.bad),

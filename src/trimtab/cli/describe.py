@@ -176,10 +176,7 @@ def megatron_flags(counts: Sequence[int]) -> tuple[str, str]:
     first, *middle, last = counts
     if len(set(counts)) == 1:
         return "", ""
-    plain = (
-        f"--decoder-first-pipeline-num-layers {first}",
-        f"--decoder-last-pipeline-num-layers {last}",
-    )
+    plain = (f"--decoder-first-pipeline-num-layers {first}", f"--decoder-last-pipeline-num-layers {last}")
     if first and last and len(set(middle)) <= 1:
         return " ".join(plain), ""
     why = "a count of 0 is refused by Megatron-Core" if not (first and last) else "middle stages have to be alike"

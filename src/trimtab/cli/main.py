@@ -17,17 +17,9 @@ from typing import NoReturn
 from trimtab.errors import TrimtabError
 
 _INSTALL_HINTS = {
-    "pyarrow": "data",
-    "PIL": "data",
-    "tokenizers": "data",
-    "jinja2": "data",
-    "torch": "torch",
-    "transformers": "torch",
-    "safetensors": "torch",
-    "accelerate": "torch",
-    "fastapi": "serve",
-    "openai": "serve",
-    "uvicorn": "serve",
+    **dict.fromkeys(("pyarrow", "PIL", "tokenizers", "jinja2"), "data"),
+    **dict.fromkeys(("torch", "transformers", "safetensors", "accelerate"), "torch"),
+    **dict.fromkeys(("fastapi", "openai", "uvicorn"), "serve"),
 }
 
 _MADE_WITH = {"transformers": "5.23"}

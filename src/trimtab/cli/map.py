@@ -86,27 +86,21 @@ def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Work
 
     rule = "InternVL split_model(0.5)"
     found = [assess_map(model, machine, workload, split_model_map(model, len(machine.gpus)), rule=rule)]
-    rules: dict[Literal["accelerate", "transformers"], str] = {
-        "accelerate": "Accelerate auto",
-        "transformers": "Transformers auto",
-    }
-    try:
-        from trimtab.adapters.accelerate import auto_map, build_on_meta
-    except ModuleNotFoundError as error:
-        reason = f"{error.name} is not installed: pip install 'trimtab[torch]'"
-        return [*found, *(Assessed(rule=x, placement=None, problems=(reason,)) for x in rules.values())]
     from trimtab.models.describe import read_config
 
-    if workload.quant is not None:
-        reason = "the libraries size quantised weights with the quantiser at hand only: compare without --quant"
-        return [*found, *(Assessed(rule=x, placement=None, problems=(reason,)) for x in rules.values())]
     try:
+        if workload.quant is not None:
+            raise UnsupportedPlanError("libraries size quantised weights by the quantiser: compare without --quant")
+        from trimtab.adapters.accelerate import auto_map, build_on_meta
+
         real = build_on_meta(read_config(config), tied=bool(model.tied), dtype=workload.dtype)
-    except (TrimtabError, ValueError) as error:
-        return [*found, *(Assessed(rule=x, placement=None, problems=(str(error),)) for x in rules.values())]
-    for library, name in rules.items():
-        found.append(assess_map(model, machine, workload, auto_map(real, machine, library=library), rule=name))
-    return found
+        maps = {library: auto_map(real, machine, library=library) for library in ("accelerate", "transformers")}
+    except (TrimtabError, ModuleNotFoundError) as error:
+        return [*found, Assessed(rule="Accelerate and Transformers auto", placement=None, problems=(str(error),))]
+    return found + [
+        assess_map(model, machine, workload, chosen, rule=f"{library.capitalize()} auto")
+        for library, chosen in maps.items()
+    ]
 
 
 def _as_json(placement: Placement, compared: list[Assessed]) -> Mapping[str, Any]:

@@ -132,8 +132,5 @@ def _given_limits(options: PackOptions) -> tuple[int, int]:
     if options.max_patches is None or options.max_tokens is None:
         limits = (("--max-patches", options.max_patches), ("--max-tokens", options.max_tokens))
         missing = [name for name, limit in limits if limit is None]
-        raise PlanError(
-            f"packs need both limits, and {' and '.join(missing)} {'were' if len(missing) > 1 else 'was'} not given: "
-            "give both, or use trimtab plan, which chooses them"
-        )
+        raise PlanError(f"give {' and '.join(missing)} too, or use trimtab plan, which chooses the limits")
     return options.max_patches, options.max_tokens

@@ -36,15 +36,11 @@ def plan(
     cluster: ClusterOptions,
     out: Annotated[Path, typer.Option(help="Folder for plan and report.")] = Path("plan"),
     target: Annotated[
-        Framework | None,
-        typer.Option("--for", help="Only what this target of `export` can run."),
+        Framework | None, typer.Option("--for", help="Only what this target of `export` can run.")
     ] = None,
     as_json: JsonOption = False,
     options: PlanOptions,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Profile of `trimtab profile` to plan with."),
-    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="Profile of `trimtab profile` to plan with.")] = None,
     sizing: SizingOptions,
     images: ImageOptions,
 ) -> None:

@@ -10,8 +10,7 @@ import typer
 
 from trimtab.cli.output import JsonOption, console, log, print_json
 from trimtab.cli.settings import verb
-from trimtab.runtime.probe.settings import ProbeSettings
-from trimtab.runtime.training.settings import TrainSettings
+from trimtab.runtime.training.settings import ProbeSettings, TrainSettings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,22 +19,14 @@ if TYPE_CHECKING:
 
 
 @verb
-def train(
-    settings: TrainSettings,
-    as_json: JsonOption = False,
-) -> None:
+def train(settings: TrainSettings, as_json: JsonOption = False) -> None:
     """Train MODEL as PLAN says: `torchrun --nproc-per-node N --no-python trimtab train PLAN MODEL`, or alone."""
     from trimtab.runtime.training.loop import train as run
 
     records = run(settings)
     if as_json and os.environ.get("RANK", "0") == "0":
-        print_json(
-            {
-                "steps": len(records),
-                "loss": records[-1].loss if records else None,
-                "log": str(settings.out / "run.jsonl"),
-            }
-        )
+        loss = records[-1].loss if records else None
+        print_json({"steps": len(records), "loss": loss, "log": settings.out / "run.jsonl"})
 
 
 # -- trimtab probe -----------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import re
+from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,135 +16,31 @@ from trimtab.specs import ClusterSpec, DeviceSpec
 from trimtab.typed_json import parse_yaml, read_typed
 from trimtab.units import GIB, parse_bytes
 
-# Of each device: memory in GiB, dense bf16 Tflop/s, GB/s of memory, GB/s of the link to another device of its node.
+# devices.csv: memory in GiB, dense bf16 Tflop/s, GB/s of memory, GB/s of the link to another device of its node, and of
+# one device to other nodes, one direction, in the node that its vendor describes (`_OTHER_NODE_LINK` for others).
 # Rates: datasheets of many devices print them with 2:4 sparsity, twice the figure here; GeForce cards' are those with
 # sums in fp32. Links are printed for both directions together: one direction is half. Cards without a link of their
 # own talk over PCIe x16: 31.5 GB/s one way in generation 4, 63 in generation 5.
 # Memory is no datasheet figure where CUDA's report to a process is known (`total capacity` in PyTorch's messages),
 # rounded down: ECC and the driver keep the rest of the GB on the label. "Label" behind a source: no report was found.
 # A kind's first row is what its bare name means: "H100" is the SXM board.
-_ROWS: tuple[tuple[str, float, float, float, float, str], ...] = (
-    (
-        "A100-80GB",
-        79.1,
-        312,
-        2039,
-        300,
-        "NVIDIA A100 datasheet, SXM4 80 GB: 312 TFLOPS bf16 dense, 2,039 GB/s, NVLink 600 GB/s",
-    ),
-    ("A100-80GB-PCIe", 79.1, 312, 1935, 31.5, "NVIDIA A100 datasheet, PCIe 80 GB; PCIe Gen4 (NVLink joins two)"),
-    ("A100-40GB", 39.3, 312, 1555, 300, "NVIDIA A100 datasheet, SXM4 40 GB; NVLink 600 GB/s"),
-    ("A800-80GB", 79.1, 312, 2039, 200, "NVIDIA A800 datasheet: an A100 80 GB with NVLink 400 GB/s"),
-    (
-        "H100-80GB",
-        79.1,
-        989,
-        3350,
-        450,
-        "NVIDIA H100 datasheet, SXM5: 1,979 TFLOPS bf16 with sparsity, 3.35 TB/s, NVLink 900 GB/s",
-    ),
-    ("H100-PCIe", 79.1, 756, 2000, 63, "NVIDIA H100 PCIe brief: 1,513 with sparsity; PCIe Gen5 (NVLink joins two)"),
-    (
-        "H100-NVL",
-        93.0,
-        835,
-        3938,
-        63,
-        "NVIDIA H100 NVL brief: 1,671 with sparsity, 94 GB; PCIe Gen5 (NVLink joins two)",
-    ),
-    ("H800", 79.1, 989, 3350, 200, "NVIDIA H800 datasheet, SXM5: an H100 with NVLink 400 GB/s"),
-    (
-        "H200",
-        139.7,
-        989,
-        4800,
-        450,
-        "NVIDIA H200 datasheet, SXM: 1,979 TFLOPS bf16 with sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s",
-    ),
-    ("H200-NVL", 139.7, 835, 4800, 450, "NVIDIA H200 datasheet, NVL: 1,671 with sparsity; a bridge of four, 900 GB/s"),
-    (
-        "H20",
-        95.0,
-        148,
-        4000,
-        450,
-        "NVIDIA H20 96 GB as server vendors list it: 148 TFLOPS bf16 dense, 4.0 TB/s, NVLink 900 GB/s",
-    ),
-    (
-        "B200",
-        178.3,
-        2250,
-        8000,
-        900,
-        "NVIDIA HGX B200 at 1,000 W: 4.5 PFLOPS bf16 with sparsity, 8 TB/s, NVLink 1.8 TB/s",
-    ),
-    ("B300", 251.4, 2250, 8000, 900, "NVIDIA HGX B300: 4,500 with sparsity, 270 GB (label); NVLink 1.8 TB/s"),
-    ("GB200", 173.2, 2500, 8000, 900, "NVIDIA GB200 NVL72: 5,000 with sparsity, 186 GB (label); NVLink 1.8 TB/s"),
-    ("GB300", 258.7, 2500, 8000, 900, "NVIDIA GB300 NVL72: 5,000 with sparsity, 20 TB by 72 (label); NVLink 1.8 TB/s"),
-    (
-        "V100-32GB",
-        31.7,
-        125,
-        900,
-        150,
-        "NVIDIA V100 datasheet, SXM2 32 GB: 125 TFLOPS fp16 (it has no bf16), 900 GB/s, NVLink 300 GB/s",
-    ),
-    ("V100-16GB", 15.7, 125, 900, 150, "NVIDIA V100 datasheet, SXM2 16 GB; fp16, NVLink 300 GB/s"),
-    ("A10", 22.0, 125, 600, 31.5, "NVIDIA A10 datasheet; PCIe Gen4"),
-    ("A10G", 22.0, 70, 600, 31.5, "NVIDIA A10G as AWS lists it (G5): 140 with sparsity; PCIe Gen4"),
-    ("A40", 44.3, 149.7, 696, 31.5, "NVIDIA A40 datasheet; PCIe Gen4 (NVLink joins two)"),
-    ("A6000", 47.5, 154.8, 768, 31.5, "NVIDIA RTX A6000 datasheet: 309.7 with sparsity; PCIe Gen4 (NVLink joins two)"),
-    ("6000-Ada", 47.4, 364.2, 960, 31.5, "NVIDIA RTX 6000 Ada datasheet: 728.5 with sparsity; PCIe Gen4"),
-    ("L4", 21.9, 121, 300, 31.5, "NVIDIA L4 datasheet: 242 with sparsity; PCIe Gen4"),
-    ("L40", 44.3, 181, 864, 31.5, "NVIDIA L40 datasheet: 362 with sparsity; PCIe Gen4"),
-    ("L40S", 44.3, 362, 864, 31.5, "NVIDIA L40S datasheet: 733 with sparsity; PCIe Gen4"),
-    ("L20", 44.3, 119.5, 864, 31.5, "NVIDIA L20 as server vendors list it; PCIe Gen4"),
-    ("RTX-3090", 23.6, 71, 936, 31.5, "NVIDIA Ampere GA102 whitepaper, sums in fp32; PCIe Gen4 (NVLink joins two)"),
-    ("RTX-4090", 23.6, 165.2, 1008, 31.5, "NVIDIA Ada GPU whitepaper, sums in fp32; PCIe Gen4"),
-    ("RTX-5090", 31.3, 209.5, 1792, 63, "NVIDIA RTX Blackwell GPU whitepaper, sums in fp32; PCIe Gen5"),
-    ("MI210", 63.9, 181, 1638, 150, "AMD MI210 data sheet; three Infinity Fabric links of 100 GB/s both ways"),
-    ("MI250X", 63.9, 191.5, 1638, 50, "AMD MI250X data sheet, one of its two dies, as torch sees it: 383 for both"),
-    ("MI300X", 191.6, 1307.4, 5300, 448, "AMD MI300X data sheet; seven Infinity Fabric links, 896 GB/s both ways"),
-    ("MI325X", 255.6, 1307.4, 6000, 448, "AMD MI325X data sheet; seven Infinity Fabric links, 896 GB/s both ways"),
-    ("MI350X", 287.6, 2306.9, 8000, 537, "AMD MI350X data sheet; seven Infinity Fabric links, 1,075 GB/s both ways"),
-    ("MI355X", 287.6, 2516.6, 8000, 537, "AMD MI355X data sheet; seven Infinity Fabric links, 1,075 GB/s both ways"),
-    ("Gaudi-2", 89.4, 432, 2450, 262, "Intel Gaudi 2 white paper, 96 GB (label); 21 ports of 100 GbE in the node"),
-    ("Gaudi-3", 119.2, 1835, 3700, 525, "Intel Gaudi 3 white paper, 128 GB (label); 21 ports of 200 GbE in the node"),
-    ("Ascend-910B", 59.6, 313, 1600, 196, "Huawei Atlas 800T A2 with 910B3, 64 GB (label); HCCS 392 GB/s both ways"),
-    ("Ascend-910C", 59.6, 376, 1600, 196, "arXiv:2506.12708: one of its two dies, 64 GB (label), 196 GB/s one way"),
-    ("TPU-v5p", 88.4, 459, 2765, 600, "Google Cloud TPU v5p, 95 GB (label); 4,800 Gbit/s between chips"),
-    ("TPU-v6e", 29.8, 918, 1640, 448, "Google Cloud TPU v6e, 32 GB (label); 3,584 Gbit/s between chips"),
-)
+_ROWS = tuple(csv.DictReader(files("trimtab.costs").joinpath("devices.csv").read_text(encoding="utf-8").splitlines()))
 DEVICES = MappingProxyType(
     {
-        name: DeviceSpec(
-            name=name,
-            memory_bytes=int(memory * GIB),
-            peak_flops=rate * 1e12,
-            memory_bytes_per_s=memory_rate * 1e9,
-            link_bytes_per_s=link * 1e9,
-            source=source,
+        row["name"]: DeviceSpec(
+            name=row["name"],
+            memory_bytes=int(float(row["memory_gib"]) * GIB),
+            peak_flops=float(row["bf16_tflops"]) * 1e12,
+            memory_bytes_per_s=float(row["memory_gb_per_s"]) * 1e9,
+            link_bytes_per_s=float(row["link_gb_per_s"]) * 1e9,
+            source=row["source"],
         )
-        for name, memory, rate, memory_rate, link, source in _ROWS
+        for row in _ROWS
     }
 )
 """One row per device, in bytes, bytes/s and flop/s; each with its source."""
-
-# GB/s of one device to other nodes, one direction, in the node that its vendor describes; 25 for others.
-_NODE_LINK = {
-    "A100-80GB": (25, "NVIDIA DGX A100: eight ports of 200 Gbit/s for eight devices"),
-    "H100-80GB": (50, "NVIDIA DGX H100: eight ports of 400 Gbit/s"),
-    "H200": (50, "NVIDIA DGX H200: eight ports of 400 Gbit/s"),
-    "B200": (50, "NVIDIA DGX B200: eight ports of 400 Gbit/s"),
-    "B300": (100, "NVIDIA DGX B300: eight ports of 800 Gbit/s"),
-    "GB200": (50, "NVIDIA GB200 NVL72: a port of 400 Gbit/s a device"),
-    "GB300": (100, "NVIDIA GB300 NVL72: a port of 800 Gbit/s a device"),
-    "MI300X": (50, "AMD Instinct MI300X cluster reference architecture: a port of 400 Gbit/s a device"),
-    "MI325X": (50, "AMD Instinct MI325X cluster reference architecture: a port of 400 Gbit/s a device"),
-    "MI355X": (50, "AMD Instinct MI355X platform: a port of 400 Gbit/s a device"),
-    "Gaudi-3": (75, "Intel Gaudi 3 white paper: three of 24 ports of 200 Gbit/s leave the node"),
-}
-_OTHER_NODE_LINK = 25
+_NODE_LINK = {row["name"]: float(row["node_link_gb_per_s"]) for row in _ROWS if row["node_link_gb_per_s"]}
+_OTHER_NODE_LINK = 25.0
 
 _CLUSTER = re.compile(r"^\s*(?:([0-9]{1,100})\s*[xX*]\s*)?([A-Za-z./].*?)\s*$")
 _PORTS = re.compile(
@@ -229,33 +127,23 @@ def parse_cluster(
     # a mixture is understood, to be refused by name
     kinds = [kind.strip() for kind in re.split(r"[+,]", text)]
     if len(kinds) > 1 and all(_CLUSTER.match(kind) for kind in kinds):
-        raise TrimtabError(
-            f"{text!r} names {len(kinds)} kinds of devices, and a plan is made for equal ones: plan each kind by "
-            f"itself ({kinds[0]}), or all as the slowest of them"
-        )
+        raise TrimtabError(f"{text!r} names {len(kinds)} kinds of devices: plan each by itself ({kinds[0]})")
     match = _CLUSTER.match(text)
     if match is None:
-        raise TrimtabError(
-            f"{text!r} names no cluster: write the number and the kind of its devices, for example 32xA100-80GB"
-        )
+        raise TrimtabError(f"{text!r} names no cluster: write number and kind of its devices, as in 32xA100-80GB")
     # whole nodes, or one smaller node
     device = find_device(match.group(2), beside=beside)
     count = int(match.group(1) or 1)
     if count < 1 or devices_per_node < 1:
-        raise TrimtabError(
-            f"{text!r} in nodes of {devices_per_node} is an empty cluster: give at least one device and one a node"
-        )
+        raise TrimtabError(f"{text!r} in nodes of {devices_per_node} is empty: give a device and one a node")
     if count > _MOST_DEVICES:
         raise TrimtabError(f"{text!r} has {count} devices, more than any cluster: give up to {_MOST_DEVICES:,}")
     if count > devices_per_node and count % devices_per_node:
-        raise TrimtabError(
-            f"{count} devices do not fill nodes of {devices_per_node}: give a multiple of {devices_per_node}, "
-            "or another number of devices per node"
-        )
+        raise TrimtabError(f"{count} devices do not fill nodes of {devices_per_node}: give a multiple, or other nodes")
     # the network: as given, else as the vendor builds the node
     per_node = min(count, devices_per_node)
     if node_link is None:
-        gigabytes, _ = _NODE_LINK.get(device.name, (_OTHER_NODE_LINK, ""))
+        gigabytes = _NODE_LINK.get(device.name, _OTHER_NODE_LINK)
         link = gigabytes * 1e9
     else:
         link = parse_node_link(node_link, devices_per_node=per_node)
@@ -277,10 +165,7 @@ def parse_node_link(text: str, *, devices_per_node: int) -> float:
     rate = float(match["rate"]) if match else 0.0
     ports = int(match["before"] or match["behind"] or devices_per_node) if match else 0
     if match is None or not (rate > 0 and ports > 0) or (match["before"] and match["behind"]):
-        raise TrimtabError(
-            f"{text!r} is no link between nodes: write the ports of a node and their rate, as in 8x400Gb (gigabits a "
-            "second) or 8x50GB (gigabytes)"
-        )
+        raise TrimtabError(f"{text!r} is no link: write a node's ports and their rate, as in 8x400Gb (bits) or 8x50GB")
     # all ports of the node, shared by its devices
     bits = 1e9 if match["unit"] == "B" else 1e9 / 8
     return rate * bits * ports / devices_per_node

@@ -185,9 +185,7 @@ def profile_from_bytes(content: bytes, *, origin: str) -> Profile:
     # a file of another format is not guessed at
     found = data.pop("format", None) if isinstance(data, dict) else None
     if found != FORMAT:
-        raise TrimtabError(
-            f"{origin} is of format {found!r}, and this version reads {FORMAT!r}: write it again with save_profile"
-        )
+        raise TrimtabError(f"{origin} is of format {found!r}, not {FORMAT!r}: write it again with save_profile")
     problems: list[str] = []
     unknown: list[str] = []
     # every field is named and typed
@@ -238,10 +236,7 @@ def _precision_problems(device: DeviceSpec, settings: CostSettings) -> list[str]
     if not settings.in_8_bits or getattr(settings.efficiency_on(device), settings.dtype) is not None:
         return []
     have = [name for name, other in DEVICES.items() if getattr(efficiency_of(other), settings.dtype) is not None]
-    return [
-        f"dtype {settings.dtype} was asked for, and no rate of such products on {device.name} is known: use bf16, or "
-        f"one of {', '.join(have)}"
-    ]
+    return [f"no rate of dtype {settings.dtype} on {device.name} is known: use bf16, or one of {', '.join(have)}"]
 
 
 def _unlike_problems(model: ModelSpec, dims: ParallelDims) -> list[str]:
@@ -263,11 +258,7 @@ def _cross_attention_problems(model: ModelSpec) -> list[str]:
     crossing = [x.name for x in model.layers if is_unpriced(x) and x.measured is None]
     if not crossing:
         return []
-    return [
-        f"training {model.name} cannot be planned: {len(crossing)} layers, {crossing[0]} the first, attend to image "
-        "rows by cross-attention, which no cost formula prices: plan another family, or `trimtab map` this one for "
-        "inference"
-    ]
+    return [f"{model.name} has cross-attention, {crossing[0]} first, without a price: use `trimtab map`"]
 
 
 def _unpriced_problems(model: ModelSpec) -> list[str]:
@@ -275,11 +266,7 @@ def _unpriced_problems(model: ModelSpec) -> list[str]:
     unpriced = [x.name for x in model.layers if is_unpriced(x) and x.measured is not None]
     if not unpriced:
         return []
-    return [
-        f"the time of {model.name} was asked for, and that of {len(unpriced)} layers, {unpriced[0]} the first, is not "
-        "known: no formula fits them, and describing could not run them alone: `trimtab map` places the model by its "
-        "weights"
-    ]
+    return [f"{len(unpriced)} layers of {model.name}, {unpriced[0]} first, have no formula: use `trimtab map`"]
 
 
 def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettings) -> list[str]:
@@ -304,8 +291,7 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
             said.append(f"Each device of tp {tp} holds a copy of key/value heads of the {tower} tower.")
     if any(uses_dense_pairs(layer, settings) for layer in model.layers) and settings.packed:
         said.append(
-            f"With {settings.attention} attention a pack computes the pairs between its samples too; "
-            "these are not counted: use flash attention for packed samples."
+            f"With {settings.attention} attention a pack computes the pairs between its samples too: use flash."
         )
     # layers without a formula
     measured = [x.name for x in model.layers if x.measured is not None and x.tower != "audio"]
@@ -413,8 +399,8 @@ def chosen_tiers(profile: Profile, stage: Stage) -> list[RecomputeTier]:
         tier = layer.tier(names.get(i, layer.tiers[0].name))
         if tier is None:
             raise PartitionError(
-                f"layer {layer.name} is to take the tier {names[i]!r}, which its profile does not offer: "
-                f"choose one of {', '.join(tier.name for tier in layer.tiers)}"
+                f"layer {layer.name} has no tier {names[i]!r}: choose one of "
+                f"{', '.join(tier.name for tier in layer.tiers)}"
             )
         found.append(tier)
     return found

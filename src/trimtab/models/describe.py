@@ -15,11 +15,9 @@ from trimtab.ask import ask as ask_transformers
 from trimtab.errors import ConfigError, ImageError, TrimtabError, UnknownModelError, quote
 from trimtab.files import read_small
 from trimtab.models.description import read_description
-from trimtab.models.families import FAMILIES, family_of
+from trimtab.models.families import FAMILIES, Fields, LackingFileError, family_of
 from trimtab.models.images.asked import AskedImages, ask_clips, ask_images, clip_rule_of
-from trimtab.models.images.limits import with_limits
-from trimtab.models.images.reading import Fields, LackingFileError
-from trimtab.models.images.rules import FixedImage, UnsettledRule
+from trimtab.models.images.rules import FixedImage, UnsettledRule, with_limits
 from trimtab.models.shipped import fill_silent, find_same, find_shipped, read_shipped, shipped_models, suggest_shipped
 from trimtab.options import VideoOptions
 from trimtab.specs import ImageMarkup, ImageRule, ModelOrigin, ModelSpec
@@ -81,7 +79,7 @@ def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] 
     Use its `count(width, height)` to know the patches and tokens of an image from nothing but its size in pixels.
 
     Nothing is filled from a class default: a setting given nowhere, or two that contradict each other, raise a
-    `ConfigError` with all problems at once. Two switches follow the processor instead of the file: InternVL's, Gemma's.
+    `ConfigError`. Two switches follow the processor instead of the file: InternVL's, Gemma's.
 
     >>> pixels = {"min_pixels": 3136, "max_pixels": 12845056}
     >>> rule = image_rule({"model_type": "qwen2_vl"}, {"patch_size": 14, "merge_size": 2, **pixels})
@@ -91,11 +89,8 @@ def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] 
     build = family_of(config.get("model_type")).image_rule
     if build is None:
         names = ", ".join(name for name, family in FAMILIES.items() if family.image_rule is not None)
-        raise UnknownModelError(
-            f"no image rule for model_type {quote(config.get('model_type'))}: known are {names}: check `model_type` in "
-            "config.json"
-        )
-    return build(Fields.of_model(config, preprocessor))
+        raise UnknownModelError(f"model_type {quote(config.get('model_type'))} has no image rule: take one of {names}")
+    return build(Fields(config, preprocessor))
 
 
 def image_rule_or_reason(config: Mapping[str, object], preprocessor: Mapping[str, object] | None = None) -> ImageRule:
@@ -142,7 +137,7 @@ def _formulas(
             yield FixedImage(rows=patches, tokens=tokens)
     for build in dict.fromkeys(family.image_rule for family in FAMILIES.values() if family.image_rule is not None):
         with contextlib.suppress(ConfigError):  # it lacks what that family reads
-            yield build(Fields.of_model(config, settings))
+            yield build(Fields(config, settings))
 
 
 def _equals(rule: ImageRule, asked: AskedImages) -> bool:
@@ -250,10 +245,7 @@ def _read_described(config: Config, settings: Config | None, files: Files, *, wh
         return model
     carried = config.get("config")
     if not isinstance(carried, Mapping):
-        raise ConfigError(
-            f"{whence} is a description, and its image rule was settled when it was written: give --set preprocessor "
-            "to `trimtab describe MODEL --out` instead"
-        )
+        raise ConfigError(f"{whence} is a description: give --set preprocessor to `trimtab describe MODEL --out`")
     return _with_own_files(model, carried, settings, files)
 
 
@@ -267,8 +259,7 @@ def _describe_config(config: Config, settings: Config | None, files: Files, *, m
     if may_ask and isinstance(model_type, str) and is_installed():
         return _asked(config, settings, files)
     raise UnknownModelError(
-        f"this configuration of model_type {quote(model_type)} is none of the shipped models': correct `model_type` in "
-        f"config.json, {INSTALL}, or give a description file that another machine wrote"
+        f"model_type {quote(model_type)} is no shipped model: correct config.json, {INSTALL}, or give a description"
     )
 
 
@@ -317,9 +308,7 @@ def read_config(source: str | Path | Config) -> Config:
         carried = config.get("config")
         if isinstance(carried, Mapping):
             return carried
-        raise ConfigError(
-            f"{str(source)[:200]!r} is a description, and the model itself has to be built: give its config.json"
-        )
+        raise ConfigError(f"{str(source)[:200]!r} is a description, which builds no model: give its config.json")
     return config
 
 
@@ -331,9 +320,7 @@ def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
     if isinstance(source, Mapping):
         return None, _checked(source, "the configuration")
     if not isinstance(source, (str, Path)):
-        raise ConfigError(
-            f"{type(source).__name__} does not describe a model: give a config.json, its folder or its content"
-        )
+        raise ConfigError(f"{type(source).__name__} is no model: give a config.json, its folder or its content")
     path = Path(source)
     shipped = find_shipped(source) if isinstance(source, str) else None
     if shipped is not None and (shipped == source or not path.exists()):
@@ -344,14 +331,14 @@ def _read_source(source: str | Path | Config) -> tuple[Path | None, Config]:
         return path, _read_json(path)
     except FileNotFoundError:
         raise ConfigError(
-            f"{str(source)[:200]!r} is neither a config.json, nor a folder that holds one, nor a shipped description"
+            f"{str(source)[:200]!r} is no config.json, no folder with one and no shipped model"
             f"{suggest_shipped(str(source)[:200])}: give a path, or one of {', '.join(shipped_models())}"
         ) from None
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{str(source)[:200]!r} cannot be read ({error.__class__.__name__}): give a readable config.json"
+            f"{str(source)[:200]!r} cannot be read ({type(error).__name__}): give another config.json"
         ) from error
 
 
@@ -398,8 +385,7 @@ def _read_given(preprocessor: str | Path | Config) -> Config:
         return _read_json(Path(preprocessor))
     except OSError as error:
         raise ConfigError(
-            f"preprocessor {str(preprocessor)[:200]!r} cannot be read ({error.__class__.__name__}): give a readable "
-            "preprocessor_config.json"
+            f"{str(preprocessor)[:200]!r} cannot be read ({type(error).__name__}): give another"
         ) from error
 
 
@@ -412,7 +398,7 @@ def _read_json(path: Path) -> Config:
     try:
         value = parse_json(content)
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}): give the config.json as the model ships it") from None
+        raise ConfigError(f"{path} is not JSON ({error}): give it as the model ships it") from None
     return _checked(value, str(path))
 
 
@@ -423,9 +409,7 @@ def _checked(value: object, whence: str) -> Config:
     try:
         _canonical(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{whence} cannot be written as JSON ({error}): give plain numbers, strings, lists and objects"
-        ) from None
+        raise ConfigError(f"{whence} is no JSON ({error}): give plain numbers, strings, lists and objects") from None
     return value
 
 

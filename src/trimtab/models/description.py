@@ -62,8 +62,7 @@ def find_layer_problems(layer: LayerSpec) -> list[str]:
     explained += 0 if m is None else mlp_weights(m, layer.hidden_size)
     if layer.kind == "block" and measured is None and explained > 1.001 * layer.num_matmul_params:
         problems.append(
-            f"{layer.name}: its attention and mlp need {explained} weights, and num_matmul_params is "
-            f"{layer.num_matmul_params}"
+            f"{layer.name}: num_matmul_params {layer.num_matmul_params} is less than attention and mlp, {explained}"
         )
     return problems
 
@@ -113,15 +112,12 @@ def description_bytes(model: ModelSpec) -> bytes:
     """
     rule = type(model.image_rule).__name__
     if RULES.get(rule) is not type(model.image_rule):
-        raise ConfigError(
-            f"the image rule of {model.name} is {quote(rule)}, which no description file holds: "
-            f"describe it with one of {', '.join(RULES)}"
-        )
+        raise ConfigError(f"{model.name}'s image rule {quote(rule)} is in no file: use one of {', '.join(RULES)}")
     written = {
         **{f.name: getattr(model, f.name) for f in fields(DescriptionFile)},
         "description_version": VERSION,
-        "forbidden_cuts": _runs(model.forbidden_cuts),
-        "joined_cuts": None if model.joined_cuts is None else _runs(model.joined_cuts),
+        "forbidden_cuts": runs_of(model.forbidden_cuts),
+        "joined_cuts": None if model.joined_cuts is None else runs_of(model.joined_cuts),
         "image_markup": None if model.image_markup is None else asdict(model.image_markup),
         "image_rule": {"kind": rule, "settings": _settings(model.image_rule)},
         "clip_rule": {"question": model.clip_rule.question} if isinstance(model.clip_rule, AskedClips) else None,
@@ -129,9 +125,7 @@ def description_bytes(model: ModelSpec) -> bytes:
     }
     content = (json.dumps(written, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
     if len(content) > MAX_BYTES:
-        raise ConfigError(
-            f"the description of {model.name} takes {len(content)} bytes, {MAX_BYTES} are read: use its config.json"
-        )
+        raise ConfigError(f"the description of {model.name} takes more than {MAX_BYTES} bytes: use its config.json")
     return content
 
 
@@ -155,8 +149,8 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
     """The model of a parsed description file; every missing, unknown or ill field is named in one `ConfigError`."""
     if data.get("description_version") != VERSION:
         raise ConfigError(
-            f"{whence} has description_version {quote(data.get('description_version'))}, and this version of trimtab "
-            f"reads {VERSION!r}: write it again with `trimtab describe MODEL --out`"
+            f"{whence} has description_version {quote(data.get('description_version'))}, not {VERSION!r}: write it "
+            "again with `trimtab describe MODEL --out`"
         )
     problems: list[str] = []
     plain = {k: v for k, v in data.items() if k not in ("description_version", *_CARRIED, *_RULES_AND_LAYERS)}
@@ -191,7 +185,7 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-def _runs(numbers: Collection[int]) -> list[tuple[int, int]]:
+def runs_of(numbers: Collection[int]) -> list[tuple[int, int]]:
     """First and last of each run: 2 3 4 7 -> (2, 4), (7, 7)."""
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     return list(zip(starts, sorted(n for n in numbers if n + 1 not in numbers), strict=True))

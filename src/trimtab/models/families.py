@@ -8,21 +8,13 @@ asked of all. InternVL's remote code was read in OpenGVLab/InternVL, internvl_ch
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from trimtab.errors import quote
-from trimtab.models.images.reading import (
-    Fields,
-    patch_and_merge,
-    pixel_limits,
-    read_pinpoints,
-    read_tile,
-    require_resize,
-)
+from trimtab.errors import ConfigError, quote
 from trimtab.models.images.rules import (
     MAX_TILES,
     AnyRes,
@@ -34,6 +26,179 @@ from trimtab.models.images.rules import (
     SmartResize,
 )
 from trimtab.specs import ImageMarkup, ImageRule
+
+MAX_SIZE = 2**30  # no width, count or vocabulary of a real model comes near; sums of squared patches fit 63 bits
+MAX_PATCH = 4096  # pixels a side of a patch
+MAX_MERGE = 64  # patches a side that become one token
+MAX_GRID = 4096  # patches a side of a tile
+MAX_PINPOINTS = 1024
+OF_IMAGES = "preprocessor_config"
+"""The section that holds the content of preprocessor_config.json, which is a file of its own."""
+
+T = TypeVar("T")
+
+
+class LackingFileError(ConfigError):
+    """Nothing is wrong but that preprocessor_config.json was not given."""
+
+
+class Fields:
+    """A configuration, with the settings of its image processor in the section `OF_IMAGES`.
+
+    A reading method takes the names that a field goes by, the usual one first; the first that is present is read, and
+    a dotted name reads a field of a subsection. What cannot be read raises a `ConfigError` that names it.
+    """
+
+    def __init__(self, config: Mapping[str, object], preprocessor: Mapping[str, object] | None = None) -> None:
+        settings = preprocessor or {}
+        nested = settings.get("image_processor")  # Transformers 5 may nest it in processor_config.json
+        self.values = {**config, OF_IMAGES: {**settings, **nested} if isinstance(nested, Mapping) else settings}
+        self.has_file = preprocessor is not None
+
+    def raw(self, name: str) -> Any:
+        """The field as it stands, None where it is absent."""
+        value: Any = self.values
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def _read(self, names: Sequence[str], parse: Callable[[Any], T | None], needed: str, absent: T | None = None) -> T:
+        """What `parse` makes of the field, None where that is not what is `needed`; `absent` is what silence means."""
+        name = next((name for name in names if self.raw(name) is not None), None)
+        if name is None:
+            return self._refuse_silence(names[0]) if absent is None else absent
+        parsed = parse(self.raw(name))
+        if parsed is None:
+            raise ConfigError(f"{name} is {quote(self.raw(name))}: {needed} is needed")
+        return parsed
+
+    def _refuse_silence(self, name: str) -> Any:
+        section, _, own = name.partition(".")
+        if section != OF_IMAGES:
+            raise ConfigError(f"config.json lacks {name}: save AutoConfig.from_pretrained(MODEL).to_dict()")
+        lacks = f"preprocessor_config.json lacks {own}, and no default is assumed"
+        if self.has_file:
+            raise ConfigError(f"{lacks}: add it to that file")
+        raise LackingFileError(f"{lacks}: pass --set preprocessor=FILE, or put it beside config.json")
+
+    def size(self, *names: str, maximum: int = MAX_SIZE) -> int:
+        """Return a whole number of at least 1."""
+        return self._read(names, lambda x: _whole(x, maximum), f"a whole number from 1 to {maximum}")
+
+    def side(self, *names: str, maximum: int = MAX_SIZE) -> int:
+        """A size that may stand for both sides: [448, 448], {"height": 448, "width": 448}, {"shortest_edge": 448}."""
+        needed = f"a whole number from 1 to {maximum}, or two equal ones,"
+        return self._read(names, lambda x: _one_side(x, maximum), needed)
+
+    def agreed(self, *names: str, maximum: int = MAX_SIZE) -> int:
+        """The `side` that all names which are given agree on."""
+        value = self.side(*names, maximum=maximum)
+        given = [name for name in names if self.raw(name) is not None]
+        self.expect(value, given[0], *given[1:])
+        return value
+
+    def expect(self, expected: int, source: str, *names: str) -> None:
+        """Every name that is given must hold this number, which `source` makes."""
+        for name in names:
+            value = self.raw(name)
+            self.check(
+                value is None or _one_side(value, MAX_SIZE) == expected,
+                f"{name} is {quote(value)}, {source} makes it {expected}: take both files of one checkpoint",
+            )
+
+    def number(self, name: str) -> float:
+        """Return a finite number above 0."""
+        needed = f"a number above 0 and up to {MAX_SIZE}"
+        return self._read([name], lambda x: float(x) if type(x) in (int, float) and 0 < x <= MAX_SIZE else None, needed)
+
+    def flag(self, name: str, *, absent: bool | None = None) -> bool:
+        """true or false; `absent` is the one documented meaning of a missing switch, where it has one."""
+        return self._read([name], lambda x: x if isinstance(x, bool) else None, "true or false", absent)
+
+    def text(self, name: str) -> str:
+        """Return a name of any kind."""
+        return self._read([name], lambda x: x if isinstance(x, str) and x else None, "a text")
+
+    def word(self, name: str, choices: Sequence[str]) -> str:
+        """Return one of `choices`."""
+        needed = f"one of {', '.join(choices)}"
+        return self._read([name], lambda x: x if isinstance(x, str) and x in choices else None, needed)
+
+    def pairs(self, name: str) -> tuple[tuple[int, int], ...]:
+        """A list of [height, width]."""
+
+        def parse(value: Any) -> tuple[tuple[int, int], ...] | None:
+            fits = isinstance(value, (list, tuple)) and 0 < len(value) <= MAX_PINPOINTS
+            fits = fits and all(isinstance(x, (list, tuple)) and len(x) == 2 and all(map(_whole, x)) for x in value)
+            return tuple((a, b) for a, b in value) if fits else None
+
+        return self._read([name], parse, f"a list of at most {MAX_PINPOINTS} [height, width] pairs of whole numbers")
+
+    def check(self, agrees: bool, contradiction: str) -> None:
+        """Refuse two fields that cannot both be true; `contradiction` names both and says what to do."""
+        if not agrees:
+            raise ConfigError(contradiction)
+
+
+# -- settings of several families -----------------------------------------------------------------------------------
+
+
+def require_resize(s: Fields) -> None:
+    s.check(
+        s.raw("preprocessor_config.do_resize") is not False,
+        "preprocessor_config.do_resize is false: images would reach the tower in sizes that no rule describes: set it "
+        "to true",
+    )
+
+
+def patch_and_merge(s: Fields) -> tuple[int, int]:
+    patch = s.agreed("vision_config.patch_size", "preprocessor_config.patch_size", maximum=MAX_PATCH)
+    merge = s.agreed("vision_config.spatial_merge_size", "preprocessor_config.merge_size", maximum=MAX_MERGE)
+    return patch, merge
+
+
+def pixel_limits(s: Fields) -> tuple[int, int]:
+    """min_pixels and max_pixels; at the file's top level they override `size`, as in the processor."""
+    low = s.size(f"{OF_IMAGES}.min_pixels", f"{OF_IMAGES}.size.shortest_edge")
+    return low, s.size(f"{OF_IMAGES}.max_pixels", f"{OF_IMAGES}.size.longest_edge")
+
+
+def read_tile(s: Fields, *sides: str) -> tuple[int, int]:
+    """Side of a square tile in pixels, on which all of `sides` agree, and in patches."""
+    tile, patch = s.agreed(*sides), s.side("vision_config.patch_size", maximum=MAX_PATCH)
+    s.check(
+        1 <= tile // patch <= MAX_GRID,
+        f"vision_config.patch_size {patch} does not fit a tile of {tile} pixels: correct image_size or patch_size",
+    )
+    return tile, tile // patch
+
+
+def read_pinpoints(s: Fields) -> tuple[tuple[int, int], ...]:
+    """image_grid_pinpoints as (height, width), equal wherever they are given."""
+    names = [f"{prefix}image_grid_pinpoints" for prefix in (f"{OF_IMAGES}.", "")]
+    given = [name for name in names if s.raw(name) is not None] or names[1:]
+    found = [s.pairs(name) for name in given]
+    s.check(len(set(found)) == 1, f"{' and '.join(given)} differ: take both files of one checkpoint")
+    return found[0]
+
+
+# -- kinds of values -------------------------------------------------------------------------------------------------
+
+
+def _whole(value: object, maximum: int = MAX_SIZE) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= maximum else None
+
+
+def _one_side(value: object, maximum: int) -> int | None:
+    if isinstance(value, Mapping):
+        value = [value[key] for key in ("height", "width", "shortest_edge") if value.get(key) is not None]
+    if isinstance(value, (list, tuple)) and value and all(side == value[0] for side in value):
+        value = value[0]
+    return _whole(value, maximum)
+
+
+# -- families ---------------------------------------------------------------------------------------------------------
+
 
 Smallest = Literal["block", "tile", "fewest tiles"]
 """One block of a grid of patches, one tile of fixed size, or the tile grid that leaves the fewest tokens."""
@@ -84,22 +249,16 @@ REMOTE = "internvl_chat"
 
 def _remote_tiles(s: Fields) -> ImageRule:
     """InternVL's remote code: all settings stand in config.json; its preprocessor_config.json is not read."""
-    tile, grid = read_tile(s, "force_image_size" if s.given("force_image_size") else "vision_config.image_size")
+    tile, grid = read_tile(s, "vision_config.image_size" if s.raw("force_image_size") is None else "force_image_size")
     tokens = int(grid**2 * s.number("downsample_ratio") ** 2)
-    rows = grid**2 + 1
     if not s.flag("dynamic_image_size"):
-        s.raise_problems()
-        return FixedImage(rows=rows, tokens=tokens)
-    low = s.size("min_dynamic_patch", maximum=MAX_TILES)
-    high = s.size("max_dynamic_patch", maximum=MAX_TILES)
-    thumbnail = s.flag("use_thumbnail")
-    s.raise_problems()
+        return FixedImage(rows=grid**2 + 1, tokens=tokens)
     return DynamicTiling(
-        min_tiles=low,
-        max_tiles=high,
+        min_tiles=s.size("min_dynamic_patch", maximum=MAX_TILES),
+        max_tiles=s.size("max_dynamic_patch", maximum=MAX_TILES),
         tile_size=tile,
-        thumbnail=thumbnail,
-        rows_per_tile=rows,
+        thumbnail=s.flag("use_thumbnail"),
+        rows_per_tile=grid**2 + 1,
         tokens_per_tile=tokens,
     )
 
@@ -115,12 +274,9 @@ def _port_tiles(s: Fields) -> ImageRule:
     tokens = int(grid**2 * s.number("downsample_ratio") ** 2)
     names = ("image_seq_length", "preprocessor_config.image_seq_length")
     s.expect(tokens, "(image_size / patch_size x downsample_ratio)^2", *names)
-    low = s.size("preprocessor_config.min_patches", maximum=MAX_TILES)
-    high = s.size("preprocessor_config.max_patches", maximum=MAX_TILES)
-    s.raise_problems()
     return DynamicTiling(
-        min_tiles=low,
-        max_tiles=high,
+        min_tiles=s.size("preprocessor_config.min_patches", maximum=MAX_TILES),
+        max_tiles=s.size("preprocessor_config.max_patches", maximum=MAX_TILES),
         tile_size=tile,
         thumbnail=True,
         rows_per_tile=grid**2 + 1,
@@ -138,9 +294,8 @@ _INTERNVL_MARKUP = ImageMarkup(placeholder="<IMG_CONTEXT>", soft="<IMG_CONTEXT>"
 def _smart_resize(s: Fields, *, windows: bool = False) -> ImageRule:
     require_resize(s)
     patch, merge = patch_and_merge(s)
-    low, high = pixel_limits(s)
     window = s.size("vision_config.window_size") if windows else None
-    s.raise_problems()
+    low, high = pixel_limits(s)
     return SmartResize(patch_size=patch, merge_size=merge, min_pixels=low, max_pixels=high, window_size=window)
 
 
@@ -158,9 +313,8 @@ _windowed = partial(_smart_resize, windows=True)
 def _glm_smart_resize(s: Fields) -> ImageRule:
     require_resize(s)
     patch, merge = patch_and_merge(s)
-    low, high = pixel_limits(s)
     temporal = s.agreed("preprocessor_config.temporal_patch_size", "vision_config.temporal_patch_size")
-    s.raise_problems()
+    low, high = pixel_limits(s)
     return GlmSmartResize(
         patch_size=patch, merge_size=merge, temporal_patch_size=temporal, min_pixels=low, max_pixels=high
     )
@@ -177,46 +331,34 @@ def _one_tile(s: Fields) -> ImageRule:
     tile, grid, class_tokens = _clip_tile(s)
     rows = grid * grid + class_tokens
     tokens = rows - (_feature_strategy(s) == "default")
-    whence = f"a tile of {tile} pixels with {rows} rows"
-    s.expect(tokens, whence, "image_seq_length")
-    s.raise_problems()
+    s.expect(tokens, f"a tile of {tile} pixels with {rows} rows", "image_seq_length")
     return FixedImage(rows=rows, tokens=tokens)
-
-
-def _next_tiles(s: Fields) -> ImageRule:
-    return _anyres(s, max_feature_tiles=None, lone_images_only=False, name="llava_anyres")
 
 
 def _onevision_tiles(s: Fields) -> ImageRule:
     rule = s.text("vision_aspect_ratio")
     match = re.fullmatch(r"anyres_max_([1-9][0-9]{0,3})", rule)
-    s.check(
-        match is not None,
-        f"vision_aspect_ratio is {quote(rule)}, and not of the form anyres_max_N with N up to 9999: correct it, for "
-        "released checkpoints to anyres_max_9",
-    )
-    limit = int(match.group(1)) if match else None
-    return _anyres(s, max_feature_tiles=limit, lone_images_only=True, name=f"llava_anyres_max_{limit}")
+    if match is None:
+        raise ConfigError(f"vision_aspect_ratio is {quote(rule)}, not anyres_max_N, N up to 9999: give anyres_max_9")
+    return _anyres(s, max_feature_tiles=int(match.group(1)))
 
 
-def _anyres(s: Fields, *, max_feature_tiles: int | None, lone_images_only: bool, name: str) -> ImageRule:
+def _anyres(s: Fields, *, max_feature_tiles: int | None = None) -> ImageRule:
+    """LLaVA-NeXT's rule; with `max_feature_tiles` LLaVA-OneVision's, which tiles lone images only."""
     tile, grid, class_tokens = _clip_tile(s)
     strategy = _feature_strategy(s)
     s.check(
         (strategy == "default") == (class_tokens == 1),
-        f"vision_feature_select_strategy is {strategy}, but a tower with {class_tokens} class tokens would not leave a "
-        'square of features per tile: use "default" with CLIP and "full" with SigLIP',
+        f"vision_feature_select_strategy {strategy} leaves no square: CLIP has default, SigLIP full",
     )
-    pinpoints = read_pinpoints(s)
-    s.raise_problems()
     return AnyRes(
         tile_size=tile,
-        pinpoints=pinpoints,
+        pinpoints=read_pinpoints(s),
         grid_size=grid,
         rows_per_tile=grid * grid + class_tokens,
         max_feature_tiles=max_feature_tiles,
-        lone_images_only=lone_images_only,
-        name=name,
+        lone_images_only=max_feature_tiles is not None,
+        name="llava_anyres" if max_feature_tiles is None else f"llava_anyres_max_{max_feature_tiles}",
     )
 
 
@@ -225,12 +367,12 @@ def _clip_tile(s: Fields) -> tuple[int, int, int]:
     require_resize(s)
     sides = ("vision_config.image_size", "preprocessor_config.crop_size", "preprocessor_config.size")
     tile, grid = read_tile(s, *sides)
-    return tile, grid, CLASS_TOKENS[s.word("vision_config.model_type", choices=tuple(CLASS_TOKENS))]
+    return tile, grid, CLASS_TOKENS[s.word("vision_config.model_type", tuple(CLASS_TOKENS))]
 
 
 def _feature_strategy(s: Fields) -> str:
     """ "default" drops the first row of each tile, "full" keeps all."""
-    return s.word("vision_feature_select_strategy", choices=("default", "full"))
+    return s.word("vision_feature_select_strategy", ("default", "full"))
 
 
 _LLAVA_MARKUP = ImageMarkup(placeholder="<image>", soft="<image>")
@@ -251,14 +393,13 @@ def _crops(s: Fields) -> ImageRule:
     tokens = s.agreed("mm_tokens_per_image", "preprocessor_config.image_seq_length")
     name = "preprocessor_config.pan_and_scan"
     if not s.flag("preprocessor_config.do_pan_and_scan", absent=False):
-        s.raise_problems()
         return FixedImage(rows=grid**2, tokens=tokens, name="gemma3")
-    least = s.size(f"{name}_min_crop_size")
-    most = s.size(f"{name}_max_num_crops", maximum=MAX_TILES)
-    ratio = s.number(f"{name}_min_ratio_to_activate")
-    s.raise_problems()
     return PanAndScan(
-        rows_per_crop=grid**2, tokens_per_crop=tokens, min_crop_size=least, max_num_crops=most, min_ratio=ratio
+        rows_per_crop=grid**2,
+        tokens_per_crop=tokens,
+        min_crop_size=s.size(f"{name}_min_crop_size"),
+        max_num_crops=s.size(f"{name}_max_num_crops", maximum=MAX_TILES),
+        min_ratio=s.number(f"{name}_min_ratio_to_activate"),
     )
 
 
@@ -280,7 +421,6 @@ def _padded_tiles(s: Fields) -> ImageRule:
     require_resize(s)
     _, grid = read_tile(s, "vision_config.image_size", "preprocessor_config.size")
     tiles = s.agreed("vision_config.max_num_tiles", "preprocessor_config.max_image_tiles", maximum=MAX_TILES)
-    s.raise_problems()
     rows = grid**2 + 1
     return PaddedTiles(tiles=tiles, rows_per_tile=-(-rows // 8) * 8)  # the tower pads each tile to a multiple of 8
 
@@ -302,12 +442,10 @@ FAMILIES: dict[str, Family] = {
     "glm46v": Family(image_rule=_glm_smart_resize),
     "glm4v_moe": Family(image_rule=_glm_smart_resize),
     "llava": Family(
-        image_rule=_one_tile,
-        markup=_LLAVA_MARKUP,
-        pack=PackFormat(joined=("pixel_values",), smallest="tile"),
+        image_rule=_one_tile, markup=_LLAVA_MARKUP, pack=PackFormat(joined=("pixel_values",), smallest="tile")
     ),
     "llava_next": Family(
-        image_rule=_next_tiles,
+        image_rule=_anyres,
         markup=_LLAVA_MARKUP,
         pack=PackFormat(joined=_SIZED, smallest="fewest tiles"),
         joins_tiles=True,

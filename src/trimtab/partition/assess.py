@@ -14,8 +14,6 @@ from trimtab.costs.profile import chosen_tiers, mean_seconds, stage_seconds
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode, ScheduleName
 from trimtab.partition.schedules import (
-    BACKWARD,
-    FORWARD,
     BlockOrder,
     block_order,
     check_schedule,
@@ -24,7 +22,7 @@ from trimtab.partition.schedules import (
     peak_saved_bytes,
     splits_backward,
 )
-from trimtab.specs import FloatArray, IntArray, Profile, Stage
+from trimtab.specs import FloatArray, Profile, Stage
 from trimtab.units import format_bytes
 
 
@@ -106,16 +104,10 @@ class SplitProblem:
             raise PartitionError(f"cannot cut {L} layers into {what}: choose between 1 and {L} in all")
         check_schedule(self.schedule, num_devices=P, num_chunks=V, num_microbatches=self.num_microbatches)
         if not 0 <= self.overhead_bytes < self.memory_bytes:
-            raise PartitionError(
-                f"a memory cap of {format_bytes(self.memory_bytes)} with {format_bytes(self.overhead_bytes)} of "
-                "overhead leaves nothing for the model: give the device's whole memory and a smaller overhead"
-            )
+            raise PartitionError(f"{format_bytes(self.overhead_bytes)} overhead leave nothing of the memory: give less")
         runs = L - len([c for c in self.forbidden_cuts if 0 < c < L])
         if runs < P * V:
-            raise PartitionError(
-                f"cannot cut {L} layers into {P * V} stages: {L - runs} of the {L - 1} cuts are forbidden: "
-                f"choose at most {runs} stages"
-            )
+            raise PartitionError(f"cannot cut {L} layers into {P * V} stages: forbidden cuts allow at most {runs}")
 
     @property
     def room_bytes(self) -> float:
@@ -228,72 +220,3 @@ def state_bytes(profile: Profile, stages: Sequence[Stage]) -> FloatArray:
 def entry_bytes(profile: Profile, work: FloatArray) -> FloatArray:
     """Return (num_layers,) bytes that a stage holds more when it begins with the layer, of one micro-batch."""
     return np.array([max(0.0, float(np.dot(x.entry_bytes, work))) if x.entry_bytes else 0.0 for x in profile.layers])
-
-
-# -- peak bytes of every rank, block by block of the schedule ---------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedPeak:
-    """The worst moment of one pipeline rank, and in which step of which data-parallel rank it comes."""
-
-    memory: DeviceMemory
-    step: int
-    dp_rank: int
-
-
-def replay_peaks(
-    problem: SplitProblem,
-    stages: Sequence[Stage],
-    work: FloatArray,
-    table: IntArray,
-) -> tuple[ReplayedPeak, ...]:
-    """The peak of each pipeline rank when `table` (num_steps, dp, M) runs packs of `work` (num_packs, T).
-
-    As `SplitProblem.assess` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers
-    hold, a backward takes it away; while either runs, the stage's largest transient lies on top (of a forward: an upper
-    bound). So never above `problem.assess(stages)` where no pack exceeds `problem.work_max`.
-    """
-    # packs of all steps and ranks side by side
-    P, V, M = problem.num_stages, problem.num_chunks, problem.num_microbatches
-    profile, split = problem.profile, splits_backward(problem.schedule)
-    assert table.shape[2] == M, "the schedule has another number of micro-batches"
-    packs = table.reshape(-1, M)  # an empty slot is -1, the last row of what follows
-    work = np.vstack([work, np.zeros((1, work.shape[1]))])
-    order = problem.order
-    # each device by itself: its blocks in turn add bytes and take them away
-    result = []
-    for device in range(P):
-        numbers = [s for s in range(P * V) if order.device[s] == device]
-        own = {s: stage_bytes(profile, stages[s], work, once=split) for s in numbers}
-        state = sum(x.state_bytes for s in numbers for x in profile.layers[stages[s].start : stages[s].stop])
-        held, most = np.zeros(len(packs)), np.full(len(packs), -1.0)
-        saved_then = np.zeros(len(packs))
-        blocks = zip(order.stage[device], order.microbatch[device], order.kind[device], strict=True)
-        for stage, microbatch, kind in blocks:
-            # what the block adds, what lies on top while it runs, and what it leaves
-            which, pack = own[int(stage)], packs[:, microbatch]
-            if kind == FORWARD:
-                held = held + which.saved[pack]
-            elif kind == BACKWARD and split:
-                held = held + (which.whole - which.saved)[pack]
-            now = held + which.transient[pack]
-            saved_then = np.where(now > most, held, saved_then)
-            most = np.maximum(most, now)
-            if kind != FORWARD and not (kind == BACKWARD and split):
-                held = held - (which.whole if split else which.saved)[pack]
-        # the fullest moment over all steps and ranks
-        worst = int(most.argmax())
-        result.append(
-            ReplayedPeak(
-                memory=DeviceMemory(
-                    state_bytes=float(state),
-                    saved_bytes=float(saved_then[worst]),
-                    transient_bytes=float(most[worst] - saved_then[worst]),
-                    overhead_bytes=float(problem.overhead_bytes),
-                ).with_share(problem.overhead_share),
-                step=worst // table.shape[1],
-                dp_rank=worst % table.shape[1],
-            )
-        )
-    return tuple(result)

@@ -195,10 +195,7 @@ def _classes(ladders: Sequence[Sequence[_Rung]]) -> tuple[IntArray, list[tuple[U
 def _refuse_negative(**lowest_s: float) -> None:
     for name, lowest in lowest_s.items():
         if lowest < 0:
-            raise PartitionError(
-                f"a layer's {name} time is negative at the mean micro-batch ({lowest:.3g} s): the profile was fitted "
-                "outside this range, profile again with micro-batches like yours"
-            )
+            raise PartitionError(f"a layer's {name} time at the mean micro-batch is {lowest:.3g} s: profile again")
 
 
 def _offered(layer: LayerCost, recompute: RecomputeMode) -> tuple[RecomputeTier, ...]:
@@ -212,10 +209,7 @@ def _offered(layer: LayerCost, recompute: RecomputeMode) -> tuple[RecomputeTier,
 def _work_vector(work: FloatArray | Sequence[float], name: str) -> FloatArray:
     vector = np.asarray(work, np.float64)
     if vector.shape != (NUM_WORK_TERMS,) or not np.isfinite(vector).all() or (vector < 0).any():
-        raise PartitionError(
-            f"{name} must hold {NUM_WORK_TERMS} finite amounts, none negative, one for each of WORK_TERMS; "
-            f"it is {np.array2string(vector, threshold=10)}: take the mean or the maximum over the packs' work rows"
-        )
+        raise PartitionError(f"{name} must be {NUM_WORK_TERMS} finite amounts, none negative: take the packs' mean")
     return vector
 
 

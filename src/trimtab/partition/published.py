@@ -76,10 +76,7 @@ def bmp_split(
         splits.append((split, time_stages(split.stages)))
         timed.append((candidate, splits[-1][1]))
     if not splits:
-        raise PartitionError(
-            f"none of {len(candidates)} splits within {radius} layers of the anchor fits the memory: try a larger "
-            "radius, or split_stages, which searches all of them"
-        )
+        raise PartitionError(f"no split in radius {radius} of the anchor fits: give more, or split_stages")
     # the fastest of those that were timed
     best, seconds = min(splits, key=lambda x: x[1])
     return BmpResult(
@@ -111,10 +108,7 @@ def bmp_candidates(problem: SplitProblem, anchor: Sequence[int], *, radius: int)
     S = len(anchor) + 1
     count = (2 * radius + 1) ** len(anchor)
     if radius < 0 or count > MAX_CANDIDATES:
-        raise PartitionError(
-            f"radius {radius} around {len(anchor)} cuts makes {count} splits: choose a smaller radius, at least 0, or "
-            "search_makespan, which does not list them"
-        )
+        raise PartitionError(f"radius {radius} makes {count} splits: choose a smaller one, at least 0")
     _, positions = _forward_before(problem)
     at = np.searchsorted(positions, anchor)
     ranges = [range(max(1, a - radius), min(len(positions) - 1, a + radius + 1)) for a in at.tolist()]
@@ -185,7 +179,7 @@ class UnevenModel:
     def vision_flops(self) -> float:
         """3 (2 N h c p^2 + L layer)."""
         N, h = self.vision_tokens, self.vision_hidden
-        return 3.0 * (2 * N * h * self.patch_values + self.vision_layers * _layer_flops(N, h, self.vision_ffn))
+        return 3.0 * (2 * N * h * self.patch_values + self.vision_layers * layer_flops(N, h, self.vision_ffn))
 
     @property
     def projector_flops(self) -> float:
@@ -194,7 +188,7 @@ class UnevenModel:
 
     @property
     def llm_layer_flops(self) -> float:
-        return 3.0 * _layer_flops(self.decoder_tokens, self.llm_hidden, self.llm_ffn)
+        return 3.0 * layer_flops(self.decoder_tokens, self.llm_hidden, self.llm_ffn)
 
     def stage_flops(self, counts: Sequence[int]) -> tuple[float, ...]:
         """Of each stage with so many language layers; vision tower and projector belong to stage 0."""
@@ -243,10 +237,7 @@ def uneven_model(model: ModelSpec, *, image: tuple[int, int], decoder_tokens: in
         {(layer.hidden_size, _ffn(model, layer)) for layer in language},
     )
     if any(len(found) > 1 for found in widths):
-        raise PartitionError(
-            f"the FLOPs rule knows one width for a tower's layers, and those of {model.name} differ: use plan, which "
-            "counts every layer"
-        )
+        raise PartitionError(f"the FLOPs rule knows one width for a tower, and {model.name} has several: use plan")
     # the rule's own words
     ((vision_hidden, vision_ffn),), ((llm_hidden, llm_ffn),) = widths
     return UnevenModel(
@@ -281,10 +272,7 @@ def flops_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
         middle = math.ceil(total / (pp - 1) / layer)
         counts = (0, *[middle] * (pp - 2), L - middle * (pp - 2))
     if min(counts) < 0:
-        raise PartitionError(
-            f"the FLOPs rule cannot divide {L} language layers among {pp} stages: its rounding up leaves {min(counts)} "
-            "for one of them: use the optimum, or fewer stages"
-        )
+        raise PartitionError(f"the FLOPs rule leaves a stage {min(counts)} of {L} layers: give fewer stages than {pp}")
     return priced_split(model, counts)
 
 
@@ -298,9 +286,7 @@ def split_with(model: UnevenModel, first: int, *, pp: int) -> UnevenSplit:
     """`first` layers on the first stage, the others as even as whole layers go."""
     _check_pp(model, pp)
     if not 0 <= first <= model.llm_layers:
-        raise PartitionError(
-            f"the first stage cannot have {first} of {model.llm_layers} language layers: give 0 to {model.llm_layers}"
-        )
+        raise PartitionError(f"the first stage has 0 to {model.llm_layers} language layers, not {first}")
     each, left = divmod(model.llm_layers - first, pp - 1)
     return priced_split(model, (first, *[each + (i < left) for i in range(pp - 1)]))
 
@@ -312,12 +298,7 @@ def priced_split(model: UnevenModel, counts: Sequence[int]) -> UnevenSplit:
 
 
 def stage_memory(
-    model: UnevenModel,
-    counts: Sequence[int],
-    *,
-    tp: int = 1,
-    batch: int = 1,
-    fp8: bool = False,
+    model: UnevenModel, counts: Sequence[int], *, tp: int = 1, batch: int = 1, fp8: bool = False
 ) -> tuple[StageMemory, ...]:
     """Bytes of every stage by the notebook's formulas (its GB are 10**9): M_first, M_other for each middle, M_last.
 
@@ -330,9 +311,7 @@ def stage_memory(
     """
 
     def layers(num_layers: int, s: int, h: int, f: int) -> float:
-        params = (4 * h * h + 2 * h * f) / tp + (3 * h + f) / tp + 6 * h
-        activations = batch * s * ((15 * h + 3 * f) if fp8 else (18 * h + 4 * f)) / tp
-        return num_layers * (STATE_BYTES * params + activations)
+        return num_layers * layer_bytes(batch * s, h, f, tp=tp, fp8=fp8)
 
     N, c, h = model.vision_tokens, model.patch_values, model.vision_hidden
     embed = STATE_BYTES * c * h + 2 * batch * N * c
@@ -351,7 +330,14 @@ def stage_memory(
     )
 
 
-def _layer_flops(num_tokens: int, hidden: int, ffn: int) -> float:
+def layer_bytes(num_tokens: int, hidden: int, ffn: int, *, tp: int, fp8: bool = False) -> float:
+    """Bytes of one layer for a micro-batch of so many tokens, as `stage_memory` says."""
+    h, f = hidden, ffn
+    params = (4 * h * h + 2 * h * f) / tp + (3 * h + f) / tp + 6 * h
+    return STATE_BYTES * params + num_tokens * ((15 * h + 3 * f) if fp8 else (18 * h + 4 * f)) / tp
+
+
+def layer_flops(num_tokens: int, hidden: int, ffn: int) -> float:
     """8 N h^2 + 4 h N^2 + 4 N h f: projections, full attention, two-matrix feed-forward."""
     N, h, f = num_tokens, hidden, ffn
     return 8.0 * N * h * h + 4.0 * h * N * N + 4.0 * N * h * f
@@ -359,19 +345,13 @@ def _layer_flops(num_tokens: int, hidden: int, ffn: int) -> float:
 
 def _ffn(model: ModelSpec, layer: LayerSpec) -> int:
     if layer.mlp is None or layer.mlp.num_experts:
-        raise PartitionError(
-            f"the FLOPs rule counts one feed-forward a layer, and {layer.name} of {model.name} has experts or none: "
-            "use plan, which counts them"
-        )
+        raise PartitionError(f"the FLOPs rule knows no experts, as in {layer.name} of {model.name}: use plan")
     return layer.mlp.intermediate_size
 
 
 def _check_pp(model: UnevenModel, pp: int) -> None:
     if not 2 <= pp <= model.llm_layers:
-        raise PartitionError(
-            f"the FLOPs rule splits into 2 to {model.llm_layers} stages, one language layer each, {pp} were asked for: "
-            "choose such a pp, or use split_stages"
-        )
+        raise PartitionError(f"the FLOPs rule makes 2 to {model.llm_layers} stages, not {pp}: use split_stages")
 
 
 # -- equal block counts, and one switch of recompute ------------------------------------------------------------------
@@ -397,10 +377,7 @@ def even_stages(
         if layer.kind == "block" and (vision == "spread" or layer.tower == "language")
     ]
     if not 1 <= num_stages <= len(blocks):
-        raise PartitionError(
-            f"cannot divide {len(blocks)} blocks evenly among {num_stages} stages: choose between 1 and {len(blocks)} "
-            "stages"
-        )
+        raise PartitionError(f"{len(blocks)} blocks make 1 to {len(blocks)} stages, not {num_stages}")
     each, left = divmod(len(blocks), num_stages)
     starts = [i * each + min(i, left) for i in range(1, num_stages)]
     return stages_between(_allowed([blocks[k] for k in starts], len(profile.layers), forbidden_cuts))
@@ -416,10 +393,7 @@ def _allowed(inner: Sequence[int], num_layers: int, forbidden_cuts: frozenset[in
     """Cuts 0, ..., num_layers, each inner one at the nearest free allowed place (earlier on ties)."""
     free = [c for c in range(1, num_layers) if c not in forbidden_cuts]
     if len(free) < len(inner):
-        raise PartitionError(
-            f"cannot cut {num_layers} layers into {len(inner) + 1} stages: only {len(free)} cuts are allowed: "
-            f"choose at most {len(free) + 1} stages"
-        )
+        raise PartitionError(f"{num_layers} layers allow {len(free) + 1} stages, not {len(inner) + 1}")
     cuts = [0]
     for k, wanted in enumerate(inner):
         # leave enough allowed cuts for those behind

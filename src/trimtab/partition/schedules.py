@@ -71,29 +71,19 @@ def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_micr
     """Raises `PartitionError` for a schedule that cannot run."""
     if schedule not in get_args(ScheduleName):
         raise PartitionError(
-            f"schedule {schedule!r} is unknown: choose one of {', '.join(get_args(ScheduleName))}",
+            f"schedule {schedule!r} is unknown: take {', '.join(get_args(ScheduleName))}",
         )
     # sizes, then what each schedule asks of chunks and micro-batches
     if num_devices < 1 or num_chunks < 1 or num_microbatches < 1:
-        raise PartitionError(
-            f"a pipeline of {num_devices} stages x {num_chunks} chunks x {num_microbatches} micro-batches is empty: "
-            "give at least 1 of each"
-        )
+        raise PartitionError(f"no pipeline has {num_devices} stages x {num_chunks} x {num_microbatches} micro-batches")
     if schedule not in _MAX_CHUNKS and num_chunks > 1:
-        raise PartitionError(
-            f"{schedule} runs one chunk a device, {num_chunks} were asked for: "
-            "give num_chunks=1 or schedule='Interleaved1F1B'"
-        )
+        raise PartitionError(f"{schedule} runs num_chunks=1, not {num_chunks}: take Interleaved1F1B")
     if schedule == "ZBVZeroBubble" and num_chunks != 2:
-        raise PartitionError(
-            f"ZBVZeroBubble runs two chunks a device, one on the way down and one on the way up, {num_chunks} were "
-            "asked for: give num_chunks=2 or schedule='ZBH1'"
-        )
+        raise PartitionError(f"ZBVZeroBubble runs two chunks: give num_chunks=2, not {num_chunks}, or schedule='ZBH1'")
     if num_microbatches % microbatch_unit(schedule, num_devices):
         raise PartitionError(
-            f"Interleaved1F1B runs micro-batches in rounds of {num_devices}, one a pipeline device, and "
-            f"{num_microbatches} is no multiple: take {_nearest_multiples(num_microbatches, num_devices)} of them, "
-            "or schedule='1F1B'"
+            f"Interleaved1F1B needs a multiple of {num_devices} micro-batches, not {num_microbatches}: take "
+            f"{_nearest_multiples(num_microbatches, num_devices)}, or schedule='1F1B'"
         )
 
 

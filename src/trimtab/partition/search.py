@@ -37,11 +37,7 @@ class Evaluator:
         work = np.asarray(work, np.float64)
         expected = (problem.num_microbatches, NUM_WORK_TERMS)
         if work.ndim != 3 or work.shape[0] == 0 or work.shape[1:] != expected:
-            raise PartitionError(
-                f"work of shape {work.shape} cannot be simulated with {problem.num_microbatches} micro-batches a step: "
-                f"give (steps, {expected[0]}, {expected[1]}), at least one step"
-            )
-        # what does not depend on the cuts, once
+            raise PartitionError(f"work must have shape (steps, {expected[0]}, {expected[1]}), not {work.shape}")
         S = problem.num_stages * problem.num_chunks
         self.problem = problem
         self.rows = work.reshape(-1, NUM_WORK_TERMS)

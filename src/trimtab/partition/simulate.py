@@ -293,10 +293,7 @@ def simulate_steps(
     costs = block_costs(times, schedule)
     S, num_packs = times.forward_s.shape
     if table.ndim != 3 or table.size == 0 or table.max() >= num_packs or table.min() < -1:
-        raise PartitionError(
-            f"a table of shape {table.shape} over {num_packs} packs cannot be simulated: give (steps, ranks, "
-            "micro-batches) of pack numbers, -1 for an empty slot"
-        )
+        raise PartitionError(f"a table of shape {table.shape}: give (steps, ranks, micro-batches) of {num_packs} packs")
     P = S if num_devices is None else num_devices
     waves = _waves(schedule, S, P, table.shape[2])
     each = makespans(waves, costs.seconds, costs.sends, table.reshape(-1, table.shape[2]))
@@ -324,23 +321,14 @@ def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
     arrays = [times.forward_s, times.backward_s, times.send_forward_s, times.send_backward_s]
     if splits_backward(schedule):
         if times.weight_s is None:
-            raise PartitionError(
-                f"{schedule} runs weight gradients apart, and the stage times have none: give weight_s, or a schedule "
-                "that keeps backwards whole"
-            )
+            raise PartitionError(f"{schedule} needs weight_s: give it, or take a schedule with whole backwards")
         arrays.append(times.weight_s)
     # arrays of one shape, finite, none below 0
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1 or times.forward_s.ndim != 2 or times.forward_s.size == 0:
-        raise PartitionError(
-            f"stage times have the shapes {', '.join(map(str, sorted(shapes)))}: give arrays of one shape, "
-            "(stages, micro-batches), neither of them 0"
-        )
+        raise PartitionError(f"stage times have unlike shapes {sorted(shapes)}: give (stages, micro-batches)")
     if not all(np.isfinite(array).all() and (array >= 0).all() for array in arrays):
-        raise PartitionError(
-            "a stage time is negative or not finite: give seconds >= 0; profile again if they come from a fit"
-        )
-    # a split backward is its weights' part, and the rest
+        raise PartitionError("a stage time is negative or not finite: give seconds >= 0")
     seconds = np.zeros((3, *times.forward_s.shape))
     seconds[FORWARD], seconds[BACKWARD] = times.forward_s, times.backward_s
     if splits_backward(schedule) and times.weight_s is not None:

@@ -169,7 +169,7 @@ def _infeasible(problem: SplitProblem, table: LayerTable) -> PartitionError:
     num, held = problem.num_stages, format_bytes(problem.memory_bytes)
     devices = f"one device that may hold {held}" if num == 1 else f"{num} devices that may hold {held} each"
     return PartitionError(
-        f"{len(problem.profile.layers)} layers do not fit {devices}: {how} the best split needs "
-        f"{format_bytes(least)} on its fullest device, {format_bytes(missing)} ({missing:,.0f} bytes) too many: "
-        f"try {', '.join(tries[:-1])} or {tries[-1]}"
+        f"{len(problem.profile.layers)} layers do not fit {devices}: {how} the fullest device needs "
+        f"{format_bytes(least)}, {format_bytes(missing)} ({missing:,.0f} bytes) too many: try {', '.join(tries[:-1])} "
+        f"or {tries[-1]}"
     )

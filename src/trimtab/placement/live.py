@@ -47,10 +47,7 @@ class Serving:
         volume = 0.0 if patch is None else patch.rows_per_input * patch.num_matmul_params / patch.output_size
         crosses = any(x.attention is not None and x.attention.cross for x in model.layers)
         if crosses and workload.attention == "flash":
-            raise PartitionError(
-                "flash attention cannot be used: cross-attention layers are given masks of four dimensions, which it "
-                "does not take: choose sdpa or eager"
-            )
+            raise PartitionError("flash attention takes no masks of cross-attention: choose sdpa or eager")
         projector = next((x for x in model.layers if x.tower == "projector"), None) if crosses else None
         return Serving(
             workload=workload,

@@ -162,10 +162,7 @@ def parse_images(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
         match = re.fullmatch(r"\s*([0-9]{1,7})[xX]([0-9]{1,7})(?:,([0-9]{1,5}))?\s*", text)
         count = int(match[3] or 1) if match else 0
         if match is None or not 1 <= count <= _MAX_IMAGES:
-            raise ImageError(
-                f"{text!r} names no images: write width x height in pixels and how many, as in 1024x768,4 "
-                f"(at most {_MAX_IMAGES})"
-            )
+            raise ImageError(f"{text!r} names no images: write pixels and number, as 1024x768,4 (up to {_MAX_IMAGES})")
         sizes += [(int(match[1]), int(match[2]))] * count
     return tuple(sizes)
 
@@ -216,10 +213,7 @@ def stored_workload(model: "ModelSpec", workload: Workload) -> Workload:
     if model.stored_as is None or workload.quant is not None:
         return workload
     if model.stored_as not in QUANTS:
-        raise PartitionError(
-            f"the weights of {model.name} are stored as {quote(model.stored_as)}, which has no formula: give --quant "
-            f"with the nearest of {', '.join(QUANTS)}, or the folder that it was made from"
-        )
+        raise PartitionError(f"{model.name} is stored as {quote(model.stored_as)}: give --quant {', '.join(QUANTS)}")
     return replace(workload, quant=model.stored_as)
 
 

@@ -11,13 +11,16 @@ import numpy as np
 
 from trimtab.errors import PartitionError, refuse_type
 from trimtab.models.families import family_of
-from trimtab.placement.bytes import DeviceKey, InferenceTable, inference_table, run_bytes
-from trimtab.placement.chain import (
+from trimtab.placement.bytes import (
     Arrangement,
+    DeviceKey,
+    InferenceTable,
     Parts,
     arrangements,
+    inference_table,
     parts_of,
     pipeline_arrangement,
+    run_bytes,
 )
 from trimtab.placement.machine import Machine, Workload
 from trimtab.placement.placed import Objective, Placement, summarize
@@ -170,7 +173,7 @@ def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: 
     table = inference_table(model, workload)
     parts = parts_of(model)
     if objective == "pipeline":
-        return _place_stages(model, machine, workload, table, parts)
+        return _place_stages(model, machine, table, parts)
     spills = order_spills(model, parts, table, cpu_bytes=machine.cpu_bytes)
     search = _Search.of(arrangements(parts), machine, table, spills.by_rows)
     cut = search.cut((), objective)
@@ -186,9 +189,7 @@ def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: 
     return _assemble(model, machine, table, cut, spilled=homes, objective=objective, by_rows=spills.by_rows)
 
 
-def _place_stages(
-    model: ModelSpec, machine: Machine, workload: Workload, table: InferenceTable, parts: Parts
-) -> Placement:
+def _place_stages(model: ModelSpec, machine: Machine, table: InferenceTable, parts: Parts) -> Placement:
     """Stages of an engine: each keeps a copy of a tied weight that it reads."""
     if parts.tied:
         owner = sum(int(table.weights[i]) for i in parts.embed.layers)
@@ -200,9 +201,7 @@ def _place_stages(
     if cut is None:
         share, _ = search.fullest(())
         raise PartitionError(
-            f"{model.name} does not fit {len(machine.gpus)} GPUs as pipeline stages (batch {workload.batch}): the "
-            f"fullest would be filled to {100 * share:.0f} %; give more or larger GPUs, a smaller batch, or place it "
-            "without --for pipeline"
+            f"stages of {model.name} fill a GPU to {100 * share:.0f} %: give larger GPUs, or leave out --for pipeline"
         )
     return _assemble(model, machine, table, cut, spilled={}, objective="pipeline")
 

@@ -9,8 +9,7 @@ from typing import Literal
 
 from trimtab.errors import ConfigError
 from trimtab.files import read_small
-from trimtab.placement.bytes import DeviceKey, DeviceUse, InferenceTable, device_bytes
-from trimtab.placement.chain import modules_of
+from trimtab.placement.bytes import DeviceKey, DeviceUse, InferenceTable, device_bytes, modules_of
 from trimtab.placement.machine import Machine
 from trimtab.specs import ModelSpec
 from trimtab.typed_json import parse_json

@@ -5,21 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from trimtab.errors import PartitionError
-from trimtab.placement.bytes import DeviceKey, inference_table
-from trimtab.placement.chain import modules_of, upwards
+from trimtab.placement.bytes import DeviceKey, inference_table, modules_of, upwards
 from trimtab.placement.machine import Machine, Workload
 from trimtab.placement.placed import Placement, summarize
 from trimtab.specs import ModelSpec
 
-Variant = Literal["repository", "model card"]
 
-
-def split_model(
-    num_layers: int, vit_alpha: float = 0.5, *, world_size: int, variant: Variant = "repository"
-) -> dict[str, int]:
+def split_model(num_layers: int, vit_alpha: float = 0.5, *, world_size: int) -> dict[str, int]:
     """The published device map, key for key; use it to compare, or where code expects it. `trimtab map` plans better.
 
     As `split_model` in OpenGVLab/InternVL, internvl_chat/internvl/model/__init__.py: every GPU takes
@@ -28,35 +22,21 @@ def split_model(
     GPU 0 gets no other block. Rounding up twice can name blocks that do not exist and
     can leave the last GPUs without any: `assess_map` reports both. Keys are those of the remote code.
 
-    There `world_size` is the number of visible GPUs, as in `trimtab.placement.split_model`. `variant`: model cards
-    leave `rotary_emb` out, the repository has it.
+    There `world_size` is the number of visible GPUs, as in `trimtab.placement.split_model`.
 
     >>> sorted({gpu for key, gpu in split_model(48, world_size=4).items() if ".layers." in key})
     [0, 1, 2, 3]
     """
-    if variant not in get_args(Variant):
-        raise PartitionError(f"split_model has no variant {variant!r}: choose one of {', '.join(get_args(Variant))}")
     if num_layers < 1 or world_size < 1 or not 0 <= vit_alpha < world_size:
         raise PartitionError(
-            f"split_model of {num_layers} layers on {world_size} GPUs with vit_alpha {vit_alpha} is not defined: "
-            "give at least 1 layer and 1 GPU (world_size), and a vit_alpha from 0 to below the number of GPUs"
+            f"{num_layers} layers, {world_size} GPUs, vit_alpha {vit_alpha}: give 1, 1, 0 <= vit_alpha < world_size"
         )
     share = math.ceil(num_layers / (world_size - vit_alpha))
     shares = [math.ceil(share * (1 - vit_alpha)), *([share] * (world_size - 1))]
     owners = [gpu for gpu, count in enumerate(shares) for _ in range(count)]
     placed = {f"language_model.model.layers.{i}": gpu for i, gpu in enumerate(owners)}
-    for module in (
-        "vision_model",
-        "mlp1",
-        "language_model.model.tok_embeddings",
-        "language_model.model.embed_tokens",
-        "language_model.output",
-        "language_model.model.norm",
-        "language_model.model.rotary_emb",
-        "language_model.lm_head",
-    ):
-        if variant == "repository" or not module.endswith("rotary_emb"):
-            placed[module] = 0
+    ends = ("model.tok_embeddings", "model.embed_tokens", "output", "model.norm", "model.rotary_emb", "lm_head")
+    placed |= dict.fromkeys(("vision_model", "mlp1", *(f"language_model.{module}" for module in ends)), 0)
     placed[f"language_model.model.layers.{num_layers - 1}"] = 0
     return placed
 
@@ -121,10 +101,7 @@ def assess_map(
         problems.append(f"{_count(empty, 'GPU')} left without any layer: {_listed(empty)}")
     unknown = sorted({x for x in gpus if x not in {gpu.index for gpu in machine.gpus}})
     if unknown:
-        raise PartitionError(
-            f"the map of {rule} names GPU {_listed(unknown)}, which the machine does not have: give a map for "
-            f"{len(machine.gpus)} GPUs"
-        )
+        raise PartitionError(f"the map of {rule} names GPU {_listed(unknown)}: give one for {len(machine.gpus)} GPUs")
     placement = summarize(model, machine, table, runs_on, spilled, arrangement=rule)
     return Assessed(rule=rule, placement=placement, problems=tuple(problems))
 

@@ -80,10 +80,7 @@ def make_plan(
     epoch = open_epoch(model, samples, options)
     samples, rows, budget, asked = epoch.samples, epoch.rows, MemoryBudget.of(cluster, options), options
     if cluster.num_devices > _MOST_DEVICES_A_SAMPLE * len(rows):
-        raise PlanError(
-            f"the cluster has {cluster.num_devices} devices, and the data {len(rows)} samples: most devices would have "
-            "nothing to do; give more data, or a smaller cluster"
-        )
+        raise PlanError(f"{cluster.num_devices} devices have {len(rows)} samples: give more data, or fewer devices")
     options, chosen = _choose(model, epoch, cluster, asked, budget, tiers, _step(progress, "settings"))
     settled = _settle(model, epoch, cluster, options, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
@@ -192,8 +189,7 @@ def _settle(
     if not settled:
         divisions = {x.setting.dims for x in chosen.considered}
         raise PartitionError(
-            f"none of {len(divisions)} divisions of the devices that fit can run as the framework would: "
-            "plan with other degrees, a higher ZeRO stage, smaller packs, or without --for"
+            f"none of {len(divisions)} divisions runs so: plan with other degrees, ZeRO or packs, or without --for"
         )
     settled = _worth_it(settled) if group == "auto" else settled
     shortest = min(x.vision.best.epoch_s for x in settled)

@@ -81,15 +81,11 @@ def read_layout(plan: Plan) -> PipelineLayout:
     for axis in ("tp", "cp", "ep"):
         degree = getattr(decisions.parallel, axis)
         if degree > 1:
-            raise UnsupportedPlanError(
-                f"a plan with {axis} {degree} was given, but this runtime divides a model among dp x pp devices only: "
-                f"plan with {axis} 1, or export the plan to a framework that has it"
-            )
+            raise UnsupportedPlanError(f"this runtime has no {axis} {degree}: plan with {axis} 1, or export the plan")
     images = decisions.vision_data_parallel
     if images is not None and (images.group, images.exchange) != ("dp", "dispatch"):
         raise UnsupportedPlanError(
-            f"a plan in which {images.group} ranks share images by {images.exchange} was given, but this runtime "
-            "shares them among data-parallel ranks only: plan with --vision-dp dp or none"
+            f"images are not shared by {images.group} {images.exchange} here: plan with --vision-dp dp or none"
         )
     return PipelineLayout(
         images=images,
@@ -123,15 +119,12 @@ def _problems_of(layout: PipelineLayout) -> list[str]:
     ]
     if layout.schedule == "1F1B" and M < S:
         problems.append(
-            f"1F1B with {M} micro-batches on {S} stages was asked for, but torch's Schedule1F1B needs at least as many "
-            f"micro-batches as stages: take {S} micro-batches, or schedule GPipe"
+            f"torch's 1F1B needs {S} micro-batches for {S} stages, not {M}: take as many, or schedule GPipe"
         )
     in_part = sorted({choice.granularity for choice in layout.recompute} & {"selective"})
     if in_part and layout.schedule in SPLIT_BACKWARD:
         problems.append(
-            f"{' and '.join(in_part)} recompute was asked for under {layout.schedule}, which runs through a layer's "
-            "graph twice, for its inputs and for its weights, while torch's selective checkpointing allows one pass: "
-            "plan with --recompute full or none"
+            f"{layout.schedule} cannot recompute {' and '.join(in_part)}: plan with --recompute full or none"
         )
     return problems
 
@@ -165,10 +158,7 @@ def refuse_data(samples: SampleTable, files: Sequence[Path]) -> None:
     `files`: as `find_sources` found them.
     """
     if not samples.tokens_exact:
-        raise SampleError(
-            "a plan to be trained was asked for, and its data was sized without a tokenizer, by estimates that no "
-            "sample meets: give --tokenizer"
-        )
+        raise SampleError("the data was sized without a tokenizer, which no training matches: give --tokenizer")
     saved = [file for file in files if is_saved_table(file)]
     behind = [place_of(file.path) for table in saved for file in sized_files(table)]
     refuse_tars([file for file in (*files, *behind) if file not in saved and file.is_file()])
@@ -177,15 +167,9 @@ def refuse_data(samples: SampleTable, files: Sequence[Path]) -> None:
 def refuse_quantised(lora: Lora | None) -> None:
     """Raises `UnsupportedPlanError` for adapters over weights that the loop, which loads float32, does not hold."""
     if lora is not None and lora.bits < 16:
-        raise UnsupportedPlanError(
-            f"LoRA over {lora.bits}-bit weights was asked for ({lora}), and `trimtab train` loads them in float32: "
-            "leave bits out, or train by TRL or ms-swift (`trimtab export trl`)"
-        )
+        raise UnsupportedPlanError(f"`trimtab train` has no {lora.bits}-bit weights ({lora}): see `trimtab export trl`")
 
 
 def refuse_remote_code(model: ModelSpec) -> None:
     if family_of(model.family).is_remote_code:
-        raise ConfigError(
-            f"samples of the family {model.family} were to be made, but its code is remote and is never run: take a "
-            "checkpoint that Transformers has a class for (their names often end in -hf), or process the data yourself"
-        )
+        raise ConfigError(f"Transformers makes no samples of {model.family}: take a checkpoint named -hf")

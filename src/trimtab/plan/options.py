@@ -24,6 +24,7 @@ from trimtab.options import (
     Order,
     Oversize,
     PackMethod,
+    ParallelDims,
     PlanMethod,
     Precision,
     RecomputeMode,
@@ -34,7 +35,6 @@ from trimtab.options import (
     option_problems,
     same_fields,
 )
-from trimtab.parallel import ParallelDims
 from trimtab.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -141,10 +141,7 @@ def parse_stages(text: str) -> list[dict[str, int]]:
     """
     found = [_STAGE.fullmatch(stage) for stage in text.split("|")]
     if any(match is None or not any(match.groups()) for match in found):
-        raise PlanError(
-            f"{text!r} names no stages: write the vision (v) and language (l) blocks of each, as in 24v|8v+10l|18l, or "
-            f"one of {', '.join(_EVEN)}"
-        )
+        raise PlanError(f"{text!r} names no stages: write blocks, as in 24v|8v+10l|18l, or one of {', '.join(_EVEN)}")
     return [
         {tower: int(number) for tower, number in match.groupdict().items() if number is not None}
         for match in found
@@ -157,23 +154,16 @@ def _dims(run: GivenRun, cluster: ClusterSpec) -> ParallelDims:
     dp = run.dp or max(1, cluster.num_devices // (pp * tp * cp))
     if dp * pp * tp * cp != cluster.num_devices:
         degrees = f"dp {dp} x pp {pp} x tp {tp}" + (f" x cp {cp}" if cp > 1 else "")
-        raise PlanError(
-            f"{degrees} are {dp * pp * tp * cp} devices, and the cluster has {cluster.num_devices}: give degrees whose "
-            "product it is"
-        )
+        raise PlanError(f"{degrees} are {dp * pp * tp * cp} devices, and the cluster has {cluster.num_devices}")
     if cluster.devices_per_node % tp:
-        raise PlanError(
-            f"tp {tp} was given, and nodes have {cluster.devices_per_node} devices: give one that divides a node"
-        )
+        raise PlanError(f"tp {tp} does not divide nodes of {cluster.devices_per_node} devices")
     return ParallelDims(dp=dp, pp=pp, tp=tp, cp=cp, ep=run.ep or 1, etp=run.etp)
 
 
 def _batches(epoch: Epoch, run: GivenRun, dims: ParallelDims) -> tuple[PackResult, bool]:
     """Return its micro-batches and their order, and whether they are padded."""
     if run.batch is None and run.max_tokens is None:
-        raise PlanError(
-            "it is not said what a micro-batch holds: give --batch (samples) or --set max_tokens (of a pack)"
-        )
+        raise PlanError("give what a micro-batch holds: --batch (samples) or --set max_tokens (of a pack)")
     method = run.method or ("balanced" if run.batch is None else "random")
     if (method in PADDED) != (run.batch is not None):
         needs = "batches of a size: give --batch" if method in PADDED else "packs up to limits: give --set max_tokens"
@@ -197,15 +187,10 @@ def _num_microbatches(run: GivenRun, dims: ParallelDims) -> int:
     if run.global_batch is None:
         return run.num_microbatches or 1
     if run.batch is None:
-        raise PlanError(
-            f"global_batch {run.global_batch} was given for packs, which hold unlike numbers of samples: give "
-            "--num-microbatches"
-        )
+        raise PlanError(f"packs hold unlike samples: give num_microbatches, not global_batch {run.global_batch}")
     each = dims.dp * run.batch
     if run.global_batch % each:
-        raise PlanError(
-            f"global_batch {run.global_batch} is no multiple of dp {dims.dp} x batch {run.batch}: give one of {each}"
-        )
+        raise PlanError(f"global_batch {run.global_batch} must be {each}: a multiple of dp {dims.dp} x {run.batch}")
     return run.global_batch // each
 
 
@@ -220,10 +205,7 @@ def _stages(problem: SplitProblem, model: ModelSpec, run: GivenRun) -> tuple[Sta
     built, stages = place_blocks(model, counts)
     if len(built.layers) != len(model.layers):
         have = {tower: len(model.indices(tower, "block")) for tower in ("vision", "language")}
-        raise PlanError(
-            f"{text!r} does not hold all blocks: the model has {have['vision']} of vision and {have['language']} of "
-            "language"
-        )
+        raise PlanError(f"{text!r} does not hold all {have['vision']} vision and {have['language']} language blocks")
     return stages
 
 
@@ -246,19 +228,13 @@ def _first_blocks(profile: Profile, stages: Sequence[Stage], text: str) -> list[
     counts = [int(word) if word.strip().isdecimal() else -1 for word in text.split(",")]
     if min(counts) < 0:
         names = ", ".join(("none", *get_args(RecomputedTier)))
-        raise PlanError(
-            f"recompute {text!r} was given: choose one of {names}, or the number of blocks of each stage that "
-            "recompute everything, as in 2,1,0,0"
-        )
+        raise PlanError(f"recompute {text!r}: choose one of {names}, or blocks of each stage, as in 2,1,0,0")
     if len(counts) != len(stages):
         raise PlanError(f"recompute {text!r} has {len(counts)} numbers for {len(stages)} stages: give one for each")
     found = []
     for stage, count in zip(stages, counts, strict=True):
         blocks = [i for i in range(stage.start, stage.stop) if profile.layers[i].tier("full")]  # frozen ones have none
         if count > len(blocks):
-            raise PlanError(
-                f"recompute {text!r} has {count} blocks on stage {stage.index}, which holds {len(blocks)}: give at "
-                "most those"
-            )
+            raise PlanError(f"recompute {text!r}: stage {stage.index} has only {len(blocks)} blocks, not {count}")
         found += blocks[:count]
     return found

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
 
 from trimtab.balance.packing import PackResult
-from trimtab.costs.measured.fitted import (
-    Calibration,
-    LoggedRun,
-    LoggedSchedule,
-    Term,
-    TermFit,
-    apply_terms,
-    fit_runs,
-)
+from trimtab.costs.measured.fitted import Calibration, LoggedRun, Term, TermFit, apply_terms, fit_runs
 from trimtab.errors import PlanError
-from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.plan.build import Progress, Within, make_plan
 from trimtab.plan.decide.work import steps_of, times_of
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import ContinuedPlan
-from trimtab.plan.runs import RunLog
-from trimtab.specs import ClusterSpec, FloatArray, IntArray, ParallelDims, Profile
+from trimtab.plan.runs import RunLog, simulate_logged
+from trimtab.specs import ClusterSpec, FloatArray, IntArray, Profile
 from trimtab.units import format_bytes, format_ratio, format_seconds
 
 _MOST_FITTED = 8  # steps, spread over the run
@@ -75,21 +65,16 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
     """
     case, header = found.case, log.header
     if not log.comparable:
-        raise PlanError(
-            f"the run was on {header.device}, and the plan is for {header.planned_device}: seconds of one say nothing "
-            "of the other; plan for the device that runs"
-        )
+        raise PlanError(f"the run was on {header.device}, the plan is for {header.planned_device}: plan for that")
     table, dims = case.schedule.table, case.setting.dims
     if (header.dp, header.num_microbatches) != table.shape[1:]:
         raise PlanError(
-            f"the run had dp {header.dp} x {header.num_microbatches} micro-batches, and the plan dp {table.shape[1]} x "
-            f"{table.shape[2]}: name the plan that was run"
+            f"the run had dp {header.dp} x {header.num_microbatches}, the plan {table.shape[1]} x {table.shape[2]}: "
+            "name the plan that was run"
         )
     records = [x for x in log.warm if x.step <= len(table)]
     if not records:
-        raise PlanError(
-            f"the run holds no step of its first epoch ({len(table)} steps) that ran as its last one: log more of it"
-        )
+        raise PlanError(f"no step of the first epoch ({len(table)} steps) ran as the last one: log more of it")
     # 1. what the plan expects of each of these steps, and which rank it waits for
     steps = np.array([x.step - 1 for x in records])
     times, problem = times_of(case.work, found.stages, case.setting.profile, case.cluster), case.problem
@@ -109,10 +94,10 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
                 stages=found.stages,
                 work=case.work[packs[packs >= 0]],
                 iteration_s=float(measured_s[i]),
-                schedule="1F1B",  # the simulation below knows the plan's own
+                schedule=problem.schedule,
             )
         )
-    calibration = fit_runs(case.setting.profile, runs, _simulator(found, dims))
+    calibration = fit_runs(case.setting.profile, runs, simulate_logged)
     if any(term.error is None or term.error > _UNSETTLED for term in calibration.terms):
         calibration = _one_factor(case.setting.profile, measured_s / planned_s)
     # 3. memory, where run and plan hold the same state
@@ -166,10 +151,7 @@ def replan_rest(
     case, plan = found.case, found.plan
     batch = plan.decisions.packing.global_batch
     if batch is None:
-        raise PlanError(
-            "the plan's steps hold filled packs, of no fixed number of samples: only steps of exactly N samples can go "
-            "on under another plan"
-        )
+        raise PlanError("the plan's steps are filled packs: only steps of exactly N samples go on under another plan")
     profile = replace(lesson.calibration.profile, layers_blake2b=case.setting.profile.layers_blake2b)
     options = options or open_again(found)
     total = options.memory_bytes or (cluster or case.cluster).device.memory_bytes
@@ -212,25 +194,6 @@ def _memory_sentences(lesson: Lesson, total: int) -> tuple[str, ...]:
     return (f"Only {format_bytes(total / lesson.memory_ratio)} of {format_bytes(total)} are planned with therefore.",)
 
 
-def _simulator(found: ReloadedPlan, dims: ParallelDims) -> Callable[..., float]:
-    """Seconds of one rank's step under the plan's own schedule; sends take no time."""
-    name = found.case.problem.schedule
-
-    def simulate_step(forward_s: FloatArray, backward_s: FloatArray, *, schedule: LoggedSchedule) -> float:
-        del schedule
-        nothing = np.zeros_like(forward_s)
-        times = StageTimes(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            weight_s=backward_s / 2,
-            send_forward_s=nothing,
-            send_backward_s=nothing,
-        )
-        return simulate(times, schedule=name, num_devices=dims.pp).makespan_s
-
-    return simulate_step
-
-
 def _spread(seconds: FloatArray) -> float:
     return float(seconds.std() / seconds.mean())
 
@@ -241,10 +204,7 @@ def _refuse_other_steps(found: ReloadedPlan, details: PlanDetails) -> None:
     new = PackResult(packing=details.packing, schedule=details.schedule)
     if len(old.schedule.table) == len(new.schedule.table) and np.array_equal(_steps_of(old), _steps_of(new)):
         return
-    raise PlanError(
-        "the steps of the new plan would hold other samples than the old one's, so the run could not go on in its "
-        "place: leave out samples as the old plan did (--set oversize, --set max_tokens, --set max_patches)"
-    )
+    raise PlanError("the new plan's steps hold other samples: skip as the old one did (--set oversize, max_tokens)")
 
 
 def _steps_of(packed: PackResult) -> IntArray:

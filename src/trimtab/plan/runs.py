@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from typing import Any
 import numpy as np
 
 from trimtab.costs.devices import find_device
-from trimtab.costs.measured.fitted import Calibration, LoggedRun, LoggedSchedule, fit_runs, read_runs
+from trimtab.costs.measured.fitted import Calibration, LoggedRun, fit_runs, read_runs
 from trimtab.costs.profile import profile_model
 from trimtab.errors import PlanError, TrimtabError
 from trimtab.files import blake2b
-from trimtab.partition.assess import SplitProblem
 from trimtab.partition.simulate import StageTimes, simulate
 from trimtab.plan.plan import Plan
-from trimtab.specs import DeviceSpec, FloatArray, ModelSpec, ParallelDims, Profile
+from trimtab.specs import DeviceSpec, FloatArray, ModelSpec, ParallelDims
 from trimtab.typed_json import parse_json, read_typed
 
 
@@ -146,9 +144,7 @@ def read_run_log(path: Path) -> RunLog:
         except ValueError as error:
             if header is not None and isinstance(error, json.JSONDecodeError):
                 continue
-            raise PlanError(
-                f"line {number} of the run log {path} is no JSON ({error}): name the log that `trimtab train` wrote"
-            ) from None
+            raise PlanError(f"line {number} of {path} is no JSON ({error}): name a log of `trimtab train`") from None
         try:
             if found["kind"] == "run":
                 header, fresh = _record(RunHeader, found), True
@@ -159,9 +155,7 @@ def read_run_log(path: Path) -> RunLog:
             if len(record.peak_memory_bytes) != len(header.planned_memory_bytes):
                 raise ValueError(f"peak_memory_bytes are of {len(record.peak_memory_bytes)} devices")
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(
-                f"line {number} of the run log {path} is no record ({error}): name the log that `trimtab train` wrote"
-            ) from None
+            raise PlanError(f"line {number} of {path} is no record ({error}): name a log of `trimtab train`") from None
         steps[record.step], ran_as[record.step], latest = record, header, header
         (starts.add if fresh else starts.discard)(record.step)
         fresh = False
@@ -181,10 +175,7 @@ def read_run_of(plan: Plan, path: Path) -> RunLog:
     """`read_run_log`, for a run of this plan; `PlanError` for one of another."""
     log = read_run_log(path)
     if log.header.plan != digest_of(plan):
-        raise PlanError(
-            f"the run in {path} trained by other decisions than this plan's: name the log of its own run, or the plan "
-            "that was run"
-        )
+        raise PlanError(f"the run in {path} has other decisions than this plan: name its own log")
     return log
 
 
@@ -207,8 +198,8 @@ def read_log_of(plan: Plan, path: Path) -> RunLog:
     seconds = {step: own for step, own in seconds.items() if 0 < own < math.inf and step > 0}
     if not seconds:
         raise PlanError(
-            f"{path} is no log of `trimtab train`, and no line of it reads 'iteration N/... elapsed time per iteration "
-            "(ms): X', as Megatron's trainers print: name such a log"
+            f"{path} is no log of `trimtab train`, and no line reads 'iteration N/... elapsed time per iteration (ms): "
+            "X', as of Megatron"
         )
     inputs, decisions = plan.inputs, plan.decisions
     header = RunHeader(
@@ -281,12 +272,7 @@ def _same_device(run: str, planned: str) -> bool:
 
 
 def profile_from_logs(
-    path: Path | str,
-    model: ModelSpec,
-    device: DeviceSpec,
-    *,
-    dims: ParallelDims | None = None,
-    **settings: Any,
+    path: Path | str, model: ModelSpec, device: DeviceSpec, *, dims: ParallelDims | None = None, **settings: Any
 ) -> Calibration:
     """`Calibration.profile`: `model` at `dims` on `device`, its seconds fitted to the runs that `path` (JSON) lists.
 
@@ -299,46 +285,11 @@ def profile_from_logs(
     """
     runs = read_runs(path, model, device, **settings)
     target = profile_model(model, device, dims=dims or ParallelDims(), **settings)
-    return calibrate_profile(target, runs)
+    return fit_runs(target, runs, simulate_logged)
 
 
-def calibrate_profile(target: Profile, runs: Sequence[LoggedRun]) -> Calibration:
-    """`target` calibrated on `runs`; its memory band is their largest error where peaks were logged."""
-    calibration = fit_runs(target, runs, simulate_logged)
-    errors = [error for run in runs for error in peak_errors(run)]
-    if not errors:
-        return calibration
-    band = max(map(abs, errors))
-    said = (
-        f"Peak memory by formula is {min(errors):+.1%} to {max(errors):+.1%} off what the runs logged; bytes are not "
-        "fitted.",
-    )
-    profile = calibration.profile
-    return replace(
-        calibration,
-        profile=replace(profile, memory_error=max(band, 0.01), assumptions=(*profile.assumptions, *said)),
-    )
-
-
-def simulate_logged(forward_s: FloatArray, backward_s: FloatArray, *, schedule: LoggedSchedule) -> float:
-    """Seconds of one step; sends take no time."""
-    nothing = np.zeros_like(forward_s)
-    times = StageTimes(forward_s=forward_s, backward_s=backward_s, send_forward_s=nothing, send_backward_s=nothing)
-    return simulate(times, schedule=schedule).makespan_s
-
-
-def peak_errors(run: LoggedRun) -> tuple[float, ...]:
-    """Predicted over logged peak bytes - 1 of each stage; empty where none were logged."""
-    if run.peak_bytes is None:
-        return ()
-    problem = SplitProblem(
-        profile=run.profile,
-        num_stages=len(run.stages),
-        work_mean=run.work.mean(axis=0),
-        work_max=run.work.max(axis=0),
-        num_microbatches=len(run.work),
-        schedule=run.schedule,
-    )
-    return tuple(
-        x.total_bytes / peak - 1.0 for x, peak in zip(problem.assess(run.stages).memory, run.peak_bytes, strict=True)
-    )
+def simulate_logged(run: LoggedRun, forward: FloatArray, backward: FloatArray) -> float:
+    """Seconds of one step under the run's schedule; sends take no time."""
+    send = dict.fromkeys(("send_forward_s", "send_backward_s"), np.zeros_like(forward))
+    times = StageTimes(forward_s=forward, backward_s=backward, weight_s=backward / 2, **send)
+    return simulate(times, schedule=run.schedule, num_devices=run.profile.dims.pp).makespan_s

@@ -14,8 +14,7 @@ from html import escape
 import numpy as np
 
 from trimtab.partition.simulate import Timeline
-from trimtab.report.words import Scale, clean, count_scale, time_scale
-from trimtab.specs import FloatArray
+from trimtab.report.words import Scale, clean, time_scale
 from trimtab.units import format_seconds
 
 MAX_BLOCKS = 900  # blocks drawn one by one, each with its own tooltip
@@ -264,50 +263,3 @@ def mark_line(where: float, look: str, *, y1: float, y2: float, text: str) -> st
         f'<line class="{look}" x1="{at(where)}" x2="{at(where)}" y1="{y1:g}" y2="{y2:g}"/>'
         f'<text class="mark halo" x="{at(where)}" dx="{dx}" y="13" text-anchor="{anchor}">{escape(text)}</text>'
     )
-
-
-MAX_DOTS = 800
-
-
-def scatter(
-    patches: FloatArray,
-    tokens: FloatArray,
-    *,
-    limits: tuple[float, float],
-    span: tuple[float, float],
-    title: str,
-    css_class: str,
-) -> str:
-    """A dot for each pack, patches right and tokens up, both limits marked; of many packs `MAX_DOTS`, evenly chosen.
-
-    `span`: patches and tokens at the ends of the axes; no patches: packs stand in their order.
-    """
-    chosen = np.unique(np.linspace(0, len(tokens) - 1, num=min(len(tokens), MAX_DOTS)).astype(np.int64))
-    top, depth = 20.0, 180.0
-    bottom, text_only = top + depth, span[0] <= 0
-    places, width = (np.arange(len(tokens)) + 0.5, float(len(tokens))) if text_only else (patches, span[0])
-    across, along = count_scale([width]), count_scale([span[1]])
-
-    def y(value: float) -> float:
-        return bottom - depth * value / span[1]
-
-    parts, names = [grid(width, across, bottom, max_ticks=5)], list[str]()
-    for tick in nice_ticks(span[1], max_ticks=4)[1:]:
-        height, number = f"{y(tick):.1f}", along.number(tick)
-        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{height}" y2="{height}"/>')
-        names.append(f'<text class="tick" x="100%" dx="-6" y="{height}" dy="0.35em" text-anchor="end">{number}</text>')
-    parts.append(f'<line class="limit" x1="0" x2="100%" y1="{y(limits[1]):.1f}" y2="{y(limits[1]):.1f}"/>')
-    parts += [
-        f'<circle class="dot {css_class}" cx="{at(x / width)}" cy="{y(count):.1f}" r="2.5"/>'
-        for x, count in zip(places[chosen].tolist(), tokens[chosen].tolist(), strict=True)
-    ]
-    parts.append(f'<line class="base" x1="0" x2="100%" y1="{bottom:g}" y2="{bottom:g}"/>')
-    where = (1.0 if text_only else limits[0] / width, "" if text_only else "limit")
-    parts.append(mark_line(*where, y1=4, y2=bottom, text=f"limit {limits[1]:,.0f}" if text_only else "limits"))
-    label = "packs in their order" if text_only else "patches of a pack; tokens up"
-    parts.append(axis(width, across, label=label, y=bottom, max_ticks=5))
-    text = f"{len(tokens):,} packs; at most {limits[0]:,.0f} patches and {limits[1]:,.0f} tokens are allowed."
-    # the names of the levels stand in a column of their own, where no mark can hide them
-    drawn = picture("".join(parts), height=bottom + 32, title=title, description=text)
-    left = f'<svg aria-hidden="true" width="100%" height="{bottom + 32:g}">{"".join(names)}</svg>'
-    return f'<div class="plot">{left}{drawn}</div>'

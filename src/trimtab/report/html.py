@@ -123,31 +123,6 @@ def _memory_panel(name: str, variant: Variant, span: float, cap: float) -> str:
     return drawing.bars(rows, span=span, cap=cap, scale=scale, label=label, title=title, show=format_bytes)
 
 
-# -- packs ----------------------------------------------------------------------------------------------------------
-
-
-def pack_sizes_section(details: PlanDetails) -> str:
-    """Patches against tokens of the packs, before and after, on the same axes."""
-    shown, packing = before_after(details), details.plan.decisions.packing
-    limits = (float(packing.max_patches), float(packing.max_tokens))
-    largest = [max(float(x.pack_sizes(unit).max()) for x in shown.values()) for unit in ("patches", "tokens")]
-    span = (1.05 * max(largest[0], limits[0]) if largest[0] else 0.0, 1.05 * max(largest[1], limits[1]))
-    panels = []
-    for heading, variant in shown.items():
-        title, look = f"{heading}: patches and tokens of each pack", "new" if heading == "Plan" else "old"
-        drawn = drawing.scatter(
-            variant.pack_patches, variant.pack_tokens, limits=limits, span=span, title=title, css_class=look
-        )
-        panels.append(f"<figure><h3>{title}</h3>{drawn}</figure>")
-    note = (
-        "A pack is one micro-batch, a dot each. Close together is good: ranks and stages wait for the largest pack. "
-        "Near the limits is good: fewer packs for the same data."
-    )
-    if not largest[0]:
-        note += " The data holds no images, so every pack has 0 patches."
-    return section("Sizes of the packs", note, f'<div class="pair">{"".join(panels)}</div>')
-
-
 MAX_LINES = 150  # of the plan file
 MAX_ASSUMPTIONS = 48  # the plan file has them all
 MAX_STAGE_ROWS = 128
@@ -163,7 +138,6 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         timelines(details),
         memory_bars(details),
         _vision_section(details),
-        pack_sizes_section(details),
         _stages(details),
         section("OmniBal's search", SEARCHED_NOTE, on_page(searched_table(details)))
         if details.plan.estimates.searched

@@ -32,7 +32,6 @@ from trimtab.units import MIB, format_bytes, format_degrees, format_number, form
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trimtab.plan.file.check import MemoryCheck
     from trimtab.plan.predict import Prediction
 
 SEARCHED_NOTE = (
@@ -51,12 +50,7 @@ def variants_table(details: PlanDetails) -> Table:
         title="Before and after",
         columns=(
             Column("Variant", look="named"),
-            *numeric(
-                "Samples\n/s",
-                f"Against\n{against}",
-                f"Step,\n{step.unit}",
-                f"Epoch,\n{epoch.unit}",
-            ),
+            *numeric("Samples\n/s", f"Against\n{against}", f"Step,\n{step.unit}", f"Epoch,\n{epoch.unit}"),
             *numeric("Devices\nidle", "Memory,\nGiB"),
         ),
         rows=[
@@ -229,50 +223,20 @@ def packing_note(details: PlanDetails) -> str:
 
 def vision_table(found: VisionEstimate) -> Table:
     """Return what sharing the images changes on the slowest rank, and on the one that holds most."""
-    times = time_scale([found.tower_ms / 1e3, found.tower_without_ms / 1e3])
-    over = found.tower_ms / found.ideal_ms if found.ideal_ms > 0 else 1.0
-    known = (
-        "" if found.sizes_known >= 1 else f"; {percent(found.sizes_known)} of the patches lie in images of known size"
-    )
+    tower, without = found.tower_ms / 1e3, found.tower_without_ms / 1e3
+    times, over = time_scale([tower, without]), format_ratio(found.tower_ms / found.ideal_ms if found.ideal_ms else 1.0)
+    known = "" if found.sizes_known >= 1 else f"; {percent(found.sizes_known)} of the patches in images of known size"
+    update_s, exchange_s = found.update_ms / 1e3, found.exchange_ms / 1e3
+    activations, state = f"{found.activations_gib:.2f} GiB", f"{found.state_gib:.2f} GiB"
+    slowest = f"tower and projector in a mean step; {over} as long as equal shares{known}"
     rows = (
-        (
-            "Slowest rank",
-            times.text(found.tower_without_ms / 1e3),
-            times.text(found.tower_ms / 1e3),
-            f"vision tower and projector in a mean step; {format_ratio(over)} as long as equal shares without exchange"
-            f"{known}",
-        ),
-        (
-            "Update",
-            format_seconds(found.update_without_ms / 1e3),
-            format_seconds(found.update_ms / 1e3),
-            "once a step and not in the bars: gradients of these layers exchanged, parameters updated",
-        ),
-        (
-            "Exchange",
-            "",
-            format_seconds(found.exchange_ms / 1e3),
-            "of the slowest rank's time: features and their gradients, with a dispatch also pixels",
-        ),
+        ("Slowest rank", times.text(without), times.text(tower), slowest),
+        ("Update", format_seconds(found.update_without_ms / 1e3), format_seconds(update_s), "of these layers, a step"),
+        ("Exchange", "", format_seconds(exchange_s), "of the slowest rank's time: features, gradients, pixels"),
         ("Received", "", format_bytes(found.exchange_mib * MIB), "by a rank in a step, forward and backward"),
-        (
-            "Features held",
-            "",
-            format_bytes(found.features_mib * MIB),
-            "rows for the language model, of the largest call: sharing does not make them fewer",
-        ),
-        (
-            "Activations",
-            f"{found.activations_without_gib:.2f} GiB",
-            f"{found.activations_gib:.2f} GiB",
-            "of these layers on the rank that holds most, if none of them recomputed",
-        ),
-        (
-            "State",
-            f"{found.state_without_gib:.2f} GiB",
-            f"{found.state_gib:.2f} GiB",
-            "their parameters, gradients and optimizer",
-        ),
+        ("Features held", "", format_bytes(found.features_mib * MIB), "of the largest call, however shared"),
+        ("Activations", f"{found.activations_without_gib:.2f} GiB", activations, "of these layers on the fullest rank"),
+        ("State", f"{found.state_without_gib:.2f} GiB", state, "their parameters, gradients and optimizer"),
     )
     columns = (Column("Figure"), *numeric("Not shared", "Shared"), Column("Meaning", look="meaning"))
     return Table(title="Images shared among ranks", columns=columns, rows=rows)
@@ -285,10 +249,7 @@ def print_plan(details: PlanDetails, console: Console) -> None:
     """Summary, before/after table, stages and packing, as wide as the console."""
     decision, found = details.plan.decisions.vision_data_parallel, details.plan.estimates.vision_data_parallel
     print_lines(console, details.plan.summary, limit=MAX_SUMMARY)
-    tables = [
-        (variants_table(details), ""),
-        (stages_table(details, most=MAX_STAGE_ROWS), ""),
-    ]
+    tables = [(variants_table(details), ""), (stages_table(details, most=MAX_STAGE_ROWS), "")]
     if details.plan.estimates.searched:
         tables.append((searched_table(details), SEARCHED_NOTE))
     if decision is not None and found is not None:
@@ -328,38 +289,3 @@ def print_prediction(found: Prediction, console: Console) -> None:
     console.print()
     stages = variant_stages(found.model, found.variant, most=MAX_STAGE_ROWS)
     print_table(replace(stages, title="Stages, at the mean micro-batch; memory at the largest"), console)
-
-
-def print_memory(check: MemoryCheck, console: Console) -> None:
-    """One row for each pipeline rank, with the number of its layers computed again; the parts make the peak."""
-    budget = check.budget
-    scale = memory_scale([budget.total_bytes])
-    rows = []
-    for rank in check.ranks:
-        held = rank.peak.memory
-        parts = (
-            *(held.state_bytes, held.saved_bytes, held.transient_bytes, held.overhead_bytes),
-            *(held.total_bytes, rank.planned.total_bytes),
-        )
-        rows.append(
-            (
-                str(rank.rank),
-                ", ".join(str(stage.index) for stage in rank.stages),
-                str(sum(stage.num_recomputed() for stage in rank.stages)),
-                *map(scale.number, parts),
-                f"{held.total_bytes / budget.total_bytes:.1%}",
-            )
-        )
-    table = Table(
-        title=f"Counted {scale.unit} and expected peak, of which {scale.number(budget.fill_bytes)} of "
-        f"{scale.text(budget.total_bytes)} may be filled",
-        columns=numeric(
-            *("Rank", "Stages", "Again", "State", "Kept", "Transient", "Beside", "Peak", "Planned", "Filled")
-        ),
-        rows=rows,
-        bad=frozenset(number for number, rank in enumerate(check.ranks) if rank.problem is not None),
-    )
-    print_table(table, console)
-    fullest = max(rank.peak.memory.total_bytes for rank in check.ranks)
-    print_lines(console, f"Memory of the fullest rank: {budget.band.verdict(fullest, budget.total_bytes)}.")
-    print_lines(console, *check.assumptions, style="dim")

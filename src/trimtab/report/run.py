@@ -31,8 +31,8 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
     sentences = [where]
     if log.others:
         sentences.append(
-            f"{_count(len(log.others), 'other step')} of this run, on other devices or with other settings, count only "
-            "in the loss."
+            f"{_count(len(log.others), 'other step')} of this run, on other devices or settings, count only in the "
+            "loss."
         )
     lost = sum(not math.isfinite(record.loss) for record in log.steps)
     if lost:
@@ -41,8 +41,7 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
     if num_fillers:
         steps = sum(record.num_fillers > 0 for record in log.steps)
         sentences.append(
-            f"{_count(num_fillers, 'filler')} in {_count(steps, 'step')} stood for samples that could not be read: "
-            "nothing was learnt from them."
+            f"{_count(num_fillers, 'filler')} in {_count(steps, 'step')} stood for samples that could not be read."
         )
     if shared := [record for record in log.own if record.patches_encoded]:
         sentences.append(_image_load(shared))

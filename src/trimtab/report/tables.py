@@ -11,6 +11,7 @@ import numpy as np
 
 from trimtab.costs.formula.flops import layer_matmuls, pair_flops
 from trimtab.costs.formula.layers import find_columns
+from trimtab.models.description import runs_of
 from trimtab.report.table import Cell, Column, Table, numeric, print_lines, print_table
 from trimtab.report.words import balance_rows, memory_scale, percent
 from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, Profile, SampleTable
@@ -61,7 +62,8 @@ def print_model(model: ModelSpec, console: Console) -> None:
     lines = [f"Parameters: {towers}. Image rule: {model.image_rule.name}."]
     lines += [f"Tied: {borrower} uses the weight of {owner}." for owner, borrower in model.tied]
     if model.forbidden_cuts:
-        lines.append(f"Forbidden cuts: {_ranges(sorted(model.forbidden_cuts))}. {model.forbidden_cut_reason or ''}")
+        runs = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs_of(model.forbidden_cuts))
+        lines.append(f"Forbidden cuts: {runs}. {model.forbidden_cut_reason or ''}")
     print_lines(console, *lines, *(f"Note: {note}" for note in model.notes), limit=2000)
 
 
@@ -114,16 +116,6 @@ def _heads(layer: LayerSpec) -> str:
 
 def _stem(name: str) -> str:
     return name.rstrip("0123456789")
-
-
-def _ranges(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] + 1 == number:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 _KINDS = (

@@ -22,10 +22,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -226,12 +223,9 @@ def _difference(words: list[bytes]) -> str:
     """Return a sentence about the first rank whose words are not those of rank 0; empty where all are alike."""
     first, *others = map(json.loads, words)
     for rank, own in enumerate(others, 1):
-        for name, value in first.items():
-            if own[name] != value:
-                return (
-                    f"rank {rank} was started with {name} {own[name]}, rank 0 with {value}: start all by one command, "
-                    "with the same files"
-                )
+        unlike = [f"{name} {own[name]}, rank 0 with {value}" for name, value in first.items() if own[name] != value]
+        if unlike:
+            return f"rank {rank} was started with {unlike[0]}: start all by one command, with the same files"
     return ""
 
 
@@ -333,8 +327,8 @@ def _open_store(timeout_s: float) -> Any:
         store = TCPStore(host, port, is_master=keeps, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     except dist.DistError:
         raise TrimtabError(
-            f"rank {rank} has waited {timeout_s} s for rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT), and nobody "
-            "answers there: start rank 0 too, at this address, or wait longer (--set timeout)"
+            f"rank {rank} waited {timeout_s} s for rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT): start it too, "
+            "or wait longer (--set timeout)"
         ) from None
     start = f"trimtab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     return PrefixStore(f"{start}/{store.add(f'{start}/{rank}', 1)}", store)
@@ -395,10 +389,7 @@ def _others_left(watch: Watch) -> bool:
 def _explain(watch: Watch, lost: Sequence[Late], again: str) -> str:
     """Name the ranks that a wait which failed was for."""
     if not lost:
-        return (
-            f"rank {watch.rank} lost its connections, and every rank is there: see the network, or wait longer (--set "
-            "timeout)"
-        )
+        return f"rank {watch.rank} lost its connections to ranks that are there: see the network, or --set timeout"
     return f"the run has lost {join_words(lost)}: see its messages and the system's log, and {again}"
 
 
@@ -423,10 +414,7 @@ def device_mesh(num_devices: int, ranks: Ranks) -> DeviceMesh:
     """Return ("pp", "dp") over all ranks, for a pipeline of `num_devices`: rank r is on pipeline device r div dp."""
     number = dist.get_world_size()
     if number % num_devices:
-        raise PlanError(
-            f"{number} processes are no multiple of the plan's {num_devices} pipeline devices: start torchrun "
-            f"--nproc-per-node {num_devices}"
-        )
+        raise PlanError(f"{number} processes are no multiple of {num_devices}: see torchrun --nproc-per-node")
     mesh = init_device_mesh(ranks.device.type, (num_devices, number // num_devices), mesh_dim_names=("pp", "dp"))
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public | torch 2.13, private
     for name in ("pp", "dp"):  # a mesh's groups have torch's own limit, not the world's

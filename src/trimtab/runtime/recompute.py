@@ -173,9 +173,7 @@ def _problems(chosen: tuple[tuple[str, Granularity], ...], layers: Mapping[str, 
     for how in sorted({how for _, how in chosen} - set(get_args(Granularity))):
         problems.append(f"granularity {how!r} is unknown: choose {', '.join(get_args(Granularity))}")
     if unknown := [name for name in names if name not in layers]:
-        problems.append(
-            f"the model lacks {_listed(unknown)}: plan with its config, or give names of `model.named_modules()`"
-        )
+        problems.append(f"the model lacks {_listed(unknown)}: plan with its config, or name its modules")
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{_listed(repeated)} stands twice: name each layer once")
     if inside := [name for name in sorted(known) if any(name.startswith(f"{other}.") for other in known)]:

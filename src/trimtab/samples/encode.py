@@ -93,8 +93,7 @@ class ConversationEncoder:
             if len(places) != len(counts):
                 raise BadRecordError(
                     "placeholder",
-                    f"the chat holds {soft} {len(places)} times for {len(counts)} images, crops and frames: "
-                    "keep the token out of the texts",
+                    f"the chat holds {soft} {len(places)} times, {len(counts)} images: keep it out of texts",
                 )
             repeats[places] = counts
         return repeats
@@ -209,6 +208,6 @@ def _shared(one: str, other: str) -> int:
 def _unknown(turn: int, why: str) -> BadRecordError:
     return BadRecordError(
         "template",
-        f"what is learnt of turn {turn + 1} cannot be known ({why}): use a chat template that keeps turns as they are "
-        "or marks them by {% generation %}, or give labels yourself",
+        f"what is learnt of turn {turn + 1} is not known ({why}): "
+        "mark it by {% generation %} in the chat template, or give labels yourself",
     )

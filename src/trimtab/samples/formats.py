@@ -275,10 +275,7 @@ def read_json_list(path: Path) -> Iterator[tuple[object, int]]:
 
 
 def _broken(path: Path, reason: str) -> SampleError:
-    return SampleError(
-        f"{path} is not JSON: {shorten(reason, 160)}; fix it (one JSON list is read whole: a JSON Lines file can skip "
-        "lines)"
-    )
+    return SampleError(f"{path} is not JSON: {shorten(reason, 160)}: correct it, or write JSON Lines")
 
 
 class _Text:

@@ -15,7 +15,7 @@ from trimtab.address import Address
 from trimtab.errors import ImageError, SampleError
 from trimtab.limited import MEMORY_BYTES, ChildEndedError, at, limited_child
 from trimtab.models.images.asked import AskedImages
-from trimtab.models.images.limits import rule_in_sample
+from trimtab.models.images.rules import rule_in_sample
 from trimtab.samples.formats import open_parquet, unreadable
 from trimtab.samples.problems import BadSample, Format, refuse_bad, shorten
 from trimtab.samples.records import GROUPED, detect_format, layout_of, read_records

@@ -105,9 +105,7 @@ def _refuse_heic(head: bytes) -> None:
     brands = head[8 : max(12, min(int.from_bytes(head[:4], "big"), 256))]
     if b"avif" not in brands and b"avis" not in brands:
         kind = "HEIC" if any(brand in brands for brand in _HEIC) else "a video or another file"
-        raise ImageError(
-            f"{kind} of brand {brands[:4]!r}, which Pillow and most processors do not open: convert it to JPEG or PNG"
-        )
+        raise ImageError(f"{kind} of brand {brands[:4]!r}, which Pillow does not open: convert it to JPEG or PNG")
 
 
 def _webp(first: bytes, num_bytes: int) -> tuple[int, int]:
@@ -254,8 +252,7 @@ def _opened(file: BinaryIO, name: str) -> Iterator[tuple[Any, Any]]:
         import av
     except ModuleNotFoundError:
         raise ConfigError(
-            "videos are read by PyAV, which is not installed: pip install 'trimtab[video]', or give width, height, fps "
-            "and num_frames in every record"
+            "PyAV is not installed: pip install 'trimtab[video]', or give width, height, fps, num_frames"
         ) from None
     try:
         demuxer = _demuxer(file, name)
@@ -279,7 +276,7 @@ def _demuxer(file: BinaryIO, name: str) -> str:
     if found is None:
         raise BadRecordError(
             "video",
-            f"{name} begins with {head[:8]!r}, no MP4, MOV, WebM, MKV, AVI, MPEG, FLV, WMV, OGV or GIF: convert it",
+            f"{name} begins with {head[:8]!r}, which is no video that PyAV opens: convert it",
         )
     return found
 
@@ -379,7 +376,7 @@ class MediaFolder:
         if scheme is not None and scheme[1].lower() != "file":
             raise BadRecordError(
                 "path",
-                f"{kind} {shorten(image)} is on the network, and nothing is fetched: download it and name the file",
+                f"{kind} {shorten(image)} is on the network: download it and name the file",
             )
         name = image if scheme is None else unquote(image[7:].removeprefix("localhost"))
         path = os.path.join(self._root, name)  # noqa: PTH118 (Path costs three times the header)
@@ -440,8 +437,7 @@ def outside_media(what: str, root: str) -> BadRecordError:
     """Return a name that leads out of its media folder."""
     return BadRecordError(
         "path",
-        f"{what} lies outside the media folder {root}: set media_root to a folder above it, or allow_outside "
-        "(--allow-outside) if you trust the data set",
+        f"{what} lies outside the media folder {root}: set media_root above it, or --allow-outside for data you trust",
     )
 
 

@@ -310,10 +310,7 @@ def refuse_other_files(samples: SampleTable, files: Sequence[Path]) -> None:
     """`SampleError` unless as many files are named as the table was sized from."""
     if len(files) != samples.num_files:
         named = ", ".join(map(str, files)) or "none"
-        raise SampleError(
-            f"the samples were sized from {samples.num_files} files, and {len(files)} were named ({named}): name the "
-            "files that were sized, in the same order"
-        )
+        raise SampleError(f"{samples.num_files} files were sized, not {len(files)} ({named}): name the same in order")
 
 
 def places_of(samples: SampleTable) -> RowPlaces:
@@ -345,10 +342,7 @@ def row_starts(samples: SampleTable, files: Sequence[Path | None]) -> IntArray:
             continue
         lines, of_file = places.line[rows], line_starts(file)
         if lines.max() > len(of_file):
-            raise SampleError(
-                f"{file} has {len(of_file)} lines, and a sample was sized from line {lines.max()}: "
-                "give the files that were sized, in the same order"
-            )
+            raise SampleError(f"{file} has {len(of_file)} lines, not {lines.max()}: name the files that were sized")
         starts[rows] = of_file[lines - 1]
     return starts
 

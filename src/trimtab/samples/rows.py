@@ -69,8 +69,8 @@ def part_video(part: Mapping[str, object]) -> Video | None:
         if own:
             raise BadRecordError(
                 "type",
-                f"a content part asks for a sampling of its own ({', '.join(own)}), and all videos are sampled alike: "
-                "give --fps, --set num_frames or --set video_max_pixels instead, and leave these out",
+                f"a content part asks for its own sampling ({', '.join(own)}): leave it out, give --fps or --set "
+                "num_frames",
             )
         return video
     return None
@@ -157,20 +157,8 @@ KNOWN_KEYS = (*_USED_KEYS, *COLUMN_KEYS)
 HARMLESS_KEYS = frozenset(
     (
         *("source", "dataset", "dataset_name", "data_source", "split", "subset", "category", "task", "tag", "tags"),
-        *(
-            "index",
-            "idx",
-            "uid",
-            "uuid",
-            "sample_id",
-            "question_id",
-            "image_id",
-            "image_name",
-            "url",
-            "license",
-            "meta",
-        ),
-        *("metadata", "info", "lang", "language", "length", "num_tokens", "token_num", "image_wh", "score"),
+        *("index", "idx", "uid", "uuid", "sample_id", "question_id", "image_id", "image_name", "url", "license"),
+        *("meta", "metadata", "info", "lang", "language", "length", "num_tokens", "token_num", "image_wh", "score"),
         *("__key__", "__url__", "__index_level_0__", "height", "width", "height_list", "width_list"),
     )
 )
@@ -349,9 +337,7 @@ def _is_learnt(turn: Mapping[str, object], role: str) -> bool:
         if value not in (0, 1):
             raise wrong(f"'{name}' of a turn", value, "true or false, or 1 or 0: turns are learnt or not")
         if role != "assistant" and value and name != "weight":
-            raise BadRecordError(
-                "type", f"'{name}' of a {role}'s turn is {value}, and the assistant's alone are learnt: leave it out"
-            )
+            raise BadRecordError("type", f"'{name}' of a {role}'s turn is {value}: only assistants' turns are learnt")
     if len({bool(value) for value in said.values()}) > 1:
         raise BadRecordError("type", f"a turn says both of its loss ({', '.join(said)}): keep one of these fields")
     return all(said.values())
@@ -401,9 +387,7 @@ def _part_image(part: Mapping[str, object]) -> str | bytes | None:
     own = [name for name in _OWN_SIZE if part.get(name) is not None]
     if own:
         raise BadRecordError(
-            "type",
-            f"a content part asks for a size of its own ({', '.join(own)}), and all images are cut alike: give "
-            "--max-pixels instead, and leave these out",
+            "type", f"a content part asks for its own size ({', '.join(own)}): leave it out, give --max-pixels"
         )
     for key in ("image_url", "image", "url", "path", "base64"):
         value = part.get(key)
@@ -440,8 +424,7 @@ def _join(inline: list[T | None], column: list[T], kind: str, mark: str) -> tupl
     if num_open != len(column):
         raise BadRecordError(
             "placeholder",
-            f"{num_open} {kind} placeholders and {len(column)} {kind}s: "
-            f"write {mark} (or a content part of type {kind}) once for every {kind}",
+            f"{num_open} {kind} placeholders and {len(column)} {kind}s: write {mark} once for each",
         )
     rest = iter(column)
     return tuple(carried if carried is not None else next(rest) for carried in inline)
@@ -454,9 +437,7 @@ def _tools(record: Mapping[str, object]) -> tuple[object, ...] | None:
         try:
             tools = parse_json(tools.encode("utf-8", "surrogatepass"))
         except ValueError as error:
-            raise BadRecordError(
-                "type", f"'tools' is text that is no JSON ({shorten(str(error), 60)}): give a list"
-            ) from None
+            raise BadRecordError("type", f"'tools' is no JSON ({shorten(str(error), 60)}): give a list") from None
     if isinstance(tools, dict):
         tools = [tools]
     if not tools:

@@ -60,10 +60,7 @@ def read_columns(text: str | None) -> Columns:
         if not part.strip():
             continue
         if meaning not in _MEANINGS or not mark or not name:
-            raise SampleError(
-                f"columns {shorten(str(text))!r} hold {shorten(part)!r}: write MEANING=FIELD, with one of "
-                f"{', '.join(sorted(_MEANINGS))}, as in question=query,answer=label,image=img"
-            )
+            raise SampleError(f"columns hold {shorten(part)!r}: write MEANING=FIELD, of {', '.join(sorted(_MEANINGS))}")
         pairs.append((meaning, name))
     return tuple(pairs)
 

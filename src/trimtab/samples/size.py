@@ -12,7 +12,7 @@ from trimtab.address import Address, Allowed, place_of
 from trimtab.errors import SampleError
 from trimtab.files import fingerprint_file
 from trimtab.models.images.asked import AskedClips, AskedImages
-from trimtab.models.images.limits import write_rule
+from trimtab.models.images.rules import write_rule
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
 from trimtab.samples.problems import BadSample, Chunk, refuse_bad, shorten
@@ -112,7 +112,7 @@ def size_samples(
         unused = sorted({name for file_parts in parts for part in file_parts for name in part.unused})
         if unused:
             assumptions.append(
-                f"these fields of records are not read: {', '.join(map(shorten, unused[:_MOST_NAMED]))}"
+                f"fields that are not read: {', '.join(map(shorten, unused[:_MOST_NAMED]))}"
                 f"{', ...' if len(unused) > _MOST_NAMED else ''} (--columns says what a field means)"
             )
         num_pairs = sum(part.num_pairs for file_parts in parts for part in file_parts)
@@ -174,8 +174,8 @@ def _refuse_other_tiles(sources: Sequence[SourceFile], rule: ImageRule) -> None:
     other = [source for source in sources if source.max_tiles not in (None, own)]
     if other:
         raise SampleError(
-            f"{other[0].named}: data set {shorten(str(other[0].name))!r} has max_dynamic_patch {other[0].max_tiles}, "
-            f"and images are counted with max_tiles {own}: give the same to every data set and to --set max_tiles"
+            f"{other[0].named}: {shorten(str(other[0].name))!r} has max_dynamic_patch {other[0].max_tiles}, not "
+            f"max_tiles {own}: give one to all"
         )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import trimtab
 from trimtab.errors import ConfigError, ImageError, SampleError
 from trimtab.files import blake2b
-from trimtab.limited import ChildEndedError, LimitedChild, at, limited_child
+from trimtab.limited import STEP_CPU_S, ChildEndedError, LimitedChild, at, limited_child
 from trimtab.models.images.asked import NO_CLIPS
 from trimtab.options import Exif
 from trimtab.samples.encode import learnt_spans
@@ -144,14 +144,7 @@ class Sizer:
         if with_videos:
             sized.sort(key=lambda x: x.line)
             bad.sort(key=lambda x: x.line or 0)
-        counted: list[int | BadRecordError] = []
-        batch = 1 if broken.one_by_one else _BATCH
-        for first in range(0, len(sized), batch):
-            if broken.one_by_one:
-                at(f"record {sized[first].line}")
-            else:
-                at("texts", cpu_s=_BATCH_CPU_S)
-            counted += self._count(sized[first : first + batch])
+        counted = self._count_all(sized, broken)
         refused = [(x, error) for x, error in zip(sized, counted, strict=True) if isinstance(error, BadRecordError)]
         if refused:
             bad += [_bad(chunk, x.line, x.name, error) for x, error in refused]
@@ -175,6 +168,15 @@ class Sizer:
             num_pairs=num_pairs,
             media=media.take_seen(),
         )
+
+    def _count_all(self, sized: list[_Sized], broken: Broken) -> list[int | BadRecordError]:
+        counted: list[int | BadRecordError] = []
+        batch = 1 if broken.one_by_one else _BATCH
+        for first in range(0, len(sized), batch):
+            place, cpu_s = (f"record {sized[first].line}", STEP_CPU_S) if broken.one_by_one else ("texts", _BATCH_CPU_S)
+            at(place, cpu_s=cpu_s)
+            counted += self._count(sized[first : first + batch])
+        return counted
 
     def _count(self, batch: list[_Sized]) -> Iterator[int | BadRecordError]:
         """Yield the tokens of each sample, of both sequences of a pair, or why the tokenizer refuses it."""
@@ -346,10 +348,7 @@ class _SizingChild:
             assumptions: list[str] = json.loads(self._child.ask(f"{_HERE}:start", self.settings))
         except ChildEndedError as error:
             self._child = None
-            raise ConfigError(
-                f"the tokenizer or its chat template cannot be used: {error.reason}; name another with --tokenizer or "
-                "--set chat_template"
-            ) from None
+            raise ConfigError(f"the tokenizer or its chat template fails: {error.reason}: name another") from None
         return assumptions
 
     def stop(self) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from trimtab.samples.problems import BadRecordError, parse_record, shorten
 from trimtab.samples.records import format_of_name
 from trimtab.samples.shapes import CONVERSATION_KEYS, Columns
 from trimtab.samples.table import is_saved_table, source_names_of
-from trimtab.typed_json import parse_json
+from trimtab.typed_json import parse_json, read_typed
 
 # -- InternVL's meta file ----------------------------------------------------------------------------------------------
 
@@ -45,6 +44,18 @@ class MetaSource:
     max_tiles: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MetaEntry:
+    """A data set as a meta file says it."""
+
+    annotation: str
+    root: str | None = None
+    repeat_time: float = 1.0
+    max_dynamic_patch: int | None = None
+    data_augment: bool = False
+    length: int = 0
+
+
 def read_meta(path: Path, folders: Sequence[Path] = (), allowed: Allowed | None = None) -> list[MetaSource] | None:
     """The data sets that are in an epoch; None for a file of another shape. `SampleError` names every wrong field.
 
@@ -60,8 +71,7 @@ def read_meta(path: Path, folders: Sequence[Path] = (), allowed: Allowed | None 
     except ValueError as error:
         if b'"annotation"' in content and b'"root"' in content and not _is_line(content):
             raise SampleError(
-                f"{path} looks like a list of data sets (InternVL's meta file) and is not JSON "
-                f"({shorten(str(error))}): correct it"
+                f"{path}, as InternVL's meta file, is no JSON ({shorten(str(error))}): correct it"
             ) from None
         return None
     if not _is_meta(sets):
@@ -73,9 +83,7 @@ def read_meta(path: Path, folders: Sequence[Path] = (), allowed: Allowed | None 
         raise SampleError(join_problems([f"{path}: {problem}" for problem in problems]))
     used = [one for one in found if one is not None and one.repeat > 0]
     if not used:
-        raise SampleError(
-            f"{path}: repeat_time is 0 for every data set, which leaves nothing: give one a number above 0"
-        )
+        raise SampleError(f"{path}: repeat_time is 0 for every data set: give one a number above 0")
     return used
 
 
@@ -97,38 +105,33 @@ def _is_line(content: bytes) -> bool:
 
 def _read_set(name: str, entry: Any, place: Callable[[str], Path], problems: list[str]) -> MetaSource | None:
     """Return one data set; None where something is wrong, which goes to `problems`."""
-    before = len(problems)
+    wrong: list[str] = []
+    found: _MetaEntry | None = read_typed(_MetaEntry, entry, "", wrong, read_number=_read_number, unknown=[])
+    if found is not None and not found.annotation:
+        wrong.append("annotation: expected the path of a file of records")
+    if found is not None and not wrong:
+        try:
+            places = place(found.annotation), place(found.root) if found.root else None
+        except SampleError as error:
+            wrong.append(str(error))
+    problems += [f"data set {shorten(name)!r}: {problem}" for problem in wrong]
+    if found is None or wrong:
+        return None
+    return MetaSource(
+        name=name,
+        annotation=places[0],
+        root=places[1],
+        repeat=found.repeat_time,
+        max_tiles=found.max_dynamic_patch,
+    )
 
-    def wrong(field: str, value: Any, wanted: str) -> None:
-        problems.append(f"data set {shorten(name)!r}: {field} is {shorten(repr(value), 40)}: it must be {wanted}")
 
-    if not isinstance(entry, Mapping):
-        wrong("its entry", entry, "an object with 'annotation'")
-        return None
-    annotation, root = entry.get("annotation"), entry.get("root")
-    repeat, max_tiles = entry.get("repeat_time", 1), entry.get("max_dynamic_patch")
-    if not isinstance(annotation, str) or not annotation:
-        wrong("annotation", annotation, "the path of a file of records")
-    if root is not None and not isinstance(root, str):
-        wrong("root", root, "the path of a folder")
-    is_number = isinstance(repeat, int | float) and not isinstance(repeat, bool) and math.isfinite(repeat)
-    if not is_number or not 0 <= repeat <= _MAX_REPEAT or (repeat > 1 and repeat != int(repeat)):
-        wrong("repeat_time", repeat, f"a part from 0 to 1, or a whole number of times up to {_MAX_REPEAT}")
-    if max_tiles is not None and (not isinstance(max_tiles, int) or isinstance(max_tiles, bool) or max_tiles < 1):
-        wrong("max_dynamic_patch", max_tiles, "a whole number above 0")
-    if not isinstance(entry.get("data_augment", False), bool):
-        wrong("data_augment", entry["data_augment"], "true or false")
-    length = entry.get("length", 0)
-    if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-        wrong("length", length, "a whole number of samples")
-    if len(problems) > before:
-        return None
-    try:
-        places = place(str(annotation)), place(root) if root else None
-    except SampleError as error:
-        problems.append(f"data set {shorten(name)!r}: {error}")
-        return None
-    return MetaSource(name=name, annotation=places[0], root=places[1], repeat=float(repeat), max_tiles=max_tiles)
+def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> float:
+    is_repeat = place == "repeat_time"
+    most, least = (_MAX_REPEAT, 0) if is_repeat else (2**62, int(place == "max_dynamic_patch"))
+    if not least <= value <= most or (is_repeat and value > 1 and value != int(value)):
+        problems.append(f"{place} is {value}: give a number from {least} to {most}, above 1 a whole one")
+    return float(value) if kind is float else value
 
 
 _OTHER_SPLIT = re.compile(r"(^|[-._])(test(ing)?|eval(uation)?|val(id(ation)?)?|dev)([-._0-9]|$)", re.IGNORECASE)
@@ -238,8 +241,7 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
     kept, note = _without_other_splits(inner, folder)
     if not kept or depth == _MAX_DEPTH:
         raise SampleError(
-            f"{folder} holds no data: name .jsonl, .json, .parquet, .arrow or .tar files, a folder of them, or one "
-            "that `datasets` wrote"
+            f"{folder} holds no data: name .jsonl, .json, .parquet, .arrow, .tar or what `datasets` wrote"
         )
     for name in kept:  # one folder in it is the same data; of several each is a source
         found_in = _in_folder(entries[name], named if len(kept) == 1 else named / name, depth + 1)
@@ -267,9 +269,7 @@ def _read_object(path: Path) -> Mapping[str, Any]:
 def _beside(folder: Path, name: object, field: str, index: Path) -> Path:
     """Return a file that an index names: it lies in the index's folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
-        raise SampleError(
-            f"{index}: {field} is {shorten(repr(name))}: it must name a file in this folder; save the data again"
-        )
+        raise SampleError(f"{index}: {field} {shorten(repr(name))} is no file in this folder: save the data again")
     if not (folder / name).is_file():
         raise SampleError(f"{index}: {field} names {shorten(name)}, which is not in the folder: fetch the data again")
     return folder / name
@@ -308,9 +308,6 @@ def _saved_dataset(folder: Path, named: Path, index: Path) -> list[SourceFile] |
 
 
 _FOLDERS: Mapping[str, Callable[[Path, Path, Path], list[SourceFile] | None]] = MappingProxyType(
-    {
-        "dataset_dict.json": _dataset_dict,
-        "state.json": _saved_dataset,
-    }
+    {"dataset_dict.json": _dataset_dict, "state.json": _saved_dataset}
 )
 """File or folder that tells the kind -> how its files are found; None: it is of another kind after all."""

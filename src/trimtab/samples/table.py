@@ -175,9 +175,7 @@ def join_parts(
     flat = [part for file_parts in parts for part in file_parts]
     units = sorted({part.patch_unit for part in flat if part.patch_unit is not None})
     if len(units) > 1:
-        raise SampleError(
-            "the files count in both tiles (vit_num) and patches, which cannot be added: size each kind by itself"
-        )
+        raise SampleError("tiles (vit_num) and patches cannot be added: size each kind by itself")
     names: dict[str, int] = {}
     codes: list[npt.NDArray[np.int32]] = []
     for label, file_parts in zip(sources or labels, parts, strict=True):
@@ -373,9 +371,7 @@ def sized_files(path: Path) -> tuple[SizedFile, ...]:
 def _unreadable(origin: str, error: Exception) -> SampleError:
     if isinstance(error, FileNotFoundError):
         return SampleError(f"there is no sample table at {origin}: give one that `trimtab size --out` wrote")
-    return SampleError(
-        f"{origin} is not a readable sample table ({shorten(str(error), 120)}): write it again with trimtab size"
-    )
+    return SampleError(f"{origin} is no sample table ({shorten(str(error), 120)}): write it with trimtab size")
 
 
 def _file_row(file: SizedFile) -> list[str]:

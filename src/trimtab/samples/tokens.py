@@ -70,9 +70,7 @@ def read_tokenizer(
     try:
         content = read_small(path, most_bytes=_MAX_TOKENIZER_BYTES)
     except OSError as error:
-        raise ConfigError(
-            f"cannot read the tokenizer {path}: {error.strerror}; name a tokenizer.json or the folder that holds it"
-        ) from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}; name a tokenizer.json or its folder") from None
     config_path = path.parent / "tokenizer_config.json"
     config = read_json_object(config_path) if config_path.is_file() else {}
     named = {name: text for name in _NAMED_TOKENS if (text := _content(config.get(name))) is not None}
@@ -118,8 +116,7 @@ class TokenCounter:
         self._typed = self._plain = True
         if files is None:
             self.assumptions.append(
-                f"token counts are estimated without a tokenizer: UTF-8 bytes / {BYTES_PER_TOKEN}, "
-                f"{TOKENS_PER_TURN} tokens a turn, 2 markers an image"
+                f"tokens are estimated: UTF-8 bytes / {BYTES_PER_TOKEN}, {TOKENS_PER_TURN} a turn, 2 markers an image"
             )
         else:
             self._load(files)
@@ -147,7 +144,7 @@ class TokenCounter:
         if missing:
             tokenizer.add_special_tokens(missing)
             self.assumptions.append(
-                f"the tokenizer has no {' '.join(missing)}: counted as one token each, as if added before training"
+                f"the tokenizer has no {' '.join(missing)}: one token each, as if added before training"
             )
 
     def _derive_markup(self) -> ImageMarkup:
@@ -171,10 +168,7 @@ class TokenCounter:
         text = self._try([{"role": "user", "content": "probe"}])
         self._plain = text is not None and "probe" in text
         if not self._typed and not self._plain:
-            raise ConfigError(
-                "the chat template renders neither a plain user turn nor one with an image written as "
-                f"{self._markup.placeholder}: name another chat_template, or the model's image markup"
-            )
+            raise ConfigError(f"the template renders neither text nor {self._markup.placeholder}: name a chat_template")
 
     def _try(self, messages: list[dict[str, object]]) -> str | None:
         try:
@@ -217,9 +211,7 @@ class TokenCounter:
         video = videos[0].placeholder if videos else VIDEO_MARK
         text = self.chat(conversation, video=video)
         if len(text) > MAX_CHARACTERS:
-            raise BadRecordError(
-                "length", f"its text has {len(text):,} characters, more than {MAX_CHARACTERS:,}: shorten the sample"
-            )
+            raise BadRecordError("length", f"its text has {len(text):,} characters, more than {MAX_CHARACTERS:,}")
         if self._tokenizer is None:
             num_tokens = sum(x.tokens for x in images) + sum(x.image.tokens for x in videos)
             text = text.replace(self._markup.placeholder, "").replace(video, "")
@@ -265,8 +257,7 @@ class TokenCounter:
         if text.count(markup.placeholder) != len(images):
             raise BadRecordError(
                 "placeholder",
-                f"the rendered chat holds {markup.placeholder} {text.count(markup.placeholder)} times for "
-                f"{len(images)} images: keep the token out of the texts",
+                f"the chat holds {markup.placeholder} {text.count(markup.placeholder)} times for {len(images)} images",
             )
         plain = not markup.before and not markup.after and markup.crops is None
         if plain and all(image.text is None for image in images):
@@ -346,8 +337,8 @@ def _with_videos(text: str, videos: Sequence[ClipCounts]) -> tuple[str, int]:
     if len(pieces) != len(videos) + 1:
         raise BadRecordError(
             "placeholder",
-            f"the rendered chat holds {videos[0].placeholder} {len(pieces) - 1} times for {len(videos)} videos: keep "
-            "the token out of the texts, and use a chat template that writes videos",
+            f"the chat holds {videos[0].placeholder} {len(pieces) - 1} times for {len(videos)} videos: keep it out of "
+            "the texts, and use a chat template that writes videos",
         )
     out, num_left = [pieces[0]], 0
     for video, piece in zip(videos, pieces[1:], strict=True):
@@ -365,14 +356,9 @@ def _build_tokenizer(files: TokenizerFiles) -> Tokenizer:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the binding raises bare Exception, and a panic that is not even that
-        raise ConfigError(
-            f"the tokenizer.json is not readable: {shorten(str(error), 200)}; name the tokenizer.json of the model"
-        ) from None
+        raise ConfigError(f"the tokenizer.json is not readable: {shorten(str(error), 200)}: name the model's") from None
     if dropout := getattr(tokenizer.model, "dropout", None):
-        raise ConfigError(
-            f"the tokenizer.json cuts words at random (dropout {dropout:g}), so that no text has a number of tokens: "
-            "set dropout of its model to null"
-        )
+        raise ConfigError(f"the tokenizer.json cuts words at random: set its model's dropout {dropout:g} to null")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}

@@ -176,9 +176,7 @@ def open_port(port: int) -> socket.socket:
     try:
         return socket.create_server((HOST, port))
     except OSError as error:
-        raise TrimtabError(
-            f"cannot serve on port {port} ({error.strerror}): name another with --port, or 0 for a free one"
-        ) from None
+        raise TrimtabError(f"port {port} is not free ({error.strerror}): name another with --port, or 0") from None
 
 
 def run_application(app: FastAPI, opened: socket.socket, on_ready: Callable[[str], None]) -> None:
@@ -260,14 +258,11 @@ def _published_parts(folder: Path, config: InternVLChatConfig) -> dict[str, Any]
     template, dynamic = fields.get("template"), bool(fields.get("dynamic_image_size"))
     if template not in _BEHIND_TURN:
         raise ConfigError(
-            f"{folder} writes conversations by the template {quote(template)} of its own code, which is never run: "
-            f"serve the -hf folder of the same model (known are {', '.join(_BEHIND_TURN)})"
+            f"{folder} has template {quote(template)} of its own code: serve its -hf folder (known are "
+            f"{', '.join(_BEHIND_TURN)})"
         )
     if dynamic and not fields.get("use_thumbnail"):
-        raise ConfigError(
-            f"{folder} cuts images into tiles without the thumbnail that Transformers' processor adds: load it in "
-            "Python, with pixels of your own"
-        )
+        raise ConfigError(f"{folder} has tiles without thumbnail: load it in Python, with pixels of your own")
     size = tile_size(fields)
     tokens = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": IMAGE_ROW}
     tokenizer = AutoTokenizer.from_pretrained(

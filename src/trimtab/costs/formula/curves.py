@@ -42,9 +42,7 @@ class Efficiency:
         for name in ("matmul", "attention", "memory", "link"):
             value = getattr(self, name)
             if not 0 < value <= 1:
-                raise PartitionError(
-                    f"{name} efficiency {value} is no share of a peak: give a number above 0 and at most 1"
-                )
+                raise PartitionError(f"{name} efficiency {value} is no share of a peak: give above 0, at most 1")
         for name in ("outputs", "depth", "product_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise PartitionError(f"{name} {getattr(self, name)} is no size of a kernel: give 0 or more")

@@ -72,8 +72,7 @@ def find_tp_problems(layer: LayerSpec, tp: int) -> list[str]:
     # key/value heads are divided or copied; query heads are padded, which is no problem
     if a is not None and a.num_kv_heads != a.num_heads and a.num_kv_heads % tp and tp % a.num_kv_heads:
         problems.append(
-            f"tp {tp} cannot share the {a.num_kv_heads} key/value heads of {layer.name}: "
-            f"use a tp that divides {a.num_kv_heads} or is a multiple of it"
+            f"tp {tp} cannot share {a.num_kv_heads} key/value heads of {layer.name}: use a divisor or a multiple of it"
         )
     # columns of the MLP are cut into equal parts
     if m is not None and layer.kind == "block":
@@ -117,8 +116,7 @@ def find_ep_problems(layer: LayerSpec, dims: ParallelDims) -> list[str]:
     # columns of one expert among etp devices
     if m.intermediate_size % dims.expert_tp:
         problems.append(
-            f"etp {dims.expert_tp} cannot share the {m.intermediate_size} columns of an expert of {layer.name}: use "
-            "one that divides them"
+            f"etp {dims.expert_tp} cannot share the {m.intermediate_size} columns of an expert of {layer.name}"
         )
     return problems
 

@@ -91,10 +91,7 @@ class CostSettings:
         if self.host_block_s is not None and not 0 <= self.host_block_s < float("inf"):
             problems.append(f"host_block_s {self.host_block_s} is no time: give seconds of 0 or more")
         if not 1 <= self.expert_imbalance < float("inf"):
-            problems.append(
-                f"expert_imbalance {self.expert_imbalance} was given, and it is the busiest device's rows over the "
-                "mean's: give 1 or more"
-            )
+            problems.append(f"expert_imbalance {self.expert_imbalance} is the busiest over the mean: give 1 or more")
         if problems:
             raise PartitionError(join_problems(problems))
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from trimtab.costs.bands import TIME_ERROR
 from trimtab.costs.profile import chosen_tiers, host_again_s, profile_model
 from trimtab.errors import TrimtabError, join_problems
 from trimtab.files import read_small
-from trimtab.options import Tower
+from trimtab.options import ScheduleName, Tower
 from trimtab.specs import (
     WORK_TERMS,
     DeviceSpec,
@@ -45,7 +45,7 @@ MAX_COUNT = 2**16  # of micro-batches, or ranks of a dimension: a file must not 
 MIN_S, MAX_S = 1e-6, 1e7
 """Of what was logged: no stage takes less, no step more, and squares of larger ratios would overflow."""
 
-_MOST = 1e18  # of what a micro-batch holds, and of bytes
+_MOST = 1e18  # of what a micro-batch holds
 
 _COUNTED: tuple[Tower, ...] = ("vision", "language")
 
@@ -53,7 +53,6 @@ _COUNTED: tuple[Tower, ...] = ("vision", "language")
 _RANGES = {
     **dict.fromkeys(("num_microbatches", "tp", "dp"), (1, MAX_COUNT)),
     **dict.fromkeys(("iteration_s", "stage_s"), (MIN_S, MAX_S)),
-    "peak_bytes": (1, _MOST),
     "recompute": (0, MAX_COUNT),
     "stages": (0, math.inf),
     "work": (0, _MOST),
@@ -104,7 +103,6 @@ class _Entry:
     schedule: LoggedSchedule = "1F1B"
     iteration_s: float | None = None
     stage_s: tuple[float, ...] | None = None
-    peak_bytes: tuple[float, ...] | None = None
     recompute: tuple[int, ...] | None = None
     partial: bool = False
 
@@ -119,8 +117,7 @@ class LoggedRun:
     work: FloatArray  # (num_microbatches, len(WORK_TERMS))
     iteration_s: float | None  # one optimizer step
     stage_s: tuple[float, ...] | None = None  # forward + backward of the mean micro-batch, recompute included
-    peak_bytes: tuple[float, ...] | None = None
-    schedule: LoggedSchedule = "1F1B"
+    schedule: ScheduleName = "1F1B"
 
 
 def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings: Any) -> tuple[LoggedRun, ...]:
@@ -133,8 +130,7 @@ def read_runs(path: Path | str, model: ModelSpec, device: DeviceSpec, **settings
     num_microbatches; tp, dp and schedule where they are not 1, 1 and "1F1B";
     work: what the mean micro-batch holds, {"patches": ..., "tokens": ..., ...} with the names of WORK_TERMS, or a list
         with one such object for each micro-batch. Squares not given follow from patches_per_image, tokens_per_sample;
-    iteration_s, or stage_s (forward + backward of the mean micro-batch), or both; peak_bytes if known. stage_s and
-        peak_bytes have one number for each stage;
+    iteration_s, or stage_s (forward + backward of the mean micro-batch, a number for each stage), or both;
     recompute: for each stage how many of its blocks, counted from its first, recompute everything;
     partial: true where the run built fewer blocks than the model declares (only with counted blocks).
 
@@ -172,10 +168,7 @@ def place_blocks(model: ModelSpec, counts: Sequence[Mapping[str, int]]) -> tuple
     """
     totals = {tower: sum(stage.get(tower, 0) for stage in counts) for tower in _COUNTED}
     if any(sum(stage.values()) == 0 for stage in counts[1:-1]) or not sum(totals.values()):
-        raise TrimtabError(
-            "a stage holds no block: give every stage one or more, but the first, which has the embedding, and the "
-            "last, which has the head"
-        )
+        raise TrimtabError("a stage holds no block: only the first (embedding) and the last (head) may")
     # no more blocks than the model has, and vision in front
     for tower, total in totals.items():
         declared = len(model.indices(tower, "block"))
@@ -241,7 +234,7 @@ def _find_problems(read: _Entry) -> Iterator[str]:
     if num_stages == 0:
         yield 'stages are empty: give for each stage its blocks, as in {"vision": 10, "language": 4}'
     # one number for each stage
-    for key in ("stage_s", "peak_bytes", "recompute"):
+    for key in ("stage_s", "recompute"):
         values = getattr(read, key)
         if values is not None and len(values) != num_stages:
             yield f"{key} has {len(values)} numbers for {num_stages} stages: give one for each stage"
@@ -253,7 +246,10 @@ def _find_problems(read: _Entry) -> Iterator[str]:
 
 
 def _price(read: _Entry, model: ModelSpec, device: DeviceSpec, settings: dict[str, Any]) -> LoggedRun:
-    built, stages = _place(read, model)
+    built, stages = place_blocks(model, [asdict(blocks) for blocks in read.stages])
+    if len(built.layers) < len(model.layers) and not read.partial:
+        placed, declared = (sum(x.kind == "block" for x in m.layers) for m in (built, model))
+        raise TrimtabError(f'its stages hold {placed} blocks, not {declared}: place all, or say "partial": true')
     if read.recompute is not None:
         stages = tuple(_recomputed(built, *x) for x in zip(stages, read.recompute, strict=True))
     dims = ParallelDims(tp=read.tp, dp=read.dp, pp=len(stages))
@@ -265,20 +261,8 @@ def _price(read: _Entry, model: ModelSpec, device: DeviceSpec, settings: dict[st
         work=np.repeat(work, read.num_microbatches // len(work), axis=0),
         iteration_s=read.iteration_s,
         stage_s=read.stage_s,
-        peak_bytes=read.peak_bytes,
         schedule=read.schedule,
     )
-
-
-def _place(read: _Entry, model: ModelSpec) -> tuple[ModelSpec, tuple[Stage, ...]]:
-    built, stages = place_blocks(model, [asdict(blocks) for blocks in read.stages])
-    if len(built.layers) < len(model.layers) and not read.partial:
-        placed, declared = (sum(x.kind == "block" for x in m.layers) for m in (built, model))
-        raise TrimtabError(
-            f"its stages hold {placed} blocks, and the model declares {declared}: place them all, or say "
-            '"partial": true if the run built fewer'
-        )
-    return built, stages
 
 
 def _recomputed(model: ModelSpec, stage: Stage, count: int) -> Stage:
@@ -307,10 +291,8 @@ _MAX_ROUNDS, _LEAST_MOVE, _MOST_MOVE = 30, 1e-6, 1.0
 _RIDGE = 1e-4  # holds what the runs leave open where it is
 
 
-class SimulateStep(Protocol):
-    def __call__(self, forward_s: FloatArray, backward_s: FloatArray, *, schedule: LoggedSchedule) -> float:
-        """Return the seconds of a pipeline step whose stages take these (stages, micro-batches) times."""
-        ...
+SimulateStep: TypeAlias = Callable[[LoggedRun, FloatArray, FloatArray], float]
+"""Seconds of a step of this run whose stages take these (stages, micro-batches) forward and backward times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,11 +357,12 @@ def fit_runs(target: Profile, runs: Sequence[LoggedRun], simulate_step: Simulate
     )
     # a profile with these factors, and what they do not settle
     warnings = (*_unsettled(found), *_unexplained(fitted))
+    others = [x for x in target.assumptions if not x.startswith("Seconds come from formulas")]
     calibrated = replace(
         apply_terms(target, found),
         method="logged",
         time_error=_time_error(runs, fitted, warnings, simulate_step),
-        assumptions=(*_sentences(found, fitted), *warnings, *_without_formulas(target.assumptions)),
+        assumptions=(*_sentences(found, fitted), *warnings, *others),
     )
     return Calibration(profile=calibrated, terms=found, runs=fitted, warnings=warnings)
 
@@ -396,7 +379,7 @@ def predict_step(run: LoggedRun, terms: Sequence[TermFit], simulate_step: Simula
     forward, backward = _times_under(run, terms)
     layers = run.profile.layers
     once = max(sum(layer.step_s for layer in layers[x.start : x.stop]) for x in run.stages)
-    return simulate_step(forward, backward, schedule=run.schedule) + once
+    return simulate_step(run, forward, backward) + once
 
 
 class _Part(NamedTuple):
@@ -580,9 +563,8 @@ def _scaled(layer: LayerCost, factor: float, host: float) -> LayerCost:
 
 def _unsettled(terms: Sequence[TermFit]) -> tuple[str, ...]:
     return tuple(
-        f"The logged runs do not settle {term.name!r}: errors in their times ({NOISE:.0%}, or the fit's own) move it "
-        f"by {'more than its own size' if term.error is None else format(term.error, '.0%')}; add runs with other "
-        "splits, or log the seconds of each stage."
+        f"The logged runs do not settle {term.name!r}: errors in their times move it by "
+        f"{'more than its own size' if term.error is None else format(term.error, '.0%')}; add runs of other splits."
         for term in terms
         if term.error is None or term.error > UNSETTLED
     )
@@ -592,22 +574,12 @@ def _unexplained(runs: Sequence[RunFit]) -> tuple[str, ...]:
     worst = max(runs, key=lambda run: abs(run.error))
     if abs(worst.error) <= MIN_TIME_ERROR:
         return ()
-    return (
-        f"Stage times do not explain run {worst.name!r}: the fit is {worst.error:+.1%} off. Something else decides its "
-        "step: look for slow links, images that were not counted, or a noisy neighbour.",
-    )
+    return (f"Stage times do not explain run {worst.name!r}: the fit is {worst.error:+.1%} off. Look for slow links.",)
 
 
 def _sentences(terms: Sequence[TermFit], runs: Sequence[RunFit]) -> tuple[str, ...]:
     bands = {term.name: "" if term.error is None else f" (+-{term.error:.0%})" for term in terms}
     parts = [f"{term.name} x {term.value:.3g}{bands[term.name]}" for term in terms]
     worst = max(abs(run.error) for run in runs)
-    several = "" if len(runs) == 1 else "s"
-    return (
-        f"Seconds come from formulas fitted to {len(runs)} logged run{several}: {', '.join(parts)}; the fit is within "
-        f"{worst:.1%} of them. Sends between stages are not modelled.",
-    )
-
-
-def _without_formulas(assumptions: Sequence[str]) -> tuple[str, ...]:
-    return tuple(x for x in assumptions if not x.startswith("Seconds come from formulas"))
+    fitted = f"Seconds come from formulas fitted to {len(runs)} logged run{'s' * (len(runs) > 1)}: {', '.join(parts)}"
+    return (f"{fitted}; the fit is within {worst:.1%} of them. Sends between stages are not modelled.",)

@@ -19,8 +19,7 @@ def refuse_unlike(saved: Profile, model: ModelSpec, target: Profile) -> None:
     names = [layer.name for layer in saved.layers]
     if saved.layers_blake2b != layers_fingerprint(model) or names != [layer.name for layer in target.layers]:
         problems.append(
-            f"the profile is of {len(saved.layers)} layers that are not those of {model.name}: "
-            "run `trimtab profile` on this model's config"
+            f"the profile is of {len(saved.layers)} other layers than {model.name}'s: run `trimtab profile` on it"
         )
     elif problem := _unlike_tiers(saved, target):
         problems.append(problem)
@@ -53,10 +52,7 @@ def _unlike_tiers(saved: Profile, target: Profile) -> str | None:
     for has, wanted in zip(saved.layers, target.layers, strict=True):
         missing = [tier.name for tier in wanted.tiers if tier.name not in {own.name for own in has.tiers}]
         if missing:
-            return (
-                f"the profile has no recompute {' or '.join(missing)} of {has.name}, and the plan may choose it: "
-                "run `trimtab profile` again"
-            )
+            return f"the profile lacks recompute {' or '.join(missing)} of {has.name}: run `trimtab profile` again"
     return None
 
 
@@ -93,8 +89,7 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
     said = [sentence for sentence in saved.assumptions if sentence not in base.assumptions]
     if saved.dims.tp != target.dims.tp:
         said.append(
-            f"Seconds measured at tp {saved.dims.tp} were divided for tp {target.dims.tp} as the formulas divide them; "
-            "traffic between the devices comes from formulas."
+            f"Seconds measured at tp {saved.dims.tp} were divided for tp {target.dims.tp} by formula, traffic added."
         )
     return replace(
         target,

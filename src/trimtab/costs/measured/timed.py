@@ -133,9 +133,7 @@ def time_layers(
                         timings = time_layer(module, real, number, gradients[number], those, options)
                     result.append(LayerTimings(layer=number, timings=timings))
         except torch.OutOfMemoryError as error:
-            raise TrimtabError(
-                f"{max(sizes)} rows were to be timed on {device}, whose memory is too small: give smaller --set sizes"
-            ) from error
+            raise TrimtabError(f"{device} has no memory for {max(sizes)} rows: give smaller --set sizes") from error
     return tuple(result)
 
 
@@ -154,19 +152,11 @@ def open_device(name: str | None = None) -> torch.device:
     # a name that torch has, of a device that is there
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or not (index or "0").isdecimal() or (kind == "cpu" and index):
-        raise TrimtabError(
-            f"layers were to be timed on {name!r}, which torch does not call so: give cpu, cuda or cuda:1"
-        )
+        raise TrimtabError(f"torch has no device {name!r}: give cpu, cuda or cuda:1")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise TrimtabError(
-            f"layers were to be timed on {name}, and torch {torch.__version__} finds no CUDA device: "
-            "give --device cpu, or run where there is one"
-        )
+        raise TrimtabError(f"torch {torch.__version__} finds no CUDA device for {name}: give --device cpu")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise TrimtabError(
-            f"layers were to be timed on {name}, and there are {torch.cuda.device_count()} CUDA devices: "
-            "count them from cuda:0"
-        )
+        raise TrimtabError(f"no {name} among {torch.cuda.device_count()} CUDA devices: count from cuda:0")
     return torch.device(name)
 
 

@@ -133,8 +133,7 @@ def refusing(model: ModelSpec) -> Iterator[None]:
     except Exception as error:  # of any class that it likes
         said = " ".join(str(error).split())[:160].rstrip(".")
         raise UnknownModelError(
-            f"steps of {model.name} were to be run layer by layer, and Transformers' code of {model.family} fails on "
-            f"one ({type(error).__name__}: {said}): give the config.json as the model ships it, or plan with formulas"
+            f"a step of {model.name} ({model.family}) fails ({type(error).__name__}: {said}): plan with formulas"
         ) from error
 
 
@@ -174,8 +173,8 @@ def _compare_sizes(parts: Mapping[str, nn.Module], model: ModelSpec, numbers: Se
         seen |= own.keys()
         if layer.num_params and layer.num_params not in (count, fresh):
             raise ConfigError(
-                f"{layer.name} has {layer.num_params} parameters by its description, and Transformers "
-                f"{transformers.__version__} builds it with {count}: give the config.json as the model ships it"
+                f"{layer.name} has {layer.num_params} parameters, Transformers {transformers.__version__} builds "
+                f"{count}: give the config.json as the model ships it"
             )
 
 
@@ -300,10 +299,7 @@ def build_model(
     Weights are drawn as Transformers draws them for training from scratch.
     """
     if settings.attention == "flash" and (device.type != "cuda" or not has_flash()):
-        raise TrimtabError(
-            f"flash attention was to be timed on {device}, and it needs a CUDA device and the package flash_attn: "
-            "give --set attention=sdpa or eager"
-        )
+        raise TrimtabError(f"flash attention on {device} needs CUDA and flash_attn: give --set attention=sdpa or eager")
     kinds = KindModel(config, model, settings, chosen)
     return RealModel(module=kinds.build(device), kinds=kinds, chosen=tuple(chosen), device=device)
 

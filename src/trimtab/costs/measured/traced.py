@@ -59,10 +59,7 @@ def profile_traced(
     # say what the steps were
     warnings = traced.say()
     if settings.attention == "eager":
-        warnings.append(
-            "Eager attention keeps the scores of every pair: bytes grow with the square of the rows; "
-            "use sdpa or flash attention."
-        )
+        warnings.append("Eager attention keeps all pairs: bytes grow with the square of the rows; use sdpa or flash.")
     how = f"{settings.dtype}, {settings.attention} attention"
     if settings.fused_kernels:
         how += ", fused norms and gates"

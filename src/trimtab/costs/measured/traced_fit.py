@@ -67,10 +67,7 @@ class Trace:
         layer (5,056 bytes of the CPU's, 16 of CUDA's).
         """
         if self.recomputed:
-            raise TrimtabError(
-                f"bytes of other layers were asked of a step in which {len(self.recomputed)} were recomputed: "
-                "trace a step in which none is"
-            )
+            raise TrimtabError(f"bytes of other layers need a step without recompute, not {len(self.recomputed)}")
         chosen = self._find(recomputed)
         return sum(x.num_bytes for x in self.storages if _is_held(x, chosen))
 
@@ -78,10 +75,7 @@ class Trace:
         places = {layer.name: place for place, layer in enumerate(self.layers)}
         unknown = sorted(set(names) - places.keys())
         if unknown:
-            raise TrimtabError(
-                f"{', '.join(unknown)} cannot be recomputed: not among the {len(places)} layers traced; "
-                f"name them as in {next(iter(places), 'none')}"
-            )
+            raise TrimtabError(f"no layer traced is {', '.join(unknown)}: name them as {next(iter(places), 'none')}")
         return frozenset(place for name in names if self.layers[place := places[name]].keeps)
 
 
@@ -262,11 +256,7 @@ def _fit(
             break
     # a layer that does not keep the same for each row has no coefficients
     if left > MAX_MISFIT:
-        raise TrimtabError(
-            f"{what} of {name} should be a sum of rows and pairs, and traced steps of {len(values)} sizes leave "
-            f"{left:.2%}: this model does not keep the same for each row; profile without --traced, and please report "
-            "it"
-        )
+        raise TrimtabError(f"{what} of {name} is no sum of rows and pairs ({left:.2%} left): profile without --traced")
     for column, value in zip(chosen, found, strict=True):
         terms[column] = float(value)
     if left > MISFIT:

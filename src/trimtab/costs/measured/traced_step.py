@@ -210,16 +210,11 @@ def _refuse_unusable(module: nn.Module, layers: Sequence[str], recomputed: Colle
     known = dict(module.named_modules())
     missing = [name for name in layers if name not in known]
     if missing:
-        raise TrimtabError(
-            f"{', '.join(missing)} cannot be traced: {type(module).__name__} has no such modules; "
-            "give names as in named_modules()"
-        )
+        raise TrimtabError(f"{type(module).__name__} has no {', '.join(missing)}: give names of named_modules()")
     # recompute only of what is traced
     unknown = sorted(set(recomputed) - set(layers))
     if unknown:
-        raise TrimtabError(
-            f"{', '.join(unknown)} cannot be recomputed: not among the {len(layers)} layers to trace; name it there too"
-        )
+        raise TrimtabError(f"{', '.join(unknown)} are none of the {len(layers)} layers to trace: name them there too")
     chosen = set(layers)
     # layers side by side, none inside another
     for name in layers:

@@ -124,8 +124,7 @@ class Batches:
             except Exception as error:  # of any class that the model's own code likes
                 said = said or f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         raise UnknownModelError(
-            f"a step of model_type {self.model.config.model_type!r} was to be run, and its forward took none of our "
-            f"batches ({said or 'no loss'}): give the config.json as the model ships it, or plan with formulas"
+            f"{self.model.config.model_type!r} takes no batch of ours ({said or 'no loss'}): plan with formulas"
         )
 
     def _arrangements(self) -> Iterator[_Arrangement]:

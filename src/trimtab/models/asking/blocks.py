@@ -16,16 +16,7 @@ _KEY = ("k_proj", "key", "k", "wk", "to_k", "key_proj", "k_linear")
 _VALUE = ("v_proj", "value", "v", "wv", "to_v", "value_proj", "v_linear")
 _FUSED = ("qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "c_attn", "in_proj_qkv")
 _OUTPUT = (
-    "o_proj",
-    "out_proj",
-    "dense",
-    "proj",
-    "wo",
-    "projection_layer",
-    "projection",
-    "o",
-    "output",
-    "c_proj",
+    *("o_proj", "out_proj", "dense", "proj", "wo", "projection_layer", "projection", "o", "output", "c_proj"),
     "to_out",
 )
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_attn_heads", "attention_heads")

@@ -78,10 +78,7 @@ class Looker:
         output, texts = self.run([(width, height)] * copies)
         tokens, soft = self.count_tokens(output)
         if tokens < copies * (1 if self._expands("images") else FEWEST):
-            raise ConfigError(
-                "its processor writes no token in the place of an image: how many rows an image takes in the decoder "
-                "only its model can say"
-            )
+            raise ConfigError("its processor writes no token in the place of an image: only its model knows the rows")
         if tokens % copies:
             raise ConfigError("its processor does not treat equal images of one sample alike")
         segments = self.segments(output)
@@ -399,9 +396,7 @@ def set_sampling(looker: Looker, sampling: VideoOptions) -> None:
             sides[name] in size and len(size) == 2 if name in sides else name in processor.valid_kwargs.__annotations__
         )
         if not known:
-            raise ConfigError(
-                f"{name} {value} was asked for, and {type(processor).__name__} has no such setting: leave it out"
-            )
+            raise ConfigError(f"{type(processor).__name__} has no setting {name} {value}: leave it out")
         if name in sides:
             size[sides[name]] = value
         else:

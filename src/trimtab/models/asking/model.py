@@ -39,13 +39,12 @@ def complete(fields: Mapping[str, object]) -> Any:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         cure = (
-            "its own code is never run: build it in Python and give it to trimtab.models.describe_model"
+            "its own code is never run: build it and give it to trimtab.models.describe_model"
             if "auto_map" in fields
             else "correct `model_type`, or update Transformers"
         )
         raise UnknownModelError(
-            f"model_type {quote(model_type)} cannot be described: Transformers {transformers.__version__} has no such "
-            f"model: {cure}"
+            f"Transformers {transformers.__version__} has no model_type {quote(model_type)}: {cure}"
         )
     known = {key: value for key, value in _without_code(fields).items() if key != "model_type"}
     return configured(fields, lambda: transformers.AutoConfig.for_model(model_type, **known))
@@ -85,8 +84,7 @@ def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | 
     known = [x._model_mapping[kind] for x in autos if x is not None for kind in kinds if kind in x._model_mapping]
     if not known:
         raise UnknownModelError(
-            f"model_type {quote(config.model_type)} cannot be described: Transformers {transformers.__version__} has "
-            "no model of it that writes text: give the configuration of one"
+            f"Transformers has no model of {quote(config.model_type)} that writes text: give another"
         )
     what_not = f"builds no model of this config.json of {config.model_type}"
     with library_reads(what_not, "correct or add what it asks for"), torch.device("meta"):
@@ -106,10 +104,7 @@ def check_size(module: Any) -> None:
     """Refuses what no machine holds: sizes in a hostile or mistyped file."""
     total = sum(parameter.numel() for parameter in module.parameters())
     if total > MAX_PARAMS:
-        raise ConfigError(
-            f"the configuration makes a model of {total:.1e} parameters, and none has more than {MAX_PARAMS:.0e}: "
-            "correct its sizes"
-        )
+        raise ConfigError(f"the configuration has {total:.1e} parameters, above {MAX_PARAMS:.0e}: correct its sizes")
 
 
 def _check_depth(section: Mapping[str, Any], path: str) -> None:
@@ -156,9 +151,7 @@ def describe_model(model: Any, *, name: str | None = None) -> ModelSpec:
     True
     """
     if any(parameter.device.type != "meta" for parameter in model.parameters()):
-        raise ConfigError(
-            'a model with weights was given, and describing uses it up: build it under `torch.device("meta")`'
-        )
+        raise ConfigError('describing uses the model up: build it under `torch.device("meta")`')
     check_size(model)
     family = str(getattr(model.config, "model_type", type(model).__name__))
     extra = extra_bytes(model)

@@ -20,15 +20,7 @@ PHOTOS = (
     *((640, 427), (640, 426), (595, 842), (827, 1169), (1240, 1754), (1654, 2339), (1080, 2400), (1170, 2532)),
 )
 ODD = (
-    (1, 1),
-    (13, 17),
-    (57, 31),
-    (100, 1000),
-    (1000, 90),
-    (333, 777),
-    (1013, 619),
-    (225, 223),
-    (1399, 1401),
+    *((1, 1), (13, 17), (57, 31), (100, 1000), (1000, 90), (333, 777), (1013, 619), (225, 223), (1399, 1401)),
     (90, 3000),
 )
 STANDARD = tuple(dict.fromkeys((*((x, x) for x in SIDES), *PHOTOS, *((h, w) for w, h in PHOTOS), *ODD)))
@@ -67,7 +59,7 @@ class AskedImages:
             self.prepare([(width, height)])
         found = self._known[self.copies, width, height]
         if isinstance(found, str):
-            raise ImageError(f"cannot count an image of {width} x {height} pixels, its processor says: {found}")
+            raise ImageError(f"cannot count an image of {width} x {height} pixels: {found}")
         return found
 
     def in_sample(self, num_images: int) -> AskedImages:
@@ -86,10 +78,7 @@ class AskedImages:
         missing = [x for x in dict.fromkeys(sizes) if (self.copies, *x) not in self._known]
         if missing and not is_installed():
             width, height = missing[0]
-            raise ConfigError(
-                f"the description counts {len(self._known)} image sizes, and {width} x {height} is none of them: "
-                f"{INSTALL}, or write the description again where it is"
-            )
+            raise ConfigError(f"{width} x {height} is none of {len(self._known)} known sizes: {INSTALL}")
         for first in range(0, len(missing), MAX_ASKED):
             part = missing[first : first + MAX_ASKED]
             tower = {"patch_size": self.patch_size, "extra_rows": self.extra_rows}
@@ -164,10 +153,7 @@ class AskedClips:
             self.prepare([clip])
         found = self._known[clip]
         if isinstance(found, str):
-            raise ImageError(
-                f"cannot count a video of {clip.num_frames} frames of {clip.width} x {clip.height} pixels, its "
-                f"processor says: {found}"
-            )
+            raise ImageError(f"cannot count a video of {clip.num_frames} x {clip.width} x {clip.height}: {found}")
         return found
 
     def prepare(self, clips: Iterable[Clip]) -> None:

@@ -5,13 +5,15 @@ Symbols: p patch size in pixels, m patches merged per side into one LLM token, f
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
-from trimtab.errors import ConfigError, ImageError
-from trimtab.specs import ImageCounts
+from trimtab.errors import ConfigError, ImageError, quote
+from trimtab.specs import ImageCounts, ImageRule
 
 MAX_PIXELS = 2**30  # of one image after its processor
 MAX_TILES = 4096  # of one image; no published model goes beyond 40
@@ -22,17 +24,12 @@ def check_size(width: int, height: int) -> None:
     """Refuse what no image can be; `bool` and NumPy scalars are not plain integers and are refused as well."""
     if type(width) is int and type(height) is int and 0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE:
         return
-    raise ImageError(
-        f"cannot count an image of {width!r} x {height!r} pixels: both sides are whole numbers "
-        f"from 1 to {MAX_SIDE}: check the file's header, or leave the sample out"
-    )
+    raise ImageError(f"an image of {width!r} x {height!r} pixels: sides are 1 to {MAX_SIDE}: leave it out")
 
 
 def refuse(width: int, height: int, what_is_true: str) -> ImageError:
     """The error for a size that the official processor raises on as well."""
-    return ImageError(
-        f"cannot count an image of {width} x {height} pixels: {what_is_true}: crop the image, or leave the sample out"
-    )
+    return ImageError(f"an image of {width} x {height} pixels: {what_is_true}: crop it, or leave the sample out")
 
 
 # -- one rectangle of patches: an image's own resolution, sides rounded to a factor -----------------------------------
@@ -61,10 +58,7 @@ class SmartResize:
     def __post_init__(self) -> None:
         _check_pixel_limits(self.min_pixels, self.max_pixels)
         if self.window_size is not None and self.window_size < self.patch_size * self.merge_size:
-            raise ConfigError(
-                f"window_size {self.window_size} holds not one merged patch of "
-                f"{self.patch_size * self.merge_size} pixels: correct vision_config in config.json"
-            )
+            raise ConfigError(f"window_size {self.window_size} holds no merged patch: correct vision_config")
 
     def count(self, width: int, height: int) -> ImageCounts:
         check_size(width, height)
@@ -150,10 +144,7 @@ def _sum_of_squares(length: int, window: int) -> int:
 
 def _check_pixel_limits(min_pixels: int, max_pixels: int) -> None:
     if not 0 < min_pixels <= max_pixels <= MAX_PIXELS:
-        raise ConfigError(
-            f"cannot keep an image between {min_pixels} and {max_pixels} pixels: the first must be positive and not "
-            f"above the second, which is at most {MAX_PIXELS}: change min_pixels or max_pixels"
-        )
+        raise ConfigError(f"{min_pixels} to {max_pixels} pixels: give 0 < min_pixels <= max_pixels <= {MAX_PIXELS}")
 
 
 def _too_long(width: int, height: int) -> Exception:
@@ -220,9 +211,7 @@ class DynamicTiling:
     def __post_init__(self) -> None:
         if not 0 < self.min_tiles <= self.max_tiles <= MAX_TILES:
             raise ConfigError(
-                f"cannot cut an image into {self.min_tiles} to {self.max_tiles} tiles: the first must be positive "
-                f"and not above the second, which is at most {MAX_TILES}: change the least or the largest number of "
-                "tiles"
+                f"no image has {self.min_tiles} to {self.max_tiles} tiles: give 0 < min <= max <= {MAX_TILES}"
             )
         areas: dict[float, list[int]] = defaultdict(list)  # per ratio i j grows with i
         for i in range(1, self.max_tiles + 1):
@@ -279,8 +268,7 @@ class AnyRes:
         bad = [[h, w] for h, w in self.pinpoints if min(h, w) < 1 or h % t or w % t or (h // t) * (w // t) > MAX_TILES]
         if bad or not self.pinpoints:
             raise ConfigError(
-                f"cannot tile images by image_grid_pinpoints {bad[:3] or '[]'}: each pair must be positive multiples "
-                f"of the tile of {t} pixels, at most {MAX_TILES} tiles: correct image_grid_pinpoints"
+                f"image_grid_pinpoints {bad[:3] or '[]'}: give multiples of {t} pixels, at most {MAX_TILES} tiles"
             )
         canvases = [
             (h, w, self.grid_size * (h // self.tile_size), self.grid_size * (w // self.tile_size))
@@ -379,3 +367,70 @@ class UnsettledRule:
 
     def count(self, width: int, height: int) -> ImageCounts:  # noqa: ARG002 - the protocol's arguments
         raise ConfigError(self.reason)
+
+
+# -- a user's own limits; a rule in company, and as text --------------------------------------------------------------
+
+
+def with_limits(rule: ImageRule, *, max_pixels: int | None = None, max_tiles: int | None = None) -> ImageRule:
+    """The same rule under a tighter (or looser) limit of the user's.
+
+    `max_pixels` is that of the processor (for GLM: pixels of all temporal copies); `max_tiles` leaves the thumbnail
+    or overview out of count. Where the rule's least size exceeds the new limit, the least size gives way.
+    """
+    for what, value in (("max_pixels", max_pixels), ("max_tiles", max_tiles)):
+        if value is not None and type(value) is not int:
+            raise ConfigError(f"{what} is {quote(value)}: give a whole number")
+    if isinstance(rule, UnsettledRule) and (max_pixels is not None or max_tiles is not None):
+        raise ConfigError(rule.reason)
+    if max_pixels is not None:
+        if not isinstance(rule, SmartResize | GlmSmartResize):
+            raise _no_such_limit(rule, "max_pixels", max_pixels, "it belongs to smart_resize rules")
+        rule = replace(rule, max_pixels=max_pixels, min_pixels=min(rule.min_pixels, max_pixels))
+    if max_tiles is not None:
+        if not isinstance(rule, DynamicTiling):
+            raise _no_such_limit(rule, "max_tiles", max_tiles, "it belongs to InternVL's tiles")
+        rule = replace(rule, max_tiles=max_tiles, min_tiles=min(rule.min_tiles, max_tiles))
+    return rule
+
+
+def rule_in_sample(rule: ImageRule, num_images: int) -> ImageRule:
+    """The rule for each image of a sample that holds `num_images`.
+
+    Only LLaVA-OneVision's rule tells samples apart, see `AnyRes.in_sample`.
+    """
+    if not hasattr(rule, "in_sample"):  # isinstance of a protocol takes 0.1 ms, a third of sizing lengths
+        return rule
+    own: ImageRule = rule.in_sample(num_images)
+    return own
+
+
+def _no_such_limit(rule: ImageRule, what: str, value: int, whose: str) -> ConfigError:
+    return ConfigError(f"cannot set {what} {value} on image rule {rule.name}: {whose}: leave {what} out")
+
+
+# -- a rule as text ---------------------------------------------------------------------------------------------------
+
+
+_MOST_SHOWN = 60  # characters of a setting in a message
+
+
+def write_rule(rule: ImageRule) -> str:
+    """Kind and settings as JSON; equal rules give equal text."""
+    settings: dict[str, Any] = (
+        {f.name: getattr(rule, f.name) for f in fields(rule) if f.compare} if is_dataclass(rule) else {}
+    )
+    return json.dumps({"name": rule.name, **settings, "kind": type(rule).__name__}, sort_keys=True, default=repr)
+
+
+def tell_apart(saved: str, own: str) -> tuple[str, str]:
+    """Return what two unequal rules, as `write_rule` wrote them, say otherwise: settings, or the rules' names."""
+    try:
+        first, second = json.loads(saved), json.loads(own)
+    except ValueError:
+        return "an earlier version of trimtab", "this one"
+    if first["kind"] != second["kind"]:
+        return f"the rule {first['name']}", f"the rule {second['name']}"
+    unlike = [name for name in first if first[name] != second[name]]
+    said = [", ".join(f"{name} {rule[name]}"[:_MOST_SHOWN] for name in unlike) for rule in (first, second)]
+    return said[0], said[1]

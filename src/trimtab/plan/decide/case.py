@@ -59,17 +59,13 @@ class MemoryBudget:
             raise PlanError(f"{total} bytes of memory per device were asked for: give a unit, as in {total}GiB")
         if not 0 < total <= device.memory_bytes:
             raise PlanError(
-                f"{format_bytes(total)} of memory per device was asked for, and {device.name} has "
-                f"{format_bytes(device.memory_bytes)}: give that or less, or another device"
+                f"{device.name} has {format_bytes(device.memory_bytes)}, not {format_bytes(total)}: give that, or less"
             )
         band = memory_band(options.profile)
         reserve = options.reserve_bytes
         if reserve is not None:
             if not 0 <= reserve < total:
-                raise PlanError(
-                    f"{format_bytes(reserve)} of {format_bytes(total)} were to stay free, which leaves nothing: free "
-                    "less"
-                )
+                raise PlanError(f"{format_bytes(reserve)} free of {format_bytes(total)} leave nothing: free less")
             return MemoryBudget(total_bytes=total, fill_bytes=total - reserve, band=band)
         return MemoryBudget(
             total_bytes=total,

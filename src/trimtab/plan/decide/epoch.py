@@ -66,8 +66,7 @@ def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> 
     )
     if options.global_batch is not None and options.global_batch > epoch.num_drawn:
         raise PlanError(
-            f"global_batch {options.global_batch} was asked for, and the data holds {epoch.num_drawn} samples: "
-            "ask for that or fewer"
+            f"the data holds {epoch.num_drawn} samples, not a global_batch of {options.global_batch}: give fewer"
         )
     refuse_oversize(epoch, options)
     return epoch
@@ -81,9 +80,7 @@ def refuse_stored(model: ModelSpec, lora: Lora | None) -> None:
     cure = "the checkpoint in 16 bits that it was made from"
     if stored in FOUR_BITS:
         cure = f"--lora r=16,bits=4, or {cure}"
-    raise PlanError(
-        f"the weights of {model.name} are stored as {stored}, and are not trained in that format: give {cure}"
-    )
+    raise PlanError(f"{model.name} is stored as {stored}, a format that is not trained: give {cure}")
 
 
 def refuse_oversize(epoch: Epoch, options: PlanOptions) -> None:

@@ -3,8 +3,7 @@
 A tower that cuts images into tiles of one size encodes tiles apart: they are the atoms, and their number is known.
 Elsewhere an image is one atom of p patches. `trimtab size` records them; a table without them holds n, Σ p and Σ p².
 One image, two images, and images of one size follow from these exactly. Others are spread like a log-normal
-distribution of such sums: near where sizes vary smoothly, too uneven where a sample holds a few sizes many times
-(`bench/vision_plan.py`).
+distribution of such sums: near where sizes vary smoothly, too uneven where a sample holds a few sizes many times.
 """
 
 from __future__ import annotations

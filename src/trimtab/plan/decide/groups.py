@@ -98,13 +98,13 @@ def _pooling_problems(
         )
     elif schedule.num_microbatches % decision.pooling:
         yield (
-            f"vision pooling {decision.pooling} was asked for, and a step has {schedule.num_microbatches} "
-            "micro-batches a rank: choose a number that divides them"
+            f"vision pooling {decision.pooling} of {schedule.num_microbatches} micro-batches: choose a number that "
+            "divides them"
         )
     if decision.group != "dp" and tile_rows(model) is not None:  # a host's own loop pools what all of its ranks hold
         yield (
-            f"vision pooling {decision.pooling} was asked for over {decision.group}, and pools are known there for "
-            f"families with a grid of patches, while {model.name} cuts images into tiles: leave it out"
+            f"vision pooling {decision.pooling} over {decision.group} needs a grid of patches, not {model.name}'s "
+            "tiles: leave it out"
         )
 
 

@@ -193,8 +193,7 @@ def _refuse_sharded_pipeline(options: PlanOptions, dims: ParallelDims) -> None:
     """ZeRO-2 frees gradients by exchanging them, which on a pipeline would be once a micro-batch: nobody runs that."""
     if options.sharding == 2 and dims.pp > 1:
         raise PartitionError(
-            f"ZeRO-2 was asked for on a pipeline of {dims.pp} stages, which keeps the gradients of a step whole: give "
-            "ZeRO stage 1 or 3, or pp 1"
+            f"ZeRO-2 shards no gradients on a pipeline of {dims.pp} stages: give ZeRO stage 1 or 3, or pp 1"
         )
 
 
@@ -203,8 +202,8 @@ def _refuse_state(profile: Profile, budget: MemoryBudget) -> None:
     state = sum(layer.state_bytes for layer in profile.layers) / profile.dims.pp
     if state > budget.fill_bytes:
         raise PartitionError(
-            f"parameters, gradients and optimizer state alone take {format_bytes(state)} of each device, of "
-            f"{format_bytes(budget.fill_bytes)} that may be expected: shard more of it (ZeRO stage, tp, pp)"
+            f"the state takes {format_bytes(state)} of a device's {format_bytes(budget.fill_bytes)}: shard more (ZeRO "
+            "stage, tp, pp)"
         )
 
 
@@ -326,10 +325,10 @@ def _filled_packs(
 def _unfilled(options: PlanOptions, dims: ParallelDims, num_microbatches: int) -> PartitionError:
     if microbatch_unit(options.schedule, dims.pp) > 1:
         return PartitionError(
-            f"{options.schedule} runs micro-batches in multiples of {dims.pp}, and a step has {num_microbatches} "
-            "samples a rank: give a larger batch, a smaller pp, or schedule 1F1B"
+            f"{options.schedule} needs a multiple of {dims.pp} micro-batches, not {num_microbatches}: give a larger "
+            "batch, a smaller pp, or schedule 1F1B"
         )
     return PartitionError(
-        f"1F1B with {num_microbatches} micro-batches on {dims.pp} stages was asked for, and torch's schedule "
-        "needs as many micro-batches as stages: give a larger batch, a smaller pp, or --set schedule=GPipe"
+        f"1F1B on {dims.pp} stages needs as many micro-batches, not {num_microbatches}: give a larger batch, a smaller "
+        "pp, or --set schedule=GPipe"
     )

@@ -191,8 +191,8 @@ def parallel_dims(
         names = ("dp", "pp", "tp", "cp", "ep", "etp")
         asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
         raise PlanError(
-            f"{asked} was asked for on {devices} devices, and no whole number of replicas uses them all: "
-            f"leave one of {', '.join(asked) or 'the degrees'} out, or change the cluster"
+            f"no whole number of replicas of {asked} fills {devices} devices: leave one of "
+            f"{', '.join(asked) or 'the degrees'} out, or change the cluster"
         )
 
 
@@ -202,13 +202,12 @@ def _refuse_unequal(cluster: ClusterSpec, options: PlanOptions) -> None:
     names = "dp x pp x tp" if options.cp is None else "dp x pp x tp x cp"
     if cluster.num_devices % product:
         raise PlanError(
-            f"{names} was asked to be a multiple of {product}, and the cluster has {cluster.num_devices} devices: "
-            f"choose degrees whose product divides {cluster.num_devices}"
+            f"{names} makes {product}, no divisor of {cluster.num_devices} devices: choose degrees whose product "
+            "divides them"
         )
     if options.tp is not None and cluster.devices_per_node % options.tp:
         raise PlanError(
-            f"tp {options.tp} was asked for, and nodes have {cluster.devices_per_node} devices: "
-            "choose a tp that divides a node, tensor-parallel devices talk in every layer"
+            f"tp {options.tp} does not divide a node of {cluster.devices_per_node} devices: choose a tp that does"
         )
 
 
@@ -271,9 +270,8 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
     refuse_unlike(saved, model, target)
     if saved.method == "probed" and (saved.optimizer, saved.zero_stage) != (options.optimizer, options.sharding):
         raise PlanError(
-            f"the profile was probed with {saved.optimizer} at ZeRO stage {saved.zero_stage}, and the plan is to have "
-            f"{options.optimizer} at stage {options.sharding}, whose state was not measured: plan with those, or "
-            "probe again"
+            f"the profile was probed with {saved.optimizer} at ZeRO stage {saved.zero_stage}, not {options.optimizer} "
+            f"at {options.sharding}: plan with those, or probe again"
         )
     # 2. what was measured, carried from its own device and degrees by the ratio of formulas
     base = formulas(saved.device, saved.dims, gathered=not traced)

@@ -86,9 +86,8 @@ def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Evaluator]
     clock = _evaluator(case)
     if clock is None:
         raise PlanError(
-            f"OmniBal's search moves cuts between stages, and there are {case.problem.num_stages} stages and "
-            f"{len(_full_rows(case.schedule.table))} full rows of packs: plan with pp 2 or more and enough samples, or "
-            "with --set search=exact"
+            f"OmniBal's search moves cuts between stages, not {case.problem.num_stages} with "
+            f"{len(_full_rows(case.schedule.table))} full rows of packs: plan with pp 2 or more, or --set search=exact"
         )
     radius = case.options.radius
     return bmp_split(case.problem, clock.makespan_of, radius=radius, num_timed=num_timed), clock
@@ -220,10 +219,7 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
     settled |= {axis: 1 for axis in ("cp", "ep") if axis not in can.degrees}
     for axis in {"cp", "ep", "etp"}.difference(can.degrees):
         if getattr(options, axis) not in (None, 1):
-            problems.append(
-                f"{axis} {getattr(options, axis)} was asked for with --for {target}, which has no such degree: leave "
-                f"{axis} out"
-            )
+            problems.append(f"--for {target} has no {axis}, and {getattr(options, axis)} was given: leave {axis} out")
     # every other field: what was given must be among what it runs, what is open becomes that
     for name, values in choices.items():
         given = getattr(options, name)
@@ -231,8 +227,7 @@ def within_choices(options: PlanOptions, can: Expressible, target: str) -> PlanO
             continue
         if given != getattr(left_open, name):
             problems.append(
-                f"{name} {given} was asked for with --for {target}, which runs {name} "
-                f"{' or '.join(map(str, values))}: give that, or leave {name} out"
+                f"--for {target} runs {name} {' or '.join(map(str, values))}, not {given}: leave {name} out"
             )
         elif name in _SEARCHED:  # the search takes the best of them
             settled |= {name: given, _SEARCHED[name]: values}

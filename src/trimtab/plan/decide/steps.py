@@ -193,8 +193,8 @@ def _tried_packs(
 def too_few_samples(global_batch: int, dp: int) -> PartitionError:
     """Why steps of so few samples cannot be shared among so many ranks."""
     return PartitionError(
-        f"a step of {global_batch} samples leaves {dp - global_batch} of {dp} ranks without one: ask for a global "
-        f"batch of {dp} or more, or for a smaller dp"
+        f"a step of {global_batch} samples leaves {dp - global_batch} of {dp} ranks idle: give {dp} or more, or a "
+        "smaller dp"
     )
 
 
@@ -366,9 +366,8 @@ def refuse_over(options: PlanOptions, dims: ParallelDims, samples_per_pack: floa
     if options.global_batch is None or dims.dp * samples_per_pack <= _MOST_OVER * options.global_batch:
         return None
     return PartitionError(
-        f"global_batch {options.global_batch} was asked for, and one filled pack of {format_number(samples_per_pack)} "
-        f"samples on each of {dims.dp} ranks is more: ask for a larger batch, a smaller dp, or steps of exactly so "
-        "many samples (steps=exact)"
+        f"a filled pack of {format_number(samples_per_pack)} samples on each of {dims.dp} ranks is above global_batch "
+        f"{options.global_batch}: give a larger batch, a smaller dp, or steps=exact"
     )
 
 

@@ -153,10 +153,7 @@ def _refuse_moment(case: Case, found: SplitChoice) -> None:
 
 def _lacking(case: Case) -> str | None:
     if not case.model.indices("vision") or not case.model.indices("projector"):
-        return (
-            f"vision data parallel was asked for, and {case.model.name} has no vision tower with a projector whose "
-            "features could be exchanged: leave it out"
-        )
+        return f"{case.model.name} has no tower and projector to share images: leave vision data parallel out"
     if not case.work[:, PATCHES].any():
         return "vision data parallel was asked for, and the data holds no image to share: leave it out"
     return None

@@ -150,8 +150,8 @@ def one_tile(model: ModelSpec) -> ImageCounts:
     per_tile = {(c.patches / c.tiles, c.patches_sq / c.tiles, c.patches_windowed / c.tiles) for c in shapes}
     if len(per_tile) != 1:
         raise PlanError(
-            f"the data's sizes count tiles (vit_num), and {model.name} sees images at their own resolution: "
-            "size the data with `trimtab size` for this model, or give lengths with image_wh"
+            f"the sizes count tiles (vit_num), {model.name} sees native resolutions: size the data for it, or give "
+            "image_wh"
         )
     first = shapes[0]
     return ImageCounts(

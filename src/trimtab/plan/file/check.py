@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,20 +14,14 @@ from trimtab.address import Address, place_of
 from trimtab.balance.packing import PackResult
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.files import fingerprint_file, is_there
-from trimtab.models.describe import describe, read_config
-from trimtab.models.shipped import find_shipped
-from trimtab.partition.assess import DeviceMemory, ReplayedPeak, replay_peaks
-from trimtab.plan.decide.case import MemoryBudget, tower_cuts
+from trimtab.plan.decide.case import tower_cuts
 from trimtab.plan.decide.compare import simulate_plan
 from trimtab.plan.decide.epoch import draw_epoch
 from trimtab.plan.decide.groups import decision_problems
-from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.sharing import share_vision
 from trimtab.plan.file.figures import describe_estimates, model_fingerprint, say_trained, summarise
 from trimtab.plan.file.reload import (
     ReloadedPlan,
     cover_problems,
-    find_config,
     load_packs,
     options_of,
     read_samples,
@@ -37,12 +30,8 @@ from trimtab.plan.file.reload import (
 )
 from trimtab.plan.file.yaml import open_plan, unknown_keys
 from trimtab.plan.plan import Plan
-from trimtab.specs import ClusterSpec, ModelSpec, Stage
+from trimtab.specs import ClusterSpec, ModelSpec
 from trimtab.units import format_bytes
-
-if TYPE_CHECKING:
-    from trimtab.costs.measured.traced_fit import TracedProfile
-
 
 _ROUNDING = 0.011  # of a figure in GiB or ms
 
@@ -102,10 +91,7 @@ def refuse_broken(path: Path) -> None:
     """
     problems = reloaded_problems(reload_plan(path))
     if problems:
-        raise PlanError(
-            f"a plan was written to {path}, and it does not hold: make it again from a plan that `trimtab check` "
-            f"passes\n{join_problems(problems)}"
-        )
+        raise PlanError(f"the plan in {path} does not hold: make it again\n{join_problems(problems)}")
 
 
 def reloaded_problems(found: ReloadedPlan) -> list[str]:
@@ -135,10 +121,7 @@ def _changed_files(plan: Plan, folder: Path, *, missing: bool = True) -> Iterato
 def _changed_model(found: ReloadedPlan) -> Iterator[str]:
     model = found.case.model
     if model_fingerprint(model) != found.plan.inputs.model.layers_blake2b:
-        yield (
-            f"the model {found.plan.inputs.model.name} is described with other layers or image sizes than when the "
-            "plan was made: run `trimtab plan` again"
-        )
+        yield (f"{found.plan.inputs.model.name} has other layers or image sizes now: run `trimtab plan` again")
     for stage in found.stages[1:]:
         if stage.start in model.forbidden_cuts:
             reason = model.forbidden_cut_reason or "the framework that the plan is for cannot make it"
@@ -166,7 +149,7 @@ def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
         if said != true:
             yield f"{name} is {said} in the plan and {true} in what it stands on: run `trimtab plan` again"
     if inputs.data.num_skipped < 0:
-        yield f"num_skipped is {inputs.data.num_skipped}, and it counts samples: run `trimtab plan` again"
+        yield f"num_skipped must be at least 0, not {inputs.data.num_skipped}: run `trimtab plan` again"
 
 
 def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
@@ -180,7 +163,7 @@ def _wrong_cover(found: ReloadedPlan) -> Iterator[str]:
         wrong = np.flatnonzero(held[:-1] != N)
         if len(wrong) or (len(held) and held[-1] > N):
             step = int(wrong[0]) if len(wrong) else len(held) - 1
-            yield f"step {step} holds {int(held[step])} samples, and the plan's steps {N}: run `trimtab plan` again"
+            yield f"step {step} holds {int(held[step])} samples, not {N}: run `trimtab plan` again"
     expected = (decision.packing.num_steps, decision.parallel.dp, decision.schedule.num_microbatches)
     if table.shape != expected:
         yield f"the schedule has {table.shape} slots, the plan's steps x dp x micro-batches are {expected}"
@@ -204,9 +187,7 @@ def _over_memory(found: ReloadedPlan) -> Iterator[str]:
     for rank, memory in enumerate(problem.assess(found.stages).memory):
         if memory.total_bytes > problem.memory_bytes:
             yield (
-                f"pipeline rank {rank} would hold {format_bytes(memory.total_bytes)} of "
-                f"{format_bytes(problem.memory_bytes)} that may be expected: recompute more of its layers, or "
-                "run `trimtab plan` again"
+                f"pipeline rank {rank} holds {format_bytes(memory.total_bytes)} of {format_bytes(problem.memory_bytes)}"
             )
 
 
@@ -223,10 +204,7 @@ def _old_claims(found: ReloadedPlan) -> Iterator[str]:
     for name in ("step_ms", "epoch_s", "samples_per_s", "peak_memory_gib", "fits"):
         other += _differences(f"variants[-1].{name}", getattr(row, name), getattr(true_row, name))
     if other:
-        yield (
-            f"the estimates are of other decisions than the plan's ({'; '.join(other[:3])}): run `trimtab plan` again, "
-            "or `trimtab report` for the figures of a plan that was changed by hand"
-        )
+        yield (f"the estimates are not the decisions' ({'; '.join(other[:3])}): run `trimtab plan` again")
     if plan.summary != summarise(plan.inputs, plan.decisions, said, trained=say_trained(case)):
         yield "the summary is not that of the plan's decisions and estimates: run `trimtab plan` again"
 
@@ -252,140 +230,4 @@ def _divided_tower(found: ReloadedPlan) -> Iterator[str]:
     if vision is None or len(found.stages) == 1:
         return
     if found.stages[0].stop in tower_cuts(found.case.model):
-        yield (
-            f"ranks of {vision.decision.group} share images, and stage 0 ends inside the vision tower or its "
-            "projector: keep both on stage 0, or leave vision_data_parallel out"
-        )
-
-
-# A plan's memory, replayed without a device: bytes counted on the real layers, at the packs that each rank runs.
-#
-# The layers are traced where they are asked for: that needs torch and Transformers.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """One pipeline rank at its worst moment of the whole run."""
-
-    rank: int
-    stages: tuple[Stage, ...]
-    peak: ReplayedPeak  # by counted bytes, at the packs that run
-    planned: DeviceMemory  # by the plan's own costs, at its limits
-    problem: str | None  # a sentence, where the peak exceeds the cap
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryCheck:
-    """Every pipeline rank beside the cap."""
-
-    ranks: tuple[RankMemory, ...]
-    budget: MemoryBudget  # of the counted bytes: their band is narrower than the plan's
-    assumptions: tuple[str, ...]  # how the bytes were counted
-
-    @property
-    def problems(self) -> list[str]:
-        return [rank.problem for rank in self.ranks if rank.problem is not None]
-
-
-def check_memory(path: Path | str, *, config: Path | str | None = None) -> MemoryCheck:
-    """Peak bytes of every pipeline rank of the plan at `path`, counted again.
-
-    `config` is the model's config.json (or its folder) where the plan does not say, or no longer finds, what its model
-    is. Nothing of the plan's estimates is used, and what was changed by hand counts.
-    Raises `PlanError` where the plan cannot be read back or `config` is of another model.
-    """
-    source, model = find_traced_model(path, config)
-    found = reload_plan(Path(path), model=model)
-    return replay_plan(found, trace_plan(found, source))
-
-
-def find_traced_model(path: Path | str, config: Path | str | None = None) -> tuple[str, ModelSpec | None]:
-    """`config`, or where none is given the plan's own; and its model, where the plan cannot find that itself.
-
-    Raises `PlanError` where there is none, or another model's.
-    """
-    plan, folder = open_plan(path)
-    given = plan.inputs.model
-    own = None if given.config is None else find_config(given.config, folder)
-    there = own is not None and (find_shipped(own) is not None or Path(own).exists())
-    if config is None:
-        if own is None or not there:
-            where = "was described from Python" if own is None else f"is to be at {own}, and nothing is there"
-            raise PlanError(
-                f"bytes were to be counted on the layers of {given.name}, whose configuration {where}: give --config, "
-                "the model's config.json or its folder"
-            )
-        return own, None
-    model = describe(config, name=given.name, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
-    if (len(model.layers), model.num_params) != (given.num_layers, given.num_params):
-        raise PlanError(
-            f"--config {config} describes {len(model.layers)} layers with {model.num_params} parameters, and the "
-            f"plan's {given.name} has {given.num_layers} with {given.num_params}: give the configuration of that model"
-        )
-    return str(config), None if there else model
-
-
-def trace_plan(found: ReloadedPlan, config: str) -> TracedProfile:
-    """The plan's model, counted with the plan's own dtype, attention, kernels and frozen towers."""
-    from trimtab.costs.measured.traced import profile_traced  # torch and Transformers
-
-    options, case = found.case.options, found.case
-    return profile_traced(
-        read_config(config),
-        case.model,
-        case.cluster.device,
-        dtype=options.dtype,
-        attention=options.attention,
-        fused_kernels=options.of_host().fused_kernels,
-        frozen_towers=frozenset(options.frozen_towers),
-        lora=options.lora,
-    )
-
-
-def replay_plan(found: ReloadedPlan, traced: TracedProfile) -> MemoryCheck:
-    """The plan's stages and packs with the bytes of `traced`."""
-    case, stages = found.case, found.stages
-    options = replace(case.options, profile=traced.profile)
-    plain = case.without_vision()
-    profile = profile_setting(case.model, case.cluster, options, case.setting.dims)
-    budget = MemoryBudget.of(case.cluster, options)
-    counted = replace(plain, options=options, budget=budget, setting=replace(plain.setting, profile=profile))
-    if case.vision is not None:
-        counted = share_vision(counted, case.vision.decision)
-    peaks = replay_peaks(counted.problem, stages, counted.held_work, case.schedule.table)
-    planned = case.problem.assess(stages)
-    ranks = []
-    for rank, peak in enumerate(peaks):
-        own = tuple(stage for stage, device in zip(stages, planned.devices, strict=True) if device == rank)
-        ranks.append(
-            RankMemory(
-                rank=rank,
-                stages=own,
-                peak=peak,
-                planned=planned.memory[rank],
-                problem=_problem(rank, own, peak, case.model, budget),
-            )
-        )
-    said = [sentence for sentence in profile.assumptions if sentence in traced.profile.assumptions[1:]]
-    return MemoryCheck(ranks=tuple(ranks), budget=budget, assumptions=tuple(said))
-
-
-def _problem(
-    rank: int, stages: tuple[Stage, ...], peak: ReplayedPeak, model: ModelSpec, budget: MemoryBudget
-) -> str | None:
-    need, cap = peak.memory.total_bytes, budget.fill_bytes
-    if need <= cap:
-        return None
-    blocks = sum(model.layers[i].kind == "block" for stage in stages for i in range(stage.start, stage.stop))
-    whole = blocks - sum(stage.num_recomputed() for stage in stages)
-    cure = (
-        f"recompute more of its layers ({whole} of {blocks} blocks keep everything)"
-        if whole > 0
-        else "plan with more stages or a larger tp"
-    )
-    return (
-        f"pipeline rank {rank} needs {format_bytes(need)} by counted bytes, of {format_bytes(cap)} that may be "
-        f"expected of its {format_bytes(budget.total_bytes)}, in step {peak.step} "
-        f"of data-parallel rank {peak.dp_rank} ({math.ceil(need - cap)} bytes too many): {cure}, or pack less into a "
-        "micro-batch"
-    )
+        yield (f"{vision.decision.group} ranks share images: keep tower and projector on stage 0, or plan without")

@@ -214,10 +214,7 @@ def summary(placement: Placement, compared: Sequence[Assessed] = ()) -> str:
     """Return two or three sentences."""
     used = [use for use in placement.uses if isinstance(use.device, int) and use.total_bytes]
     num = sum(isinstance(use.device, int) for use in placement.uses)
-    text = (
-        f"{placement.model} on {len(used)} of {num} GPUs; the fullest takes {100 * placement.fullest:.1f} % of what is "
-        f"free on it."
-    )
+    text = f"{placement.model} on {len(used)} of {num} GPUs; the fullest is {100 * placement.fullest:.1f} % full."
     if placement.spilled:
         size = sum(x.weight_bytes for x in placement.spilled)
         text += (

@@ -69,10 +69,7 @@ def cover_problems(plan: Plan, epoch: Epoch, packed: PackResult) -> Iterator[str
         yield f"{int((missing_times < 0).sum())} samples are packed {often}: run `trimtab plan` again"
     missing = int(missing_times[missing_times > 0].sum())
     if missing != plan.decisions.packing.num_oversize:
-        yield (
-            f"{missing} samples are in no pack, and the plan says that {plan.decisions.packing.num_oversize} were left "
-            "out: run `trimtab plan` again"
-        )
+        yield (f"{missing} samples are in no pack, not {plan.decisions.packing.num_oversize}: run `trimtab plan` again")
     runs = np.bincount(table[table >= 0], minlength=packing.num_packs)
     if (runs != 1).any():
         yield f"{int((runs != 1).sum())} packs are not run exactly once: run `trimtab plan` again"
@@ -131,10 +128,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     saved = load_saved_profile(plan, folder)
     cluster = cluster or find_cluster(plan, beside=None if saved is None else saved.device)
     if device_fingerprint(cluster.device) != inputs.cluster.device_blake2b:
-        raise PlanError(
-            f"device {inputs.cluster.device} has other figures than when the plan was made: "
-            "pass the ClusterSpec it was made with as cluster=, or run `trimtab plan` again"
-        )
+        raise PlanError(f"device {inputs.cluster.device} has other figures now: pass cluster=, or plan again")
     samples = read_samples(plan, folder)
     options = replace(options_of(plan), profile=saved)
     epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
@@ -154,8 +148,8 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
         num_ranks, num_slots = packs.schedule.table.shape[1:]
         if (num_ranks, num_slots) != (parallel.dp, decisions.schedule.num_microbatches):
             raise PlanError(
-                f"the schedule's table has {num_ranks} x {num_slots} slots a step, and the plan dp {parallel.dp} x "
-                f"{decisions.schedule.num_microbatches} micro-batches: run `trimtab plan` again"
+                f"the schedule has {num_ranks} x {num_slots} slots, not dp {parallel.dp} x "
+                f"{decisions.schedule.num_microbatches}"
             )
         case = share_vision(case, decisions.vision_data_parallel)
     return ReloadedPlan(plan=plan, case=case, stages=stages_of(plan, model))
@@ -178,20 +172,14 @@ def find_model(plan: Plan, folder: Path) -> ModelSpec:
     """The plan's model: its config as the user named it, from here or from the plan's folder."""
     given = plan.inputs.model
     if given.config is None:
-        raise PlanError(
-            f"the plan's model {given.name} was described from Python, and no file says what it is: "
-            "describe it again and pass it as model="
-        )
+        raise PlanError(f"no file says what {given.name} is: describe it again and pass it as model=")
     source, preprocessor = find_config(given.config, folder), given.preprocessor
     other = None if preprocessor is None else Path(preprocessor)
     if other is not None and not is_there(other, or_folder=True) and is_there(folder / other, or_folder=True):
         other = folder / other
     for what, place in (("model", None if find_shipped(source) else source), ("preprocessor", other)):
         if place is not None and not is_there(Path(place), or_folder=True):
-            raise PlanError(
-                f"the plan names its {what} {place}, which is neither here nor beside the plan: run this from the "
-                f"folder that the plan was made in, or put the {what} there"
-            )
+            raise PlanError(f"{what} {place} is neither here nor beside the plan: run this where the plan was made")
     return describe(source, preprocessor=other, name=given.name, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
 
 

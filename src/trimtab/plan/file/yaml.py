@@ -76,9 +76,7 @@ def table_path(folder: Path, name: str) -> Path:
     """Return a table's place, in the plan's own folder and nowhere else."""
     path = folder / name
     if Path(name).name != name:
-        raise PlanError(
-            f"the plan names the table {name!r}, which lies outside its own folder: keep tables beside the plan"
-        )
+        raise PlanError(f"table {name!r} lies outside the plan's folder: keep it there")
     if not is_there(path):
         raise PlanError(f"the table {path} is missing: give the folder that `trimtab plan` or `pack --out` wrote")
     return path
@@ -100,31 +98,19 @@ def record_to_yaml(record: DataclassInstance) -> str:
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002
             super().increase_indent(flow, indentless=False)  # list entries stand to the right of their key
 
-    Dumper.add_representer(
-        _Row, lambda dumper, row: dumper.represent_mapping("tag:yaml.org,2002:map", row.items(), flow_style=True)
-    )
-    Dumper.add_representer(
-        _Line, lambda dumper, line: dumper.represent_sequence("tag:yaml.org,2002:seq", line, flow_style=True)
-    )
-    Dumper.add_representer(
-        _Quoted, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style='"')
-    )
-    Dumper.add_representer(
-        _Prose, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style=">")
-    )
-    parts: list[str] = []
+    tag = "tag:yaml.org,2002:"
+    Dumper.add_representer(_Row, lambda own, row: own.represent_mapping(f"{tag}map", row.items(), flow_style=True))
+    Dumper.add_representer(_Line, lambda own, line: own.represent_sequence(f"{tag}seq", line, flow_style=True))
+    Dumper.add_representer(_Quoted, lambda own, text: own.represent_scalar(f"{tag}str", str(text), style='"'))
+    Dumper.add_representer(_Prose, lambda own, text: own.represent_scalar(f"{tag}str", str(text), style=">"))
+    written = ""
     for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        width = 1_000_000  # a row is a line, however long
+        value, width = getattr(record, field.name), 1_000_000  # a row is a line, however long
         if field.name == "summary":
             value, width = _Prose(value), 100
         content = {field.name: _plain(value, name=field.name)}
-        parts.append(
-            yaml.dump(
-                content, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=width, allow_unicode=True
-            )
-        )
-    return "".join(parts)
+        written += yaml.dump(content, Dumper=Dumper, sort_keys=False, width=width, allow_unicode=True)
+    return written
 
 
 class _Row(dict[str, Any]):
@@ -230,20 +216,9 @@ def plan_from_yaml(text: str, *, origin: str = "the plan", unknown: list[str] | 
 
 _CHECKED_ELSEWHERE = ("seed", "num_skipped", "weight")
 _ABOVE_ZERO = (
-    *(
-        "dp",
-        "pp",
-        "tp",
-        "cp",
-        "ep",
-        "etp",
-        "num_microbatches",
-        "num_chunks",
-        "num_steps",
-        "num_nodes",
-        "devices_per_node",
-    ),
-    *("node_link_bytes_per_s", "memory_bytes", "degree", "pooling", "memory_error", "step_ms", "epoch_s"),
+    *("dp", "pp", "tp", "cp", "ep", "etp", "num_microbatches", "num_chunks", "num_steps", "num_nodes"),
+    *("devices_per_node", "node_link_bytes_per_s", "memory_bytes", "degree", "pooling", "memory_error", "step_ms"),
+    "epoch_s",
 )
 
 
@@ -251,9 +226,7 @@ def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> fl
     """Numbers of a plan: all are finite and none is negative, and what others are divided by is not 0."""
     name = place.rpartition(".")[2]
     if name not in _CHECKED_ELSEWHERE and not 0 <= value <= sys.float_info.max:
-        problems.append(
-            f"{place} is {str(value)[:40]}, and a plan has finite numbers of 0 or more: make the plan again"
-        )
+        problems.append(f"{place} is {str(value)[:40]}, not a finite number of 0 or more")
         return value
     if value == 0 and name in _ABOVE_ZERO:
         problems.append(f"{place} is 0, and a plan has 1 or more: make the plan again")

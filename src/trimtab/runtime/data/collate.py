@@ -97,8 +97,7 @@ def filler_sample(config: Any, *, with_image: bool, family: PackFormat | None = 
         smallest = (family or pack_format(config)).smallest
         if smallest is None:
             raise UnsupportedPlanError(
-                f"the smallest image of {config.model_type!r} is not known: give vision_in_every_pack=False, or "
-                "family= with `smallest`"
+                f"the smallest image of {config.model_type!r} is unknown: give vision_in_every_pack=False"
             )
         num_image_tokens, image = smallest_image(smallest, config)
     ids = torch.tensor([image_token(config)] * num_image_tokens + [TEXT_TOKEN])
@@ -220,8 +219,7 @@ def rope_index(config: Any) -> RopeIndex:
                 result = _ask(model, ids, given)
             except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
                 raise UnsupportedPlanError(
-                    f"{core.__name__}.get_rope_index fails ({type(error).__name__}: {error}): name all special tokens "
-                    "in the configuration, or train without packing"
+                    f"{core.__name__}.get_rope_index fails ({type(error).__name__}: {error}): train without packing"
                 ) from error
         return result[:, 0].long()
 
@@ -401,24 +399,16 @@ def _problems_of(collator: PackedCollator) -> list[str]:
     loaded = getattr(text, "_attn_implementation", None)
     both_flash = "flash" in str(loaded) and collator.attention == "flash_attention_2"  # 3, or a kernel from the Hub
     if loaded is not None and loaded != collator.attention and not both_flash:
-        problems.append(
-            f"the model was loaded with {loaded}: give attention={loaded!r}, or "
-            f"attn_implementation={collator.attention!r}"
-        )
+        problems.append(f"the model has {loaded} attention, the collator {collator.attention!r}: give one to both")
     if collator.attention == "flash_attention_2" and family.sees is not None:
-        problems.append(
-            f"images of {collator.config.model_type} see themselves whole, which flash kernels cannot: load it with "
-            "sdpa"
-        )
+        problems.append(f"images of {collator.config.model_type} see themselves whole: load it with sdpa")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all") and family.sees is None:
         problems.append(
             "masks of packs are causal, and the text model has use_bidirectional_attention: train without packing"
         )
     kind = collator.config.model_type
     if collator.vision_in_every_pack and family.joined and family.smallest is None:
-        problems.append(
-            f"the smallest image of {kind!r} is not known: give vision_in_every_pack=False, or family= with `smallest`"
-        )
+        problems.append(f"the smallest image of {kind!r} is not known: give vision_in_every_pack=False")
     unlike = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if _needs_masks(family) and unlike:
         problems.append(

@@ -22,8 +22,7 @@ from trimtab.models.asking.model import complete, library_reads
 from trimtab.models.asking.processors import processor_class
 from trimtab.models.describe import describe, read_config
 from trimtab.models.families import PackFormat, family_of
-from trimtab.models.images.limits import rule_in_sample
-from trimtab.models.images.rules import UnsettledRule
+from trimtab.models.images.rules import UnsettledRule, rule_in_sample
 from trimtab.options import ReadingOptions
 from trimtab.plan.file.figures import model_fingerprint
 from trimtab.plan.file.records import PlannedRecords, open_records
@@ -92,9 +91,7 @@ def read_processed(samples: Sequence[Mapping[str, Any]], config: Any, family: Pa
 def _read_one(sample: Mapping[str, Any], family: PackFormat, config: Any) -> ProcessedSample:
     unknown = sorted(set(sample) - _OWN_KEYS - set(family.joined))
     if unknown:
-        raise SampleError(
-            f"packs of {config.model_type} have no place for {', '.join(unknown)}: remove what the model does not need"
-        )
+        raise SampleError(f"packs of {config.model_type} have no place for {', '.join(unknown)}: remove it")
     if "input_ids" not in sample:
         raise SampleError("input_ids are missing: give what the processor returns")
     ids = _vector(sample, "input_ids")
@@ -102,9 +99,7 @@ def _read_one(sample: Mapping[str, Any], family: PackFormat, config: Any) -> Pro
         raise SampleError("it has no tokens: leave it out, or give a filler")
     for key in ("labels", "assistant_masks", "attention_mask", *TOKEN_TYPE_KEYS):
         if sample.get(key) is not None and len(_vector(sample, key)) != len(ids):
-            raise SampleError(
-                f"{key} has {len(_vector(sample, key))} entries for {len(ids)} input_ids: give one a token"
-            )
+            raise SampleError(f"{key} has {len(_vector(sample, key))} entries, input_ids {len(ids)}")
     if sample.get("attention_mask") is not None and not bool((_vector(sample, "attention_mask") == 1).all()):
         raise SampleError("it is padded: process samples with padding=False")
     weight = float(sample.get("loss_weight", 1.0))
@@ -207,13 +202,8 @@ def open_conversations(
     spec = describe(folder, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
     if model_fingerprint(spec) != given.layers_blake2b:
         if isinstance(spec.image_rule, UnsettledRule):
-            raise PlanError(
-                f"{folder} has no preprocessor_config.json (or processor_config.json) of {given.name}: add it"
-            )
-        raise PlanError(
-            f"the model in {folder} has other layers or images than the plan's {given.name}: name its folder, or plan "
-            "again"
-        )
+            raise PlanError(f"{folder} has no preprocessor_config.json or processor_config.json: add it")
+        raise PlanError(f"the model in {folder} is not the plan's {given.name}: name its folder, or plan again")
     return PlannedConversations(
         open_records(plan, data, options.media_root, allowed=options.allowed),
         spec,
@@ -306,7 +296,7 @@ class PlannedConversations:
         if len(encoded.input_ids) != expected:
             raise SampleError(
                 f"sample {name} ({self.records.place(row)}) has {len(encoded.input_ids)} tokens, sized at {expected}: "
-                "train with the tokenizer, template and options of the sizing, or plan again"
+                "train with the tokenizer and template of the sizing, or plan again"
             )
         ids, learnt = torch.from_numpy(encoded.input_ids), torch.from_numpy(encoded.learnt)
         sample = {"id": name, "input_ids": ids, "labels": torch.where(learnt, ids, IGNORED)}
@@ -323,8 +313,7 @@ class PlannedConversations:
                 sample[key] = torch.cat(alike_videos(key, parts))
         if any(not pixel_keys(x) & set(self._keys) for x in tensors):
             raise UnsupportedPlanError(
-                f"sample {name} ({self.records.place(row)}) holds a video, which packs of {self.model.family} do not: "
-                "leave it out"
+                f"sample {name} ({self.records.place(row)}) holds a video, {self.model.family} packs none: leave it out"
             )
         return sample
 

@@ -71,8 +71,8 @@ class PlanBatchSampler(Sampler[list[int]]):
         """
         if self.deal.dp > 1:
             raise PlanError(
-                f"batches of rank {self.rank} of {self.deal.dp} must not be shared again: give Accelerate a "
-                "PlanDataLoader, and a Trainer to trimtab.balanced"
+                f"batches of rank {self.rank} of {self.deal.dp} are shared twice: give a PlanDataLoader, or a Trainer "
+                "to trimtab.balanced"
             )
         return None
 
@@ -223,8 +223,7 @@ class PlanDataset(Dataset[Any]):
                 if isinstance(error, TrimtabError):
                     raise  # names the sample itself
                 raise SampleError(
-                    f"sample {samples.sample_id(row)} (row {row} of the plan) makes no input ({reason}): fix the "
-                    "preprocessor"
+                    f"sample {samples.sample_id(row)} (row {row}) makes no input ({reason}): fix the preprocessor"
                 ) from error
             if self._on_error == "raise":
                 raise SampleError(
@@ -286,10 +285,7 @@ class AloneThenPacked:
         ids = batch.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1:
             shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-            raise SampleError(
-                f"the data collator made input_ids of {shape} from one sample, not one row: leave packing and "
-                "padding-free modes off"
-            )
+            raise SampleError(f"a collator makes input_ids {shape} of one sample: leave packing and padding-free off")
         mask = batch.get("attention_mask")
         kept = mask[0].bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else torch.ones_like(ids[0]).bool()
         sample = {key: value for key, value in batch.items() if key not in _OF_THE_BATCH and value is not None}

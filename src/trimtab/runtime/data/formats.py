@@ -108,13 +108,7 @@ TOKEN_TYPE_KEYS: tuple[str, ...] = ("mm_token_type_ids", "token_type_ids")
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _NO_IMAGE_KEYS = {
-    "self",
-    "kwargs",
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "interpolate_pos_encoding",
+    *("self", "kwargs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "interpolate_pos_encoding")
 }
 
 
@@ -173,7 +167,7 @@ def model_classes(config: Any) -> tuple[Any, Any]:
             outer = mapping[type(config)]
             return next((MODEL_MAPPING[kind] for kind in type(config).__mro__ if kind in MODEL_MAPPING), outer), outer
     raise UnknownModelError(
-        f"Transformers has no model for {config.model_type!r}: register its class, or give family=PackFormat(...)"
+        f"Transformers has no model {config.model_type!r}: register it, or give family=PackFormat(...)"
     )
 
 
@@ -249,7 +243,7 @@ def alike_videos(key: str, parts: list[Tensor]) -> list[Tensor]:
     lengths = sorted({part.shape[1] for part in parts}) if "videos" in key and parts[0].dim() > 4 else []
     if len(lengths) > 1:
         raise UnsupportedPlanError(
-            f"videos of {lengths[0]} and {lengths[1]} frames are in one pack: size and train with --set num_frames"
+            f"one pack has videos of {lengths[0]} and {lengths[1]} frames: size with --set num_frames"
         )
     return parts
 

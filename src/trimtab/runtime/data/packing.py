@@ -20,6 +20,7 @@ from trimtab.runtime.data.collate import Attention, PackedCollator
 from trimtab.runtime.data.conversations import ProcessedSample, read_processed
 from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, smallest_image
 
+_CURES = "give family=PackFormat(...), fused kernels for layers with a state, or train without packing"
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest relative error that rounding may leave; a leak is 0.01 to 1 in float32 (tests/torch/test_packing.py)."""
 MAX_GRADIENT_NUMBERS = 2**24
@@ -35,9 +36,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     if hasattr(model, "get_base_model"):  # PEFT: adapters stay where they are
         model = model.get_base_model()  # type: ignore[operator]
     if sharded(model):
-        raise TrimtabError(
-            "packing is verified on whole models: call verify_packing before FSDP, ZeRO-3 or fully_shard wrap it"
-        )
+        raise TrimtabError("call verify_packing before FSDP, ZeRO-3 or fully_shard divide the model")
     return model
 
 
@@ -189,14 +188,11 @@ def run(model: nn.Module, batch: Batch, *, what: str) -> Tensor:
     except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, NotImplementedError) as error:
         sentence = " ".join(str(error).split())[:300].rstrip(".")
         raise UnsupportedPlanError(
-            f"{type(model).__name__} does not take {what} ({type(error).__name__}: {sentence}): install fused kernels "
-            "of layers with a state, give family=PackFormat(...) that fits, or train without packing"
+            f"{type(model).__name__} does not take {what} ({type(error).__name__}: {sentence}): {_CURES}"
         ) from error
     length = batch["input_ids"].shape[1]
     if logits.dim() != 3 or logits.shape[1] != length:
-        raise UnsupportedPlanError(
-            f"{length} tokens leave logits of shape {tuple(logits.shape)}, not a row each: train without packing"
-        )
+        raise UnsupportedPlanError(f"{length} tokens make logits of {tuple(logits.shape)}: train without packing")
     return logits[0].to(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
@@ -326,19 +322,15 @@ def verify_packing(
 def collator_of(model: Any) -> PackedCollator:
     """The collator of a model of Transformers, with the attention it was loaded with."""
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
-        raise UnsupportedPlanError(
-            f"{type(model).__name__} is no model of Transformers: give one with a config and token embeddings"
-        )
+        raise UnsupportedPlanError(f"{type(model).__name__} is no model of Transformers with embeddings: give one")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedPlanError(
-            f"the encoder of {model.config.model_type!r} reads a whole row at once: train it without packing"
+            f"the encoder of {model.config.model_type!r} reads a whole row: train without packing"
         )
     loaded = getattr(model.config.get_text_config(), "_attn_implementation", None) or "sdpa"
     attention: Any = "flash_attention_2" if "flash" in loaded else loaded
     if attention not in get_args(Attention):
-        raise UnsupportedPlanError(
-            f"packs are not made for {attention} attention: load the model with {', '.join(get_args(Attention))}"
-        )
+        raise UnsupportedPlanError(f"no packs for {attention} attention: load it with {', '.join(get_args(Attention))}")
     return PackedCollator(model.config, attention=attention, vision_in_every_pack=False)
 
 
@@ -379,9 +371,7 @@ class _Check:
             found = row_change(changed[others.to(base.device)], base[others.to(base.device)])
             if not found <= self.bound:
                 raise UnsupportedPlanError(
-                    f"packs of {self.kind!r} mix samples: rows change by {found:.2g} of their size, rounding allows "
-                    f"{self.bound:g}; install fused kernels of layers with a state, give family=PackFormat(...), or "
-                    "train without packing"
+                    f"packs of {self.kind!r} mix samples: rows change by {found:.2g}, not {self.bound:g}: {_CURES}"
                 )
             worst = max(worst, found)
         return worst
@@ -406,9 +396,7 @@ class _Check:
         logits_error = max(relative_error(a, b) for a, b in pairs)
         if not logits_error <= self.bound:
             raise UnsupportedPlanError(
-                f"packed samples of {self.kind!r} are computed otherwise than alone: logits are off by "
-                f"{logits_error:.2g}, rounding allows {self.bound:g}; give family=PackFormat(...) that fits, or train "
-                "without packing"
+                f"{self.kind!r} packs have logits {logits_error:.2g} off, not {self.bound:g}: {_CURES}"
             )
         gradient_error = _gradient_error(gradients.parameters, sums)
         if gradients.rows is not None:
@@ -416,9 +404,8 @@ class _Check:
             gradient_error = max(gradient_error, relative_error(gradients.rows, expected))
         if not gradient_error <= self.bound * GRADIENT_FACTOR:
             raise UnsupportedPlanError(
-                f"gradients of {self.kind!r} packs are off by {gradient_error:.2g}, rounding allows "
-                f"{self.bound * GRADIENT_FACTOR:g}, though logits are right: look for a loss or a hook over the whole "
-                "batch, or train without packing"
+                f"{self.kind!r} packs have gradients {gradient_error:.2g} off: look for a loss over the batch, or "
+                f"{_CURES}"
             )
         return logits_error, gradient_error
 

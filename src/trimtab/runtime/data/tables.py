@@ -74,8 +74,8 @@ def open_tables(folder: Path | str) -> PlanTables:
     expected = (packing.num_steps, decisions.parallel.dp, decisions.schedule.num_microbatches)
     if schedule.shape != expected or len(offsets) != packing.num_packs + 1:
         raise PlanError(
-            f"the tables in {folder} hold {len(offsets) - 1} packs in {schedule.shape}, the plan {packing.num_packs} "
-            f"in {expected}: copy the whole folder of `trimtab plan`"
+            f"the tables in {folder} hold {len(offsets) - 1} packs in {schedule.shape}, not {packing.num_packs} in "
+            f"{expected}: copy the whole folder of the plan"
         )
     digest = blake2b("".join(file.blake2b for file in files).encode())
     return _tables(
@@ -287,9 +287,7 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
     wrong = [key for key in _KEYS if not isinstance(state.get(key), str if key == "plan" else int)]
     wrong += [key for key in ("epoch", "packs_done", "microbatches_done") if key not in wrong and state[key] < 0]
     if wrong:
-        raise PlanError(
-            f"the state has no usable {', '.join(wrong)}: give what state_dict() of a plan's sampler or loader returned"
-        )
+        raise PlanError(f"the state has no usable {', '.join(wrong)}: give what state_dict() returned")
     problems, packs_done = [], state["packs_done"]
     if deal.tables.continues is not None and state["plan"] == deal.tables.continues[0]:
         steps, between = divmod(packs_done, deal.tables.continues[1])
@@ -302,14 +300,14 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
         )
     if state["seed"] != deal.seed or bool(state["reshuffle"]) != deal.reshuffle:
         problems.append(
-            f"the state has seed {state['seed']}, reshuffle {bool(state['reshuffle'])}, this run {deal.seed}, "
-            f"{deal.reshuffle}: resume with the same"
+            f"the state has seed {state['seed']}, reshuffle {bool(state['reshuffle'])}, not {deal.seed}, "
+            f"{deal.reshuffle}: resume with these"
         )
     same = (state["dp"], state["num_microbatches"]) == (deal.dp, deal.num_microbatches)
     if state["microbatches_done"] and not same:
         problems.append(
-            f"the state was taken inside a step, with {state['num_microbatches']} micro-batches on {state['dp']} "
-            f"ranks, not {deal.num_microbatches} on {deal.dp}: resume as before, or from a state between two steps"
+            f"the state lies inside a step of {state['num_microbatches']} micro-batches on {state['dp']} ranks, not "
+            f"{deal.num_microbatches} on {deal.dp}: resume as before"
         )
     cursor = Cursor(epoch=state["epoch"], packs_done=packs_done, microbatches_done=state["microbatches_done"])
     beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_places

@@ -69,6 +69,7 @@ def build_pipeline(
     tracer = Tracer(model)
     check_layout(layout, tracer.units, model, num_ranks=dist.get_world_size(pp_group), shares_images=several)
 
+    # the stages of this rank; all other weights are dropped
     cuts, rank, device = Cuts(model, layout.modules, tracer=tracer), dist.get_rank(pp_group), torch.device(device)
     ends = list(accumulate(len(stage) for stage in layout.stages))
     cuts.forbid(ends[:-1])
@@ -80,6 +81,7 @@ def build_pipeline(
     tied = _tied_weight(model, layout, rank)
     _drop_weights(model, [name for i, stage in enumerate(layout.stages) if i not in own for name in stage])
 
+    # on the device, with the recompute of the plan; the first stage may share its images
     stages = []
     for i in own:
         module = modules[i].to(device)
@@ -163,8 +165,9 @@ def check_layout(
         problems.append("output_router_logits adds a loss over all layers, which no stage sees whole: set it to False")
     if num_ranks != layout.num_devices:
         problems.append(
-            f"the pipeline's group has {num_ranks} processes: start {layout.num_devices}, or plan with --pp {num_ranks}"
+            f"the pipeline has {num_ranks} processes, not {layout.num_devices}: start as many, or --pp {num_ranks}"
         )
+    # modules, recompute and images of the plan, against those of the model
     problems += _module_problems(layout.modules, layers)
     strangers = [x for choice in layout.recompute for x in choice.modules if x not in layers]
     if strangers:
@@ -267,8 +270,8 @@ def verify_pipeline(model: nn.Module, stages: Sequence[Sequence[str]], batches: 
     # rounding leaves less than this; a layer that is skipped or seen twice is off by 1e-2 and more
     if not check.largest <= bound_of(model):
         raise UnsupportedPlanError(
-            f"cut in front of {', '.join(stage[0] for stage in stages[1:])}, loss and gradients are {check.loss:.2g} "
-            f"and {check.gradients:.2g} off the whole model's: train without pp"
+            f"cut at {', '.join(stage[0] for stage in stages[1:])}, loss is off by {check.loss:.2g}, gradients by "
+            f"{check.gradients:.2g}: train without pp"
         )
     return check
 
@@ -285,6 +288,7 @@ def _run(
         own = packed_loss(logits, batch, denominator=total)
         loss += float(own.detach())
         own.backward()  # type: ignore[no-untyped-call]
+        # what crossed a cut goes back over it, the last cut first
         for link in reversed(links):
             reached = [(sent, received.grad) for sent, received in link if received.grad is not None]
             torch.autograd.backward([x for x, _ in reached], [x for _, x in reached])

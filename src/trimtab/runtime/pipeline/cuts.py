@@ -233,8 +233,7 @@ class Cuts:
             missing = [name for name in names if name not in seen]
             if missing:
                 raise UnsupportedPlanError(
-                    f"{missing[0]} is called more often for some micro-batches than for others: cut after the vision "
-                    "tower"
+                    f"{missing[0]} is called more often for some micro-batches: cut after the tower"
                 )
             found = {name: seen[name] for name in names}
         return {name: shape for name, shape in found.items() if shape is not None}
@@ -260,10 +259,7 @@ class Cuts:
             reader = way.place[call.layer]
             late = [x for x in call.reads if any(reader < cut <= way.writer[x] for cut in self._ends)]
             if late:
-                found.append(
-                    f"{call.layer} reads {sorted(late)[0]} of a later stage: list modules in the order in which the "
-                    "model runs them"
-                )
+                found.append(f"{call.layer} reads {sorted(late)[0]} of a later stage: list modules as they run")
         # what would have to cross a cut, and is no output that a stage can send
         for cut in self._ends:
             for name in way.alive(cut):
@@ -273,9 +269,7 @@ class Cuts:
                         "stage"
                     )
                 elif not way.outputs[name].dtype.is_floating_point:
-                    found.append(
-                        f"{name} hands whole numbers across the cut in front of {self.layers[cut]}: cut elsewhere"
-                    )
+                    found.append(f"{name} hands whole numbers across the cut at {self.layers[cut]}: cut elsewhere")
             apart = [(x, y) for x, y in way.trace.hidden if way.place[y] < cut <= way.place[x]]
             if apart:
                 found.append(
@@ -328,6 +322,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.cuts, self.start, self.stop, self.dtype, self.device = cuts, start, stop, dtype, device
         self.is_last = stop == len(cuts.layers)
+        # layers of other stages answer with stand-ins, own ones are hooked for what must be sent
         own = cuts.layers[start:stop]
         others = {x: functools.partial(self._elsewhere, x) for x in cuts.layers if x not in own}
         layers = {name: find_layer(model, name) for name in own}
@@ -416,9 +411,11 @@ class StageModule(nn.Module):
                 "the vision tower"
             )
         call = calls[number]
+        # a language layer behind this stage: nothing more is needed
         is_text = self.cuts.units[path].tower == "language"
         if is_text and call.reads and run.way.place[path] >= self.stop:
             raise _Done
+        # else what was received, or zeros of the shape
         shapes = self.cuts.shapes(run.batch, [x.name for x in call.outputs if x.name not in run.received])
         return tree_unflatten([self._stand_in(leaf, run, shapes) for leaf in call.returned], call.spec)
 
@@ -436,14 +433,17 @@ class StageModule(nn.Module):
         calls = [] if run is None else run.way.calls.get(name, [])
         if run is None or not calls:
             return function.original(*args, **kwargs)
+        # encoded by the ranks together
         names = [x.name for x in calls[0].outputs]
         if run.encoded is not None and function.kind in run.encoded.outputs:
             run.made |= {x: run.encoded.rows[x] for x in names}
             return run.encoded.outputs[function.kind]
+        # encoded on an earlier stage
         if run.way.place[name] < self.start:
             shapes = self.cuts.shapes(run.batch, [x for x in names if x not in run.received])
             rows = [self._stand_in(x, run, shapes) for x in calls[0].outputs]
             return as_features(run.way.trace.samples[name], rows)
+        # encoded here
         result = function.original(*args, **kwargs)
         if not run.kept.isdisjoint(names):
             run.made |= dict(zip(names, feature_rows(result) or [], strict=True))

@@ -98,6 +98,7 @@ class ImageDispatch:
         self._features.clear()
         if not microbatches:  # let go of what a step left
             return
+        # pools of k micro-batches: what all ranks hold of them, and who encodes what
         inputs = self._read_all(microbatches)
         k = self.num_pooled
         parts = [inputs[i : i + k] for i in range(0, len(inputs), k)]
@@ -107,6 +108,7 @@ class ImageDispatch:
             atoms = [{kind: len(x) for kind, x in kinds.items()} for kinds in part]
             waiting = set(range(number * k, number * k + len(part)))
             self._calls.append(_Call(inputs=own, pool=pool, atoms=atoms, waiting=waiting))
+        # patches that each rank holds, and those that it encodes
         N = self.control.num_ranks
         held = sum(np.bincount(pool.home, pool.sizes.patches, N) for pool in pools)
         encoded = sum(np.array([pool.sizes.patches[pool.shares.atoms_of(r)].sum() for r in range(N)]) for pool in pools)
@@ -148,6 +150,7 @@ class ImageDispatch:
         made = features.rows if len(share) else features.rows[:0]
         layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
         rows = route_rows(made, layout, pool.rows_by_home(num_rows), self.group)
+        # a leaf for each micro-batch: its gradients wait there until the last backward of the pool
         own_rows, start, end = num_rows[pool.home == rank], 0, 0
         for number, atoms in enumerate(call.atoms, first):
             mine = own_rows[start : start + sum(atoms.values())]
@@ -177,6 +180,7 @@ class ImageDispatch:
             (len(microbatches), self.settings_mark),
             failed="data-parallel rank {} refused its images: see its own message",
         )
+        # as many micro-batches and one plan on all ranks
         numbers, marks = zip(*told, strict=True)
         if others := differing_ranks(numbers):
             raise TrimtabError(
@@ -256,6 +260,7 @@ def dispatch_images(
     config = model.config
     family, cost = find_family(config), cost or tower_flops(config)
     smallest = read_images(filler_sample(config, with_image=True), family, config)["image"]
+    # all ranks must run one plan: its fingerprint travels with every step
     order = [layout.stages, layout.schedule, layout.num_chunks]
     function = next(x for x in find_functions(module.model, "features") if x.kind == "image")
     return ImageDispatch(

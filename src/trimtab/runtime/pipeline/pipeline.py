@@ -148,10 +148,12 @@ class PackedStage(PipelineStage):
         received = self.wires_in(self.microbatches[bwd_chunk_id])
         sent = self.wires_out(self.microbatches[bwd_chunk_id])
         graded = loss is not None and loss.requires_grad if self.is_last else any(w.requires_grad for w in sent)
+        # nothing of this micro-batch reaches the loss: forget it
         if not graded:
             self._drop(bwd_chunk_id, num_inputs=len(received))
             self._finish_images(bwd_chunk_id)
             return
+        # torch splits a backward only where each part of it has a gradient to make
         self._stage_meta.inputs = (None,) * len(received)  # type: ignore[assignment]  # private: only its length is read
         if not full_backward and any(wire.requires_grad for wire in received):
             way = self.module.cuts.way(self.microbatches[bwd_chunk_id])
@@ -160,6 +162,7 @@ class PackedStage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             self._finish_images(bwd_chunk_id)
             return
+        # no input needs a gradient: all of the backward waits for the weights' turn
         self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
         whole = super().backward_one_chunk
         self.later[bwd_chunk_id] = lambda: whole(bwd_chunk_id, loss, True, last_backward)
@@ -235,8 +238,10 @@ def sum_over_ranks(parameters: Sequence[nn.Parameter], group: Any) -> None:
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         return
+    # which parameters any rank used
     used = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    # a sum of those, zero where only others used one
     gradients = []
     for parameter, is_used in zip(trained, used.tolist(), strict=True):
         if is_used:
@@ -253,6 +258,7 @@ def exchange_tied(tied: TiedWeight, group: Any) -> None:
         return
     own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
     other = torch.empty_like(own)
+    # both at once: one after the other would wait for a rank that waits
     peer = dist.get_global_rank(group, tied.peer)
     operations = [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
     for work in dist.batch_isend_irecv(operations):
@@ -312,6 +318,7 @@ class Pipeline:
         W = torch.as_tensor(self._denominator(batches) if denominator is None else denominator, device=self.device)
         for stage in self.stages:
             stage.expect(batches, backward=backward)
+        # gradients of an earlier step are no part of this one
         if backward:
             for parameter in self.parameters():
                 parameter.grad = None
@@ -360,9 +367,7 @@ class Pipeline:
         extremes = torch.tensor([mark, -mark], device=self.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self.pp_group)
         if int(extremes[0]) != -int(extremes[1]):
-            raise PlanError(
-                "ranks of one pipeline got micro-batches of different sizes: sample each by its data-parallel rank"
-            )
+            raise PlanError("ranks of one pipeline got unlike micro-batches: sample by data-parallel rank")
 
     @property
     def image_load(self) -> ImageLoad | None:

@@ -107,12 +107,14 @@ def hollow_copy(
     has for them by `id`: whole modules may stand there too. A layer that is a bare parameter becomes a plain tensor
     without weights. A shell's parameters hold one zero in their shape, for code that asks for their dtype.
     """
+    # parameters, buffers and configurations stay the same objects
     memo: dict[int, Any] = {}
     for module in model.modules():
         memo |= {id(x): x for x in _tensors(module)}
         config = getattr(module, "config", None)
         memo[id(config)] = config
     memo |= own or {}
+    # layers become shells
     bare = []
     for path, forward in hollow.items():
         layer = find_layer(model, path)
@@ -121,6 +123,7 @@ def hollow_copy(
             memo[id(layer)].forward = forward
         else:
             bare.append(path)
+    # the rest is copied; bare parameters lose their weights there
     taken: nn.Module = copy.deepcopy(model, memo)
     for path in bare:
         parent, _, name = path.rpartition(".")
@@ -154,6 +157,7 @@ def _shell(module: nn.Module, device: torch.device) -> Any:
     fresh = set(vars(shell))
     shell.__dict__.update({name: x for name, x in vars(module).items() if name not in fresh and name != "forward"})
     shell.training = module.training
+    # its hooks, parameters, buffers and children, without weights
     for key, hook in module._forward_hooks.items():  # by which Transformers collects hidden states of a tower
         if getattr(hook, "__name__", "") == "output_capturing_hook":
             shell._forward_hooks[key] = hook
@@ -226,6 +230,7 @@ class Tracer:
         self._layers = {x.path: self._weightless(x.module) for x in self.units if x.module is not None}
         self._kinds = {path: kind_of(layer) for path, layer in self._layers.items()}
         forwards = {path: functools.partial(self._call, path) for path in self._layers}
+        # parameters without a module: leaves that autograd finds
         bare = {
             id(x.parameters[""]): torch.zeros_like(x.parameters[""], device=HOST)
             for x in self.units
@@ -233,6 +238,7 @@ class Tracer:
         }
         leaves = {key: nn.Parameter(value) for key, value in bare.items()}
         self._bare = {id(leaves[id(x.parameters[""])]): x.path for x in self.units if x.module is None}
+        # what lies between layers, on the host; configurations with kernels that run there
         between = {id(x): x.to(HOST) for x in tensors_between(model, forwards) if x.device != HOST}
         configs = {id(c): copy.deepcopy(c) for m in model.modules() if (c := getattr(m, "config", None)) is not None}
         for config in configs.values():
@@ -265,6 +271,7 @@ class Tracer:
     # -- one layer ----------------------------------------------------------------------------------------------------
 
     def _call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        # what it reads: outputs of other layers, or what one of them keeps inside
         given = list(tensors_in((args, kwargs)))
         for leaf in given:
             if id(leaf) in self._inside:
@@ -273,6 +280,7 @@ class Tracer:
         number = sum(call.layer == path for call in self._trace.calls)
         leaves, spec = tree_flatten(self._run(path, args, kwargs))
         self._note_inside(path, args, kwargs)
+        # what it returns: each tensor becomes a new leaf with a name
         returned, handed = [], []
         count = itertools.count()
         for leaf in leaves:
@@ -338,6 +346,7 @@ class Tracer:
             if value.requires_grad:
                 todo.append(value.grad_fn)
                 found.add(self._name_of(value))
+        # back through autograd's graph, each node once
         visited = set()
         while todo:
             node = todo.pop()
@@ -432,8 +441,7 @@ def try_trace(tracer: Tracer, batch: Batch) -> Trace:
     except Exception as error:  # of any class that the model's own code likes
         said = " ".join(str(error).split())[:200].rstrip(".")
         raise UnsupportedPlanError(
-            f"the model's forward cannot be followed without weights ({type(error).__name__}: {said}): give "
-            "micro-batches that it takes, or train without pp"
+            f"the forward fails without weights ({type(error).__name__}: {said}): train without pp"
         ) from error
 
 

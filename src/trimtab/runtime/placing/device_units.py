@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # nested arguments; torch
 from transformers import PreTrainedModel
 
 from trimtab.errors import PartitionError, join_problems, quote
-from trimtab.placement.bytes import DeviceKey
-from trimtab.placement.chain import upwards
+from trimtab.placement.bytes import DeviceKey, upwards
 from trimtab.runtime.placing.folder import StoredTensor
 
 CPU = torch.device("cpu")
@@ -188,9 +187,7 @@ def _torn(model: nn.Module, homes: Mapping[str, DeviceKey]) -> list[str]:
     for borrower, owner in getattr(model, "all_tied_weights_keys", {}).items():
         first, second = _home_of(homes, owner), _home_of(homes, borrower)
         if first != second:
-            problems.append(
-                f"{owner} is on {first} and {borrower} on {second}, but they are one weight: put both on {first}"
-            )
+            problems.append(f"{owner} on {first} and {borrower} on {second} are one weight: put both on {first}")
     return problems
 
 

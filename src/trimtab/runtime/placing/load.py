@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
@@ -66,10 +66,7 @@ def load_placed(
         placement = placement.device_map
     if (quantised := getattr(config, "quantization_config", None)) is not None and len(set(placement.values())) > 1:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise ConfigError(
-            f"{folder} is quantised ({method}), and such weights are not divided: use the folder that it was made "
-            "from, or put it whole on one device"
-        )
+        raise ConfigError(f"{folder} is quantised ({method}): put it on one device, or use the folder it was made from")
     kind = model_class(folder, config)
     with library_reads(f"builds no model of config.json in {folder}", _CURE), torch.device("meta"):
         skeleton = kind(config)
@@ -162,8 +159,7 @@ def _check_size(model: nn.Module, stored: Mapping[str, StoredTensor], folder: Pa
     held = sum(math.prod(tensor.shape) for tensor in stored.values())
     if made > 2 * held and not is_quantised:
         raise ConfigError(
-            f"config.json in {folder} makes a model of {made:,} parameters, and its weights are {held:,}: use the "
-            "config.json that came with them"
+            f"config.json in {folder} makes {made:,} parameters, not its weights' {held:,}: use their own"
         )
 
 
@@ -210,13 +206,7 @@ def _check_on_disk(
                 lost.append(name)
     if lost:
         raise PartitionError(
-            join_problems(
-                [
-                    f"{name} is stored in another dtype or in parts: name an offload folder, or place it on a GPU or "
-                    "the CPU"
-                    for name in lost
-                ]
-            )
+            join_problems([f"{name} is stored in another dtype or in parts: name an offload folder" for name in lost])
         )
 
 
@@ -234,7 +224,7 @@ def split_model(
     vit_alpha: float = 0.5,
     *,
     world_size: int | None = None,
-    variant: rule.Variant = "repository",
+    variant: Literal["repository", "model card"] = "repository",
 ) -> dict[str, int]:
     """InternVL's published device map, key for key, for code that expects it; `trimtab map` plans better ones.
 
@@ -250,4 +240,5 @@ def split_model(
         import torch
 
         world_size = torch.cuda.device_count()
-    return rule.split_model(num_layers, vit_alpha, world_size=world_size, variant=variant)
+    found = rule.split_model(num_layers, vit_alpha, world_size=world_size)
+    return {module: gpu for module, gpu in found.items() if variant == "repository" or "rotary_emb" not in module}

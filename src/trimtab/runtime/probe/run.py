@@ -33,9 +33,9 @@ from trimtab.plan.decide.probed import (
 )
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan, replan
-from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.probe.trial import CURES, Bench, ProbeRun, Reading, frozen_heap, open_bench
 from trimtab.runtime.ranks import process_group
+from trimtab.runtime.training.settings import ProbeSettings
 from trimtab.specs import Profile, RecomputeChoice, Stage
 from trimtab.units import format_bytes
 
@@ -56,8 +56,8 @@ def measure_full(bench: Bench) -> tuple[DeviceProbe, ...]:
     missing = fullest.peak_bytes - bench.limit_bytes
     if missing > 0 and not splits_backward(bench.case.problem.schedule):  # there none may need less than full
         raise PlanError(
-            f"with everything recomputed device {fullest.device} needs {format_bytes(fullest.peak_bytes)}, {missing} "
-            f"bytes more than {_budget_words(bench.case)}: {CURES}"
+            f"with all recomputed device {fullest.device} needs {format_bytes(fullest.peak_bytes)}, {missing} bytes "
+            f"more than {_budget_words(bench.case)}: {CURES}"
         )
     return tuple(found)
 
@@ -217,17 +217,12 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
     started = time.perf_counter()
     found = reload_plan(settings.plan)
     if found.case.vision is not None:
-        raise PlanError(
-            "a probe runs one pack on all ranks, and the plan shares images: plan with `trimtab plan --vision-dp none`"
-        )
+        raise PlanError("a probe shares no images: plan with --vision-dp none")
     with process_group(settings.device, timeout_s=settings.timeout_s, again="start the probe again") as ranks:
         device = ranks.device
         ranks.arrive()
         case = with_budget(
-            found.case,
-            memory_bytes=settings.memory_bytes,
-            risk=settings.risk,
-            allocator=device.type == "cuda",
+            found.case, memory_bytes=settings.memory_bytes, risk=settings.risk, allocator=device.type == "cuda"
         )
         bench = open_bench(settings, found, case, ranks, progress or (lambda _: None))
         with frozen_heap():
@@ -278,10 +273,7 @@ def settle(bench: Bench, case: Case) -> Settled:
                 tries[device] += 1
                 raised[device] = raised[device] + step
                 if raised[device] > most[device]:
-                    raise PlanError(
-                        f"device {device} lacks memory with everything recomputed too, after {tries[device]} steps "
-                        f"back: {CURES}"
-                    )
+                    raise PlanError(f"device {device} lacks memory after {tries[device]} steps back: {CURES}")
     except PartitionError as error:
         raise PlanError(f"the stages run, but not at the plan's limits on packs: {error}") from error
 

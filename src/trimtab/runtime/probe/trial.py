@@ -23,11 +23,10 @@ from trimtab.plan.layout import SPLIT_BACKWARD, PipelineLayout, read_layout
 from trimtab.plan.plan import Plan
 from trimtab.runtime.pipeline.pipeline import PackedStage, Pipeline
 from trimtab.runtime.pipeline.trace import Batch
-from trimtab.runtime.probe.settings import ProbeSettings
 from trimtab.runtime.ranks import Ranks
 from trimtab.runtime.recompute import Granularity, apply
 from trimtab.runtime.training.loop import autocast, open_run
-from trimtab.runtime.training.settings import TrainSettings
+from trimtab.runtime.training.settings import ProbeSettings, TrainSettings
 from trimtab.specs import Stage
 from trimtab.units import format_bytes
 
@@ -331,11 +330,7 @@ class Bench:
             names[i]: entry.tier for stage in stages for entry in stage.recompute for i in entry.layers
         }
         reading = run_trial(
-            self.rank,
-            choice,
-            self.batches[pack],
-            num_steps=self.num_steps if whole else 1,
-            update=whole,
+            self.rank, choice, self.batches[pack], num_steps=self.num_steps if whole else 1, update=whole
         )
         readings = gather_readings(reading, self.rank)
         peaks = tuple(x.peak_bytes for x in readings)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -71,10 +70,7 @@ def refuse_loss_of_its_own(model: Any) -> None:
             for items in (1, 2)
         )
     if not math.isclose(once, 2 * twice, rel_tol=0.01):
-        raise UnsupportedPlanError(
-            f"{type(model).__name__} of Transformers {transformers.__version__} does not read num_items_in_batch: use "
-            "packed_loss, or a newer Transformers"
-        )
+        raise UnsupportedPlanError(f"{type(model).__name__} does not read num_items_in_batch: use packed_loss")
 
 
 def step_loader(given: DataLoader[Any], sampler: PlanBatchSampler, collate: Any, device: torch.device) -> StepLoader:
@@ -138,7 +134,7 @@ def balanced(
         return _balanced_loader(trainer, plan, model, reshuffle=reshuffle, verify=verify)
     if not isinstance(trainer, Trainer):
         raise UnsupportedPlanError(
-            f"a {type(trainer).__name__} is no transformers.Trainer and no DataLoader with its model: give one of these"
+            f"a {type(trainer).__name__} is no transformers.Trainer and no DataLoader with its model"
         )
     if isinstance(trainer, PlannedTrainer):
         raise UnsupportedPlanError("this trainer is balanced already: call balanced once")
@@ -277,17 +273,11 @@ def _problems_of_data(data: Any, tables: PlanTables | None, decided: Plan | None
         return
     last = int(tables.indices.max(initial=-1))  # a mixture may draw rows several times, or not at all
     if len(data) <= last:
-        yield (
-            f"train_dataset has {len(data)} samples, and the plan packs row {last}: give the data set that was sized "
-            "(PlanDataset)"
-        )
+        yield f"train_dataset has {len(data)} samples, and the plan row {last}: give the data that was sized"
     elif decided is not None and len(data) != decided.inputs.data.num_samples:
         sized = decided.inputs.data
         skipped = f" and {sized.num_skipped} bad ones left out" if sized.num_skipped else ""
-        yield (
-            f"train_dataset has {len(data)} samples, and {sized.num_samples} were sized{skipped}: give that data set "
-            "(PlanDataset)"
-        )
+        yield f"train_dataset has {len(data)} samples, {sized.num_samples} were sized{skipped}: give that data"
 
 
 def _problems_of_steps(trainer: Any, tables: PlanTables) -> Iterator[str]:
@@ -301,10 +291,7 @@ def _problems_of_steps(trainer: Any, tables: PlanTables) -> Iterator[str]:
         if packs % ranks == 0
         else f"start as many ranks as divide {packs}, or plan for {ranks}"
     )
-    yield (
-        f"the trainer's steps have {ranks} x gradient_accumulation_steps={accumulated} packs, the plan's {packs}: "
-        f"{advice}"
-    )
+    yield f"steps have {ranks} x gradient_accumulation_steps={accumulated} packs, the plan's {packs}: {advice}"
 
 
 def _problems_of_plan(own_model: Any, decided: Plan) -> Iterator[str]:

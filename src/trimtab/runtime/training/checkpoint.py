@@ -131,8 +131,7 @@ def _read_progress(path: Path) -> Progress:
         return Progress(**json.loads((path / _PROGRESS).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise PlanError(
-            f"{path / _PROGRESS} cannot be read ({shorten(str(error), 100)}): remove this checkpoint, or start again "
-            "(--out)"
+            f"{path / _PROGRESS} cannot be read ({shorten(str(error), 100)}): remove the checkpoint"
         ) from error
 
 
@@ -148,19 +147,14 @@ def load_checkpoint(
     Random states are those of the same rank, and are left alone where the run had fewer ranks.
     """
     if progress.optimizer != type(optimizer).__name__:
-        raise PlanError(
-            f"{path} has optimizer {progress.optimizer}, not {type(optimizer).__name__}: resume with the same, or "
-            "start again"
-        )
+        raise PlanError(f"{path} has optimizer {progress.optimizer}, not {type(optimizer).__name__}: take the same")
     metadata: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
     target: dict[str, Tensor] = {
         f"model/{name}": value.detach() for name, value in (*parameters.items(), *buffers.items())
     }
     lacking = sorted(name for name in target if name not in metadata)
     if lacking:
-        raise PlanError(
-            f"{path} lacks {len(lacking)} tensors, {lacking[0]} the first: resume with the model of the run"
-        )
+        raise PlanError(f"{path} lacks {len(lacking)} tensors, {lacking[0]} first: give the run's model")
     wrong = [name for name, value in target.items() if tuple(metadata[name].size) != tuple(value.shape)]
     if wrong:
         raise PlanError(f"{path} holds {wrong[0]} of another shape: resume with the model of the run")
@@ -203,10 +197,7 @@ def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.
             if isinstance(value, Tensor):
                 found[f"optimizer/{name}/{key}"] = value
             elif value is not None:
-                raise PlanError(
-                    f"optimizer {type(optimizer).__name__} keeps {key} as {type(value).__name__}: use one whose state "
-                    "is tensors"
-                )
+                raise PlanError(f"{type(optimizer).__name__} keeps {key} as {type(value).__name__}: use one of tensors")
     return found
 
 
@@ -279,10 +270,7 @@ def check_folders(settings: TrainSettings) -> list[Path]:
         export.parent.mkdir(parents=True, exist_ok=True)
     found = list_checkpoints(settings.out)
     if found and not settings.resume:
-        raise PlanError(
-            f"{settings.out} holds checkpoints, {found[-1].name} the last: go on (--resume), or name another folder "
-            "(--out)"
-        )
+        raise PlanError(f"{settings.out} holds {found[-1].name}: give --resume, or another --out")
     return found
 
 
@@ -292,8 +280,7 @@ def refuse_unshared(checkpoint: Path, device: torch.device) -> None:
     dist.all_reduce(blind)
     if blind:
         raise PlanError(
-            f"{int(blind)} of {dist.get_world_size()} ranks do not see {checkpoint}: give a folder that all nodes "
-            "share (--out)"
+            f"{int(blind)} of {dist.get_world_size()} ranks do not see {checkpoint}: share the folder (--out)"
         )
 
 

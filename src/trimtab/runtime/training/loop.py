@@ -67,10 +67,7 @@ def add_adapters(model: Any, folder: Path, lora: Lora) -> None:
     try:
         import peft
     except ImportError:
-        raise UnsupportedPlanError(
-            f"PEFT, which makes the plan's adapters ({lora}), is not installed: pip install 'trimtab[lora]', or plan "
-            "without --lora"
-        ) from None
+        raise UnsupportedPlanError(f"PEFT, for LoRA ({lora}), is not installed: pip install 'trimtab[lora]'") from None
     built = dict(model.named_modules())
     layers = [replace(x, linears=read_linears(built.get(x.name))) for x in describe(folder).layers]
     names = [f"{x.name}.{adapter.name}".rstrip(".") for x in layers for adapter in adapt_layer(x, lora, 1)]
@@ -246,10 +243,7 @@ def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
         raise TrimtabError(f"no token of step {step} has a label: see which samples are read (fillers have none)")
     for what, value in (("loss", float(result.loss)), ("gradient norm", float(norm))):
         if not math.isfinite(value):
-            raise TrimtabError(
-                f"the {what} of step {step} is {value}: resume with a lower learning rate or a longer warm-up, or "
-                "train in float32"
-            )
+            raise TrimtabError(f"the {what} of step {step} is {value}: resume with a lower learning rate, or float32")
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
@@ -271,9 +265,7 @@ def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any
     folder runs."""
     attention = settings.attention or attention_of(plan, device)
     if not settings.random_weights and not any(settings.model.glob("*.safetensors")):
-        raise PlanError(
-            f"{settings.model} holds no weights (*.safetensors): name a folder with them, or give --random-weights"
-        )
+        raise PlanError(f"{settings.model} holds no *.safetensors: name a folder with them, or give --random-weights")
     check_folder(settings.model)
     what_not = f"does not load {settings.model} with attention {attention}"
     with library_reads(what_not, "correct its files, or choose another attention"):
@@ -308,10 +300,7 @@ def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
     schedule, planned = plan.decisions.schedule, plan.decisions.parallel.dp
     packs = planned * schedule.num_microbatches
     if packs % dp:
-        raise PlanError(
-            f"{dp} data-parallel ranks do not divide the {packs} packs of a step: start another divisor, {planned} as "
-            "planned"
-        )
+        raise PlanError(f"{dp} data-parallel ranks do not divide {packs} packs: start {planned}, as planned")
     own = replace(plan.decisions, schedule=replace(schedule, num_microbatches=packs // dp))
     try:
         return read_layout(replace(plan, decisions=own))
@@ -320,8 +309,7 @@ def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
             raise
         pp = plan.decisions.parallel.pp
         raise UnsupportedPlanError(
-            f"{dp} data-parallel ranks leave each {packs // dp} of {packs} packs ({problem}): start {planned * pp} "
-            "processes or fewer"
+            f"{dp} data-parallel ranks leave each {packs // dp} packs ({problem}): start {planned * pp} processes"
         ) from None
 
 
@@ -354,9 +342,7 @@ def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]
         return cls(parameters, lr=settings.learning_rate, **settings.optimizer_options)
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{key}={value}" for key, value in settings.optimizer_options.items()) or "no options"
-        raise TrimtabError(
-            f"optimizer {settings.optimizer} refuses {given} ({error}): give options of its class in torch.optim"
-        ) from None
+        raise TrimtabError(f"optimizer {settings.optimizer} refuses {given} ({error}): see torch.optim") from None
 
 
 def make_loader(

@@ -1,4 +1,4 @@
-"""What a plan does not say about a run, and the learning rate of each step."""
+"""What a run of a plan, or a probe of one, is asked; and the learning rate of each step."""
 
 import json
 import math
@@ -18,6 +18,8 @@ from trimtab.options import (
     TorchDevice,
     option_problems,
 )
+from trimtab.plan.options import parse_share
+from trimtab.units import parse_bytes
 
 Decay = Literal["constant", "linear", "cosine"]
 Dtype = Literal["float32", "bfloat16"]
@@ -33,9 +35,7 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             parts = []
         if not name or not parts or not all(isinstance(part, (bool, int, float)) for part in parts):
-            raise TrimtabError(
-                f"optimizer option {text!r} must be NAME=VALUE of numbers, true or false, as in weight_decay=0.1"
-            )
+            raise TrimtabError(f"optimizer option {text!r} must be NAME=VALUE, as in weight_decay=0.1")
         options[name] = parts[0] if len(parts) == 1 else tuple(parts)
     return options
 
@@ -161,3 +161,40 @@ def _problems_of(settings: TrainSettings) -> list[str]:
     if not 0 <= settings.seed < 2**63:
         problems.append(f"seed must be 0 to 2^63 - 1, not {settings.seed}")
     return problems
+
+
+# -- trimtab probe ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSettings:
+    """What is probed, and within which memory; checks itself."""
+
+    plan: Annotated[Path, PLAN]
+    model: Annotated[
+        Path, Option("Folder as for `trimtab train`; without weights, random ones are used.", argument=True)
+    ]
+    memory_bytes: Annotated[
+        int | None,
+        Option(
+            "Memory of one device, as in 80GiB; default: the plan's.", flag="--budget", read=parse_bytes, common=True
+        ),
+    ] = None
+    risk: Annotated[
+        float | None,
+        Option(
+            "Accepted chance that the choice needs more than it, as in 5%; default: the plan's.",
+            read=parse_share,
+            common=True,
+        ),
+    ] = None
+    num_steps: Annotated[int, Option("Training steps of each run of the choice.", flag="--steps", least=2)] = 2
+    device: Annotated[TorchDevice | None, Option("Default: cuda where there is one.", common=True)] = None
+    reading: ReadingOptions = field(default_factory=ReadingOptions)
+    seed: Annotated[int, Option("Seed of random weights.")] = 0
+    timeout_s: Annotated[int, TIMEOUT] = 1800
+
+    def __post_init__(self) -> None:
+        problems = option_problems(self)
+        if problems:
+            raise TrimtabError(join_problems(problems))

@@ -42,10 +42,7 @@ from trimtab.samples.problems import shorten
 def restore_weights(model: nn.Module, folder: Path) -> None:
     """Read the weights of a whole model out of `folder`; `PlanError` where one is left that cannot be."""
     if not isinstance(model, PreTrainedModel):
-        raise PlanError(
-            f"{folder} is not resumed: {type(model).__name__} does not say its stored names; use "
-            "PlanDataLoader.load_state_dict"
-        )
+        raise PlanError(f"{type(model).__name__} does not say its stored names: use PlanDataLoader.load_state_dict")
     stored = _read_as_pretrained(model, folder)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -112,17 +109,14 @@ def _read_as_pretrained(model: PreTrainedModel, folder: Path) -> dict[str, Tenso
     wrong = {what: sorted(map(str, found[what])) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if problems := [f"{len(keys)} {what.replace('_', ' ')} ({keys[0]})" for what, keys in wrong.items() if keys]:
         raise PlanError(
-            f"{folder} does not hold this {type(model).__name__}: {', '.join(problems)}; resume with the model of the "
-            "run"
+            f"{folder} does not hold this {type(model).__name__}: {', '.join(problems)}; resume with the run's model"
         )
     tensors: dict[str, Tensor] = read.state_dict()
     return tensors
 
 
 def _unreadable(path: Path, error: Exception) -> PlanError:
-    return PlanError(
-        f"{path} cannot be read ({type(error).__name__}: {shorten(str(error), 200)}): remove this checkpoint"
-    )
+    return PlanError(f"{path} is not readable ({type(error).__name__}: {shorten(str(error), 200)}): remove it")
 
 
 LOG = logging.getLogger("trimtab")
@@ -373,8 +367,8 @@ def _check_state(deal: Deal, path: Path) -> None:
         else f"resume on a number of ranks that divides {packs}"
     )
     raise PlanError(
-        f"{path.parent} was taken in steps of {packs} packs, this run's have {deal.packs_per_step} ({deal.dp} x "
-        f"{deal.num_microbatches}): {advice}, or load the file's state into a PlanDataLoader"
+        f"{path.parent} has steps of {packs} packs, not {deal.packs_per_step} ({deal.dp} x {deal.num_microbatches}): "
+        f"{advice}"
     )
 
 

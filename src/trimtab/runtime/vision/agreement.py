@@ -56,9 +56,7 @@ class Control:
         found = [pickle.loads(text) for text in told]  # noqa: S301 (what ranks of this run have sent)
         if len({place for place, _ in found}) > 1:
             where = ", ".join(f"rank {rank} at {place}" for rank, (place, _) in enumerate(found))
-            raise TrimtabError(
-                f"ranks that share images are not at the same call ({where}): run the same forwards on every rank"
-            )
+            raise TrimtabError(f"ranks that share images are not at one call ({where}): run the same forwards")
         return [sent for _, sent in found]
 
     def gather_unless(self, problem: Exception | None, what: str, value: object, *, failed: str) -> list[Any]:
@@ -163,8 +161,7 @@ def agree_on_inputs(
                 "cost: use one processor and one call of vision_dp on every rank"
             )
         raise TrimtabError(
-            f"rank {listed(others)} called {name} with other images, gradients or settings: give the same images on "
-            "every rank, or exchange='dispatch'"
+            f"rank {listed(others)} called {name} with other images or settings: give the same, or exchange='dispatch'"
         )
 
 
@@ -187,9 +184,7 @@ def agree_on_rows(
     counts, *kinds = zip(*everyone, strict=True)
     for column, what in zip(kinds, ("another type", "another need of gradients", "other widths"), strict=True):
         if others := differing_ranks(column):
-            raise TrimtabError(
-                f"rank {listed(others)} has image features of {what}: use the same precision and freezing on every rank"
-            )
+            raise TrimtabError(f"rank {listed(others)} has image features of {what}: use one precision and freezing")
     num_rows = np.empty(len(shares.order), np.int64)
     for rank, counted in enumerate(counts):
         num_rows[shares.atoms_of(rank)] = counted

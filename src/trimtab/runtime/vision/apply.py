@@ -277,9 +277,7 @@ def _make_heartbeat(handle: VisionDataParallel, control: Control) -> Heartbeat:
     by_kind = {function.kind: function for function in handle.functions}
     functions = {kind: by_kind[kind] for kind in KINDS if kind in by_kind}
     if not functions:
-        raise TrimtabError(
-            "a heartbeat needs get_image_features, and this handle is at the tower: pass the whole model"
-        )
+        raise TrimtabError("a heartbeat needs get_image_features: pass the whole model, not the tower")
     return Heartbeat(
         control=control,
         functions=functions,
@@ -294,12 +292,7 @@ _PATCHES = LinearCost(patches=1.0)  # bytes held grow with patches, whatever the
 
 
 def vision_dp_from_plan(
-    model: nn.Module,
-    group: Any,
-    plan: Plan,
-    *,
-    cost: LinearCost | None = None,
-    **others: Any,
+    model: nn.Module, group: Any, plan: Plan, *, cost: LinearCost | None = None, **others: Any
 ) -> VisionDataParallel | None:
     """`vision_dp` as `plan` decides; None, and nothing replaced, where every rank encodes the images it holds.
 
@@ -329,7 +322,7 @@ def vision_dp_from_plan(
         )
     if decision.pooling > 1 and decision.exchange == "dispatch":
         raise PlanError(
-            f"only `trimtab train` pools {decision.pooling} micro-batches of dp ranks: plan with --set vision_pooling=1"
+            f"only `trimtab train` pools {decision.pooling} micro-batches: plan with --set vision_pooling=1"
         )
     return vision_dp(
         model,
@@ -403,14 +396,9 @@ def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, A
     `microbatches[i]` holds `pixel_values`, `image_grid_thw` and the like, for grid families; others are ignored.
     """
     if not isinstance(handle.family, GridFamily):
-        raise TrimtabError(
-            f"{type(handle.model).__name__} has no grid of patches, so no call is pooled: call it on each micro-batch"
-        )
+        raise TrimtabError(f"{type(handle.model).__name__} has no grid of patches: call it on each micro-batch")
     if handle.heartbeat is not None:
-        raise TrimtabError(
-            "a pool has no heartbeat for ranks without images: call the model on each micro-batch, or let `trimtab "
-            "train`"
-        )
+        raise TrimtabError("a pool has no heartbeat: call the model on each micro-batch")
     outputs: list[dict[str, Any]] = [{} for _ in microbatches]
     pooled = PooledFeatures(outputs=outputs)
     for function in handle.functions:

@@ -55,8 +55,7 @@ def pool_images(
     told = control.gather("sizes of images", [none if x is None else _without_pixels(x) for x in inputs])
     if len({(len(calls), *(part.name for call in calls for part in call.parts)) for calls in told}) > 1:
         raise TrimtabError(
-            "ranks call the vision tower with different tensors, or not equally often: use one processor and equally "
-            "many micro-batches on every rank"
+            "ranks call the tower with other tensors, or not equally often: use one processor, equal micro-batches"
         )
     pools = []
     for ranks in zip(*told, strict=True):

@@ -97,15 +97,11 @@ def find_functions(model: nn.Module, at: Place | None = None) -> tuple[PatchedFu
         at = "features" if owners else "tower"
     if at == "features":
         if len(owners) != 1:
-            raise TrimtabError(
-                f"{type(model).__name__} has {len(owners)} modules with get_image_features: pass the part with one"
-            )
+            raise TrimtabError(f"{type(model).__name__} has {len(owners)} get_image_features: pass the part with one")
         return tuple(_function(owners[0], name, kind) for name, kind in FUNCTIONS.items() if hasattr(owners[0], name))
     towers = _innermost([m for m in model.modules() if hasattr(m, "config") and _takes_grid(m)])
     if len(towers) != 1:
-        raise TrimtabError(
-            f"{type(model).__name__} has {len(towers)} towers that take grid_thw: pass the tower, or use at='features'"
-        )
+        raise TrimtabError(f"{type(model).__name__} has {len(towers)} towers: pass one, or use at='features'")
     return (_function(towers[0], "forward", "tower"),)
 
 

@@ -246,7 +246,7 @@ def find_family(config: Any, encode: Callable[..., Any] | None = None) -> Family
     except TrimtabError as error:
         model_type = getattr(config, "model_type", None)
         raise TrimtabError(
-            f"how do calls of the {model_type!r} vision tower divide into images ({error})? Give family=GridFamily(...)"
+            f"calls of the {model_type!r} tower are not divided ({error}): give family=GridFamily(...)"
         ) from error
 
 
@@ -335,9 +335,7 @@ def _pixels(kind: Kind, given: dict[str, Any]) -> Part:
     name = PIXELS.get(kind) or next(iter(given))
     pixels = given.pop(name, None)
     if not isinstance(pixels, Tensor):
-        raise TrimtabError(
-            f"{name} is {type(pixels).__name__}, not one tensor: use the processor with return_tensors='pt'"
-        )
+        raise TrimtabError(f"{name} is {type(pixels).__name__}, no tensor: give return_tensors='pt'")
     return Part(name=name, rows=pixels, lengths=np.empty(0, np.int64))
 
 
@@ -355,11 +353,7 @@ def _fixed(kind: Kind, given: dict[str, Any]) -> dict[str, Any]:
         if value is not None and name not in _TEXT_ONLY | _DERIVED and not name.startswith(_OTHER[kind])
     }
     if captured := sorted(name for name in ("output_hidden_states", "output_attentions") if fixed.get(name)):
-        raise TrimtabError(
-            f"each rank has only its own images for {' and '.join(captured)}: leave it out, or use handle.paused()"
-        )
+        raise TrimtabError(f"ranks have only their images for {' and '.join(captured)}: use handle.paused()")
     if whole := sorted(name for name, value in fixed.items() if isinstance(value, Tensor)):
-        raise TrimtabError(
-            f"{', '.join(whole)} describes all images of the batch: leave it out, the tower computes it for its own"
-        )
+        raise TrimtabError(f"{', '.join(whole)} describes all images: leave it out, the tower computes its own")
     return fixed

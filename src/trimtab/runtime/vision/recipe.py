@@ -169,7 +169,4 @@ def _ulysses_group() -> Any:
     for module, function in _ULYSSES.items():
         if sys.modules.get(module.partition(".")[0]) is not None:  # the host that runs
             return getattr(importlib.import_module(module), function)()
-    raise TrimtabError(
-        "neither verl nor ROLL runs in this process, whose Ulysses groups are the defaults: call "
-        "apply_vision_dp_patch(group)"
-    )
+    raise TrimtabError("neither verl nor ROLL runs here: call apply_vision_dp_patch(group)")

@@ -30,9 +30,8 @@ class VisionCheck:
         found = []
         if not max(self.loss_error, self.gradient_error) <= CLOSE[self.dtype]:
             found.append(
-                f"with images shared the loss differs by {self.loss_error:.2g} and vision gradients by "
-                f"{self.gradient_error:.2g}: give a family= that fits the tower, and see that nothing else moves "
-                "features"
+                f"with images shared the loss differs by {self.loss_error:.2g}, vision gradients by "
+                f"{self.gradient_error:.2g}: give a family= that fits the tower"
             )
         return found
 
