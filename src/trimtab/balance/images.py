@@ -116,11 +116,13 @@ def keep_at_home(shares: ImageShares, home: IntArray, size: npt.ArrayLike) -> Im
     Greedy, largest overlap first: at least half of the most that could stay. Loads change ranks, not their sizes.
     """
     N = shares.num_ranks
+    # how much of each share lies on each rank already
     share_of = np.repeat(np.arange(N), np.diff(shares.offsets))
     stays = np.zeros((N, N))
     np.add.at(stays, (share_of, home[shares.order]), np.asarray(size, np.float64)[shares.order])
     share_for = np.full(N, -1)
     taken = np.zeros(N, np.bool_)
+    # the largest overlap first; an exact assignment would take N^3 steps to save a few copies
     for flat in np.argsort(-stays, axis=None, kind="stable"):
         share, rank = divmod(int(flat), N)
         if share_for[rank] < 0 and not taken[share]:

@@ -99,6 +99,7 @@ def _fill_in_parts(sizes: IntArray, counts: IntArray, limit: int) -> tuple[IntAr
 
 def _best_pattern(sizes: IntArray, worth: FloatArray, limit: int) -> tuple[IntArray, float]:
     """The pattern of most worth, and that: for each room what 1, 2, 4, ... samples more of a kind add to it."""
+    # a bounded knapsack: 1, 2, 4, ... of a kind make any number of it in a logarithm of the steps
     best, added = np.zeros(limit + 1), []
     for i in range(len(sizes)):
         num, size = 1, int(sizes[i])
@@ -107,6 +108,7 @@ def _best_pattern(sizes: IntArray, worth: FloatArray, limit: int) -> tuple[IntAr
             more[size:] = np.maximum(best[size:], best[:-size] + num * worth[i])
             added.append((i, num, more > best))
             best, num, size = more, 2 * num, 2 * size
+    # back from the full room: what was added last comes first
     pattern, room = np.zeros_like(sizes), limit
     for i, num, is_better in reversed(added):
         if is_better[room]:

@@ -168,11 +168,13 @@ def batch_by_device(lengths: FloatArray, *, batch_size: float, dp: int, seed: in
     slots = np.full(num_rows * dp, -1, np.int64)
     slots[:n] = permutation(n, seed, epoch, 0x646576)
     block = max(1, round(MEGA_STEPS * batch_size)) * dp
+    # neighbours in length, inside a block of the shuffle
     for number, first in enumerate(range(0, n, block)):
         part = slots[first : min(first + block, n)]
         part[:] = part[np.argsort(lengths[part], kind="stable")]
         rows = slots[first : first + block].reshape(-1, dp)
         rows[:] = rows[permutation(len(rows), seed, epoch, number, 0x726F77)]
+    # rows become steps; each rank has the samples of its place
     num_steps = -(-num_rows // max(1, int(batch_size)))
     step_of_row = np.arange(num_rows) * num_steps // num_rows
     batch = (step_of_row[:, None] * dp + np.arange(dp)).reshape(-1)

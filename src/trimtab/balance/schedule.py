@@ -240,6 +240,7 @@ def split_packs(groups: Groups, sizes: IntArray, limits: tuple[int, ...], extra:
     """
     if groups.num_packs + extra > len(groups.members):
         return groups
+    # one round is enough where that many packs hold two samples; else the halves are cut again
     while extra > 0:
         counts = np.diff(groups.offsets)
         chosen = np.argsort(-counts, kind="stable")[:extra]
@@ -286,6 +287,7 @@ def complete_rows(
     missing = -(groups.num_packs + num_alone) % dp  # packs short of whole rows: balanced plans for them, others do not
     if missing:
         groups = split_packs(groups, sizes, limits, missing)
+    # large ones among the others, so that no step gathers them
     if num_alone:
         from trimtab.compiled import permutation
 

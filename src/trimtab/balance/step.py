@@ -193,11 +193,13 @@ def _share_any(
     """`share_step` of any number of samples: of fewer than dp, some ranks have none."""
     n, k = sizes.shape
     bounds = np.array([*(limits or [np.inf] * k), np.inf])
+    # at least as many packs as the samples need
     M = num_microbatches
     if limits is not None:
         if above_limits(sizes, limits).any():
             raise PackingError(f"a sample of the step is above {limits}: raise the limits, or leave it out")
         M = max(M, -(-lower_bound_packs(sizes, limits) // dp))
+    # the cost at a mean of 1, for squares of it are summed in float32
     columns = np.empty((n, k + 1))
     columns[:, :k], columns[:, k] = sizes, cost
     total = sum_columns(columns)

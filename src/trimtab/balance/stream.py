@@ -155,6 +155,7 @@ def fit_samples(sizes: FloatArray, limits: FloatArray, rule: FitRule) -> Packs:
     total = shares[:, 0] + shares[:, 1]
     key = total if rule.by_sum else np.maximum(shares[:, 0], shares[:, 1])
     packs, order = make_packs(len(sizes), *sizes.shape), np.argsort(-key, kind="stable")
+    # of samples so large that no three fit, as many pairs as any choice makes; the rest joins them
     num_packs = 0
     if rule.paired:
         large = np.flatnonzero(total > NO_THREE_FIT)
@@ -334,6 +335,7 @@ def _count_share(
     """Samples to take, all carried ones first: until the fullest column has its share or another one no more room."""
     fullest = int(np.argmax(left))
     num_left = len(counted) - position + len(carried)
+    # sums of a guess, of twice as many where it was too small: most windows need one
     guess = int(1.05 * share * num_left) + 64
     while True:
         guess = min(num_left, max(guess, len(carried)))

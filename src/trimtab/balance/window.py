@@ -439,6 +439,7 @@ def load(sizes: FloatArray, items: IntArray, pack_of: IntArray, packs: Packs) ->
 
 def unload(packs: Packs, state: UIntArray) -> tuple[IntArray, IntArray]:
     """Samples pack by pack in random order of the packs, and the number in each; packs without samples are left out."""
+    # in random order, or packs that were improved together would meet in one step
     order = permute(np.arange(len(packs.head)), state)
     order = order[packs.num_held[order] > 0]
     counts = packs.num_held[order]

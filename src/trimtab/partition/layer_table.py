@@ -72,6 +72,7 @@ def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pi
     `SplitProblem.assess` counts it.
     """
     shape = {"num_devices": problem.num_stages, "num_chunks": problem.num_chunks}
+    # micro-batches that each stage holds at its worst moment, and those whose weight gradients wait
     held = peak_in_flight(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
     pending = peak_pending(problem.schedule, **shape, num_microbatches=problem.num_microbatches)
     caps = np.minimum(cap, MAX_BYTES).astype(np.int64).tolist()

@@ -265,6 +265,7 @@ def flops_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
     L, layer = model.llm_layers, model.llm_layer_flops
     vision = model.vision_flops + model.projector_flops
     total = vision + L * layer
+    # the first stage has room for decoder layers, or none
     if vision < total / pp:
         middle = math.ceil(total / pp / layer)
         counts = (L - middle * (pp - 1), *[middle] * (pp - 1))
@@ -313,6 +314,7 @@ def stage_memory(
     def layers(num_layers: int, s: int, h: int, f: int) -> float:
         return num_layers * layer_bytes(batch * s, h, f, tp=tp, fp8=fp8)
 
+    # what lies outside of layers: on the first stage and on the last
     N, c, h = model.vision_tokens, model.patch_values, model.vision_hidden
     embed = STATE_BYTES * c * h + 2 * batch * N * c
     projector = STATE_BYTES * h * model.llm_hidden + 2 * batch * N * h

@@ -143,6 +143,7 @@ def search_makespan(evaluator: Evaluator, *, keep: int = 1, max_simulated: int =
     problem = evaluator.problem
     start = split_stages(problem)
     own, start_makespan = evaluator.cuts_of(start.stages), evaluator.makespan_of(start.stages)
+    # down from the exact split; of all that was simulated the best are kept
     _descend(evaluator, own, max_simulated=max_simulated)
     found = dict(evaluator.seen)
     keeps_start = start_makespan * _EQUAL <= found[own]  # chunks may share their device's room otherwise
@@ -174,6 +175,7 @@ def _descend(evaluator: Evaluator, cuts: tuple[int, ...], *, max_simulated: int)
             makespan = evaluator.makespan(moved)
             if makespan < best * _EQUAL:
                 best, cuts, is_better = makespan, moved, True
+        # wider moves cost more to try: back to single cuts after each success
         kind = 0 if is_better else kind + 1
 
 

@@ -101,6 +101,7 @@ def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, l
     choice = least_choice(pipeline, index, first, last)
     if choice is None:
         return None
+    # the choice counts layers of a class; here each layer gets its tier
     counts = [list(own) for own in choice.counts]
     start, stop = int(table.positions[first]), int(table.positions[last])
     tiers: dict[int, RecomputedTier] = {}

@@ -165,6 +165,7 @@ def round_up(tiers: TierTable, menu: Menu, num_alike: Sequence[int], need: int) 
     """The relaxation's choice, its last step rounded up to whole layers: within one layer of the optimum."""
     counts = [[0] * len(own) for own in tiers.upgrades]
     cost = 0
+    # steps come with the best price a byte first, as the relaxation takes them
     for g, _, upgrade, start, gain, step_cost in menu.steps:
         number = min(num_alike[g], -(-need // gain))
         counts[g][upgrade] += number
