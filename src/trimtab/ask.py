@@ -21,7 +21,7 @@ from trimtab.errors import ConfigError, UnknownModelError, quote
 from trimtab.files import write_atomically
 from trimtab.limited import ChildEndedError, LimitedChild
 
-Question = Literal["describe", "images", "clips"]
+Question = Literal["describe", "images", "clips", "own code"]
 MAX_CPU_S = 60  # largest published models take under 10
 MAX_MEMORY_BYTES = 8 * 2**30  # torch and Transformers take 0.6 GiB
 MAX_ANSWER_BYTES = 2**23
@@ -61,6 +61,18 @@ def ask(config: Mapping[str, object], question: Question) -> Mapping[str, Any]:
     with contextlib.suppress(OSError):  # a home that cannot be written to: the answer holds all the same
         write_atomically(path, json.dumps(answer, sort_keys=True), sync=False)
     return answer
+
+
+def ask_own_code(folder: Path, config: Mapping[str, object]) -> Mapping[str, Any]:
+    """The description of a model whose code lies in its folder, which the child runs; the answer is not remembered.
+
+    The user asks for it by name (`--run-its-code`). The child has no network; it has the user's rights on files.
+    """
+    if not isinstance(config.get("auto_map"), Mapping):
+        raise ConfigError(f"{folder} has no code of its own (auto_map in config.json): leave --run-its-code out")
+    if not is_installed():
+        raise UnknownModelError(f"the code of {folder} needs Transformers and torch: {INSTALL}")
+    return _answer_of(_run_child("own code", {"folder": str(folder.resolve())}), config)
 
 
 def cache_dir() -> Path:

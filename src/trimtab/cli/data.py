@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -59,11 +59,12 @@ class ImageOptions:
         int | None, Option("Your own limit of an image's tiles, thumbnail aside (tiling models).", least=1)
     ] = None
 
-    def describe(self, config: str) -> "ModelSpec":
+    def describe(self, config: str, *, run_its_code: bool = False) -> "ModelSpec":
         """The model of CONFIG with these images."""
         from trimtab.models.describe import describe
 
-        return describe(config, preprocessor=self.preprocessor, max_pixels=self.max_pixels, max_tiles=self.max_tiles)
+        own: dict[str, Any] = {"preprocessor": self.preprocessor, "run_its_code": run_its_code}
+        return describe(config, max_pixels=self.max_pixels, max_tiles=self.max_tiles, **own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trimtab.cli.data import ConfigArgument, ImageOptions
-from trimtab.cli.output import JsonOption, console, print_json
+from trimtab.cli.output import JsonOption, console, log, print_json
 from trimtab.cli.settings import verb
 from trimtab.errors import ConfigError, ImageError, PartitionError
 
@@ -30,12 +30,20 @@ def describe(
     config: ConfigArgument,
     images: ImageOptions,
     out: OutOption = None,
+    run_its_code: Annotated[
+        bool, typer.Option("--run-its-code", help="Let Python code in the folder of CONFIG build the model.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print layers in forward order, parameters per tower, tied weights and forbidden cuts."""
     from trimtab.models.description import save_description
 
-    model = images.describe(config)
+    if run_its_code:
+        log(
+            f"warning: Python code in {config} runs now, without network and with limits: it can still read and write "
+            "what you can"
+        )
+    model = images.describe(config, run_its_code=run_its_code)
     if out is not None:
         save_description(model, out)
     towers = {tower: model.num_tower_params(tower) for tower in ("audio", "vision", "projector", "language")}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.ask import INSTALL, is_installed
+from trimtab.ask import INSTALL, ask_own_code, is_installed
 from trimtab.ask import ask as ask_transformers
 from trimtab.errors import ConfigError, ImageError, TrimtabError, UnknownModelError, quote
 from trimtab.files import read_small
@@ -168,6 +168,7 @@ def describe(
     max_pixels: int | None = None,
     max_tiles: int | None = None,
     ask: bool = True,
+    run_its_code: bool = False,
 ) -> ModelSpec:
     """The model that `source` describes: a config.json, a folder or a description file, its content, or a shipped name.
 
@@ -175,6 +176,8 @@ def describe(
 
     Shipped names, description files, and configurations that say what a shipped one says, field by field, need no
     torch. Every other is put to Transformers where it is installed (`trimtab.ask`), unless `ask` is false.
+    `run_its_code`: the folder's own Python code builds the model, in a process without network and with your rights on
+    files. Give it only for code that you trust.
 
     `preprocessor` is the model's preprocessor_config.json (or its content); beside a config.json it is found by
     itself. It is needed where the configuration does not settle how images are cut, and for nothing else:
@@ -188,10 +191,15 @@ def describe(
     """
     path, config = _read_source(source)
     settings, files = _read_processor(preprocessor, beside=path)
+    if run_its_code and (path is None or "description_version" in config):
+        raise ConfigError(f"{str(source)[:200]!r} is no folder with code: leave --run-its-code out")
     if "description_version" in config:
         model = _read_described(config, settings, files, source=str(path or "the description"))
     else:
-        model = _describe_config(config, settings, files, may_ask=ask)
+        if run_its_code and path is not None:
+            model = _as_answered(ask_own_code(path.parent, config), config, settings, files)
+        else:
+            model = _describe_config(config, settings, files, may_ask=ask)
         model = replace(
             model,
             name=_default_name(path, config, model.family),
@@ -285,7 +293,10 @@ def _with_own_files(model: ModelSpec, config: Config, settings: Config | None, f
 
 def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
     """The description that Transformers gives, with the image rule of its processor."""
-    answer = ask_transformers(config, "describe")
+    return _as_answered(ask_transformers(config, "describe"), config, settings, files)
+
+
+def _as_answered(answer: Mapping[str, Any], config: Config, settings: Config | None, files: Files) -> ModelSpec:
     model = read_description(answer, source=f"the answer on model_type {quote(config.get('model_type'))}")
     if not model.indices("vision"):
         return replace(model, image_rule=UnsettledRule(reason=TEXT_ONLY))

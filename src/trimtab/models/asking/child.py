@@ -29,9 +29,9 @@ def find_work(question: str) -> Callable[[dict[str, object]], Any]:
         from trimtab.models.asking import images
 
         return images.answer_clips if question == "clips" else images.answer
-    from trimtab.models.asking.model import described
+    from trimtab.models.asking import model
 
-    return described
+    return model.described_by_its_code if question == "own code" else model.described
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:  # noqa: ARG001 - the hook's arguments

@@ -29,6 +29,7 @@ from trimtab.specs import LayerSpec, ModelSpec
 # -- Transformers' own configuration and model: no weights, no network, no code of a folder ---------------------------
 
 
+_AUTOS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")  # the last: text alone
 _DEPTH = re.compile(r"layers$|depth|^n_layer")
 MAX_LAYERS = 4096  # of a tower
 MAX_PARAMS = 10**14  # the largest published models have 10**12
@@ -39,7 +40,7 @@ def complete(fields: Mapping[str, object]) -> Any:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         cure = (
-            "its own code is never run: build it and give it to trimtab.models.describe_model"
+            "if you trust its own code, `trimtab describe MODEL --run-its-code`"
             if "auto_map" in fields
             else "correct `model_type`, or update Transformers"
         )
@@ -78,8 +79,7 @@ def build(config: Any, *, dtype: torch.dtype = torch.bfloat16, attention: str | 
 
     attention: as Transformers names it; eager where the model has no code for it.
     """
-    names = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")  # the last: text alone
-    autos = [getattr(transformers, name, None) for name in names]
+    autos = [getattr(transformers, name, None) for name in _AUTOS]
     kinds = type(config).__mro__[:2]  # a published format is a kind of Transformers' own
     known = [x._model_mapping[kind] for x in autos if x is not None for kind in kinds if kind in x._model_mapping]
     if not known:
@@ -220,6 +220,25 @@ def described(fields: Mapping[str, object]) -> dict[str, Any]:
         with quietly():
             written = json.loads(json.dumps(complete(fields).to_dict(), default=str))
     return {**json.loads(description_bytes(describe_fields(fields))), "config": written}
+
+
+def described_by_its_code(given: Mapping[str, object]) -> dict[str, Any]:
+    """The same for the model in `given["folder"]`, by the code that lies there: it runs."""
+    how: dict[str, Any] = {"trust_remote_code": True, "local_files_only": True}
+    folder = given["folder"]
+    with quietly(), library_reads(f"runs the code of {folder} in vain", "correct it, or install what it asks for"):
+        config = transformers.AutoConfig.from_pretrained(folder, **how)
+        _check_depth(config.to_dict(), "")
+        named = config.auto_map
+        auto = next((x for x in (*_AUTOS, "AutoModel") if x in named and hasattr(transformers, x)), None)
+        if auto is None:
+            raise ConfigError(f"auto_map of {folder} names no model ({', '.join(named)}): add AutoModelForCausalLM")
+        with torch.device("meta"):
+            model = getattr(transformers, auto).from_config(config, trust_remote_code=True).eval()
+        found = describe_model(model)
+    note = f"Layers are those of the model's own code, which ran in {folder}."
+    written = json.loads(json.dumps(config.to_dict(), default=str))
+    return {**json.loads(description_bytes(replace(found, notes=(note, *found.notes[1:])))), "config": written}
 
 
 # -- running --------------------------------------------------------------------------------------------------------
