@@ -319,7 +319,7 @@ class PackedCollator:
         return rows if family.text_row else rows[1:]
 
     def _apart(self, family: PackFormat, pack: Sequence[ProcessedSample], lengths: Sequence[int]) -> dict[str, Any]:
-        """Return what keeps samples apart beside the positions: lengths, numbers, masks, token types."""
+        """Return what keeps samples apart in addition to the positions: lengths, numbers, masks, token types."""
         apart: dict[str, Any] = {}
         if self.attention == "flash_attention_2" or family.stateful:
             offsets, longest = cumulative_lengths(lengths), max(lengths)

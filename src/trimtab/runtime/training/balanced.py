@@ -41,12 +41,12 @@ class StepLoader(PlanDataLoader):
     """A `PlanDataLoader` that reads a step's micro-batches before it hands out the first, to know the labels in all."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        deal = self._settle().deal
-        shares = deal.num_microbatches * deal.dp
+        order = self._settle().order
+        shares = order.num_microbatches * order.dp
         step: list[dict[str, Any]] = []
         for batch in DataLoader.__iter__(self):
             step.append(batch)
-            if len(step) < deal.num_microbatches:
+            if len(step) < order.num_microbatches:
                 continue
             items = step_denominator(step).cpu() / shares
             for own in step:
