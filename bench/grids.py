@@ -118,8 +118,8 @@ def page(pairs: list[Pair]) -> str:
         "# A tower's grid: published pairs, decided again",
         "",
         f"{right} of {len(pairs)} pairs in order; {len(pairs) - len(known)} do not fit by our count, and stand as "
-        f"wrong. Of {len(exact)} pairs whose layout is printed, ratios are within {far:.0%}. All models are stand-ins of the "
-        "printed size. Pairs of a tower with devices of its own are not predicted.",
+        f"wrong. Of {len(exact)} pairs whose layout is printed, ratios are within {far:.0%}. All models are stand-ins "
+        "of the printed size. Pairs of a tower with devices of its own are not predicted.",
         "",
         "| pair | model | a | b | measured | predicted | order |",
         "|---|---|---|---|---|---|---|",
