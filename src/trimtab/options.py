@@ -30,8 +30,9 @@ Order = Literal["random", "tolerance", "sorted"]
 Oversize = Literal["error", "alone", "skip"]
 PackMethod = Literal["balanced", "isf", "greedy", "random", "length_group", "device_group"]
 PlanMethod = Literal["balanced", "isf"]
-VisionGroup = Literal["tp", "cp", "tp_cp", "dp"]
-"""Ranks that share images; tp_cp: the tp x cp ranks that hold the same pack. Only ranks of dp hold others."""
+VisionGroup = Literal["tp", "cp", "tp_cp", "dp", "replica"]
+"""Ranks that share images. tp_cp: the tp x cp ranks that hold the same pack; replica: those of the whole pipeline,
+before it runs. Only ranks of dp hold other images."""
 VisionExchange = Literal["gather", "dispatch"]
 VisionObjective = Literal["time", "memory"]
 VisionReduction = Literal["mean"]

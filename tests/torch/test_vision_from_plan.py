@@ -52,7 +52,12 @@ def test_memory_is_balanced_by_patches_unless_a_cost_is_given(given):
 
 
 @pytest.mark.parametrize(
-    ("change", "names"), [({"degree": 3}, ("3", "2")), ({**DISPATCH, "pooling": 2}, ("vision_pooling=1",))]
+    ("change", "names"),
+    [
+        ({"group": "replica", "reduction": None}, ("replica",)),
+        ({"degree": 3}, ("3", "2")),
+        ({**DISPATCH, "pooling": 2}, ("vision_pooling=1",)),
+    ],
 )
 def test_what_no_group_can_carry_out_is_refused(given, change, names):
     with refused(PlanError, names):

@@ -282,11 +282,13 @@ def simulate_steps(
     schedule: ScheduleName = "1F1B",
     num_devices: int | None = None,
     all_reduce_s: float = 0.0,
+    phases_s: FloatArray | None = None,
 ) -> FloatArray:
     """Return (num_steps,) seconds of each step: the slowest data-parallel rank's makespan + the gradients' all-reduce.
 
     `times` hold all packs; `table[step, rank, microbatch]` says which run where (-1: an empty slot, run at no cost).
-    `all_reduce_s` is what of it no compute hides, as the caller knows it.
+    `all_reduce_s` is what of it no compute hides, as the caller knows it; `phases_s` (steps, ranks) what a rank does
+    before and after its pipeline.
     """
     costs = block_costs(times, schedule)
     S, num_packs = times.forward_s.shape
@@ -295,7 +297,8 @@ def simulate_steps(
     P = S if num_devices is None else num_devices
     waves = _waves(schedule, S, P, table.shape[2])
     each = makespans(waves, costs.seconds, costs.sends, table.reshape(-1, table.shape[2]))
-    result: FloatArray = each.reshape(table.shape[:2]).max(axis=1) + all_reduce_s
+    ranks = each.reshape(table.shape[:2])
+    result: FloatArray = (ranks if phases_s is None else ranks + phases_s).max(axis=1) + all_reduce_s
     return result
 
 

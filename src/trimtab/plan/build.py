@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from trimtab.plan.decide.epoch import Epoch, open_epoch
 from trimtab.plan.decide.groups import group_degree
 from trimtab.plan.decide.members import default_global_batch
 from trimtab.plan.decide.search import Tiers, choose_setting
-from trimtab.plan.decide.setting import EQUAL, ChosenSetting
-from trimtab.plan.decide.sharing import VisionChosen, choose_vision
+from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced
 from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split
+from trimtab.plan.decide.towers import MUST_GAIN, VisionChosen, choose_vision, settings_apart
 from trimtab.plan.decide.work import band_sentence, host_sentences
 from trimtab.plan.file.figures import PlanDetails, assemble_plan
 from trimtab.plan.file.yaml import plan_to_yaml
@@ -82,7 +82,7 @@ def make_plan(
     if cluster.num_devices > _MOST_DEVICES_A_SAMPLE * len(rows):
         raise PlanError(f"{cluster.num_devices} devices have {len(rows)} samples: give more data, or fewer devices")
     options, chosen = _choose(model, epoch, cluster, asked, budget, tiers, _step(progress, "settings"))
-    settled = _settle(model, epoch, cluster, budget, chosen, within)
+    settled = _settle(model, epoch, cluster, options, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options_of_search, options = case.setting, options, case.options
     variants = compare_variants(
@@ -154,6 +154,7 @@ def _settle(
     model: ModelSpec,
     epoch: Epoch,
     cluster: ClusterSpec,
+    options: PlanOptions,
     budget: MemoryBudget,
     chosen: ChosenSetting,
     within: Within | None,
@@ -179,26 +180,82 @@ def _settle(
             rival = max(near, key=lambda x: x.samples_per_s)
             left, most = [left[0], rival, *(x for x in left[1:] if x is not rival)], 2
     for priced in left:
-        case = pack_case(model, epoch, cluster, budget, priced.setting, priced.options)
-        without = choose_split(case)
-        vision = choose_vision(case, without)
-        case = vision.best.case
-        split: SplitResult | None = vision.best.found.split
-        if within is not None:
-            stages = best_expressible(case, within(model, case.setting.dims.pp))
-            split = None if stages is None else case.problem.assess(stages)
-        if split is not None:
-            settled.append(_Settled(tried=chosen.taking(priced), without=without, vision=vision, split=split))
+        if (found := _settle_one(model, epoch, cluster, budget, chosen, priced, within)) is not None:
+            settled.append(found)
         if len(settled) == most:
             break
+    if group in ("auto", "replica") and within is None:
+        settled += _settle_apart(model, epoch, cluster, options, budget, chosen, settled)
     if not settled:
         divisions = {x.setting.dims for x in chosen.considered}
         raise PartitionError(
             f"none of {len(divisions)} divisions runs so: plan with other degrees, ZeRO or packs, or without --for"
         )
+    settled = _worth_it(settled) if group == "auto" else settled
     shortest = min(x.vision.best.epoch_s for x in settled)
     alike = (1 + EQUAL) * shortest if group == "none" else shortest
     return next(x for x in settled if x.vision.best.epoch_s <= alike)  # of those alike the first by preference
+
+
+def _settle_one(
+    model: ModelSpec,
+    epoch: Epoch,
+    cluster: ClusterSpec,
+    budget: MemoryBudget,
+    chosen: ChosenSetting,
+    priced: Priced,
+    within: Within | None,
+) -> _Settled | None:
+    """The setting with its packs, grids and stages; None where a framework can run none of them."""
+    case = pack_case(model, epoch, cluster, budget, priced.setting, priced.options)
+    without = choose_split(case)
+    vision = choose_vision(case, without, replica=within is None)
+    case = vision.best.case
+    split: SplitResult | None = vision.best.found.split
+    if within is not None:
+        stages = best_expressible(case, within(model, case.setting.dims.pp))
+        split = None if stages is None else case.problem.assess(stages)
+    return None if split is None else _Settled(tried=chosen.taking(priced), without=without, vision=vision, split=split)
+
+
+def _settle_apart(
+    model: ModelSpec,
+    epoch: Epoch,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    budget: MemoryBudget,
+    chosen: ChosenSetting,
+    settled: Sequence[_Settled],
+) -> Iterator[_Settled]:
+    """Settings that are fast without a tower in their pipelines, with it on every device of a replica."""
+    asked = replace(options, vision=replace(options.vision, group="replica", pooling=None))
+    known = {(x.tried.best.setting.dims, x.tried.best.options.sharding) for x in settled}
+    for priced in settings_apart(model, epoch.drawn, cluster, asked, budget):
+        if (priced.setting.dims, priced.options.sharding) in known:
+            continue
+        try:
+            found = _settle_one(model, epoch, cluster, budget, chosen, priced, None)
+        except (PartitionError, PlanError):  # its packs do not fit, on one grid or with features
+            continue
+        if found is not None:
+            yield found
+
+
+def _worth_it(settled: Sequence[_Settled]) -> list[_Settled]:
+    """Those whose tower has the decoder's grid, and others that gain 2 % over the best of these."""
+    on_grid = [
+        x.epoch_s
+        for one in settled
+        for x in one.vision.tried
+        if x.case.vision is None or x.case.vision.decision.group != "replica"
+    ]
+    return [
+        x
+        for x in settled
+        if (vision := x.vision.best.case.vision) is None
+        or vision.decision.group != "replica"
+        or x.vision.best.epoch_s * MUST_GAIN <= min(on_grid)
+    ]
 
 
 def batch_assumption(

@@ -112,7 +112,7 @@ def parse_baseline(text: str) -> Baseline:
 # What a user may ask of vision data parallel.
 
 
-GroupChoice = Literal["none", "auto", "tp", "cp", "tp_cp", "dp"]
+GroupChoice = Literal["none", "auto", "tp", "cp", "tp_cp", "dp", "replica"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

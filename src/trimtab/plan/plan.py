@@ -402,7 +402,8 @@ class PackingDecision:
 class VisionDecision:
     """Which ranks share the images of a micro-batch, so that each encodes a part of them with a whole vision tower.
 
-    Ranks of tp and of cp hold the same images (`gather`), those of dp images of their own (`dispatch`).
+    Ranks of tp and of cp hold the same images (`gather`), those of dp images of their own (`dispatch`). With `replica`
+    the tower is on every device of tp x pp x cp, and encodes a step's images before its pipeline, which has no tower.
     """
 
     group: VisionGroup
@@ -412,6 +413,7 @@ class VisionDecision:
     rule: Rule
     objective: VisionObjective  # what the shares are balanced by: the tower's seconds, or the bytes it holds
     reduction: VisionReduction | None  # of the vision gradients over tp; null: the sum over dp and cp stays as it is
+    recompute: Literal["full"] | None = None  # of a tower on the replica; none, and no such key: activations are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

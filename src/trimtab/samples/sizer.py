@@ -254,8 +254,8 @@ class Sizer:
 def _bad(chunk: Chunk, line: int, name: str | None, error: BaseException) -> BadSample:
     if isinstance(error, BadRecordError):
         return BadSample.of(chunk.file, line, name, error.kind, str(error))
-    told = "it takes too much memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
-    return BadSample.of(chunk.file, line, name, "reader", f"{shorten(told, 160)}; {_MADE_TO_FAIL}")
+    reason = "it takes too much memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
+    return BadSample.of(chunk.file, line, name, "reader", f"{shorten(reason, 160)}; {_MADE_TO_FAIL}")
 
 
 # -- the parent: chunks spread over children, parts in order -----------------------------------------------------------

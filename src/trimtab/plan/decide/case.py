@@ -91,6 +91,22 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Phases:
+    """What encoding before and after the pipeline takes, where a tower is on every device of a replica."""
+
+    seconds: FloatArray  # (num_steps, dp) of both phases, with the exchange of features
+    update_s: float  # of the tower's gradients and parameters, on every device
+    state_bytes: float  # of the tower, on every device
+    saved_bytes: float  # that it holds from the first phase to the last
+    moment_bytes: float  # beside them while it computes, when the pipeline holds nothing
+
+    @property
+    def step_s(self) -> FloatArray:
+        """(num_steps, dp) seconds that a step takes beside its pipeline."""
+        return self.seconds + self.update_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedVision:
     """How a case's images are shared, and what its work and its profile are without it."""
 
@@ -99,6 +115,7 @@ class SharedVision:
     held: FloatArray  # as `work`, of what a rank holds: a pooled call is held whole by each of its micro-batches
     profile: Profile
     largest: FloatArray  # (3,) patches, patches_sq, patches_windowed: the most of a share, with the limits' margin
+    phases: Phases | None = None  # None: the pipeline holds the tower
     estimate: VisionEstimate  # but for bytes of state and activations, which depend on the stages
 
 
@@ -128,19 +145,27 @@ class Case:
             self.setting.max_tokens,
             joined=joins_samples(self.options.attention),
         )
-        model = self.model
+        model, phases, budget = self.model, self.phases, self.budget
         if self.vision is not None:
             work_max[PATCHES : PATCHES_WINDOWED + 1] = self.vision.largest
             model = replace(model, forbidden_cuts=model.forbidden_cuts | tower_cuts(model))
+        if phases is not None:  # on every device, whatever its stage
+            everywhere = phases.state_bytes + phases.saved_bytes
+            budget = replace(budget, outside_bytes=budget.outside_bytes + everywhere)
         return split_problem(
             model,
             self.setting.profile,
             self.options,
-            self.budget,
+            budget,
             work_mean=self.work.mean(axis=0),
             work_max=work_max,
             num_microbatches=self.setting.num_microbatches,
         )
+
+    @property
+    def phases(self) -> Phases | None:
+        """What comes before and after the pipeline; None: nothing."""
+        return None if self.vision is None else self.vision.phases
 
     @cached_property
     def held_work(self) -> FloatArray:

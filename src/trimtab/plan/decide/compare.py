@@ -21,7 +21,7 @@ from trimtab.partition.published import even_stages, full_recompute
 from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.simulate import StageTimes, Timeline, simulate, simulate_steps
 from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.case import Case, Phases
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.decide.work import (
@@ -89,6 +89,7 @@ class Run:
     packs: str  # how micro-batches were made, in words
     work: FloatArray  # (num_packs, len(WORK_TERMS))
     schedule: Schedule
+    phases: Phases | None = None  # beside the pipelines
     held: FloatArray | None = None  # as `work`, before ranks share images; None: they do not
     stages: tuple[Stage, ...] = ()
     rules: tuple[str, str] = ("", "")  # how stages and recompute came about, in words
@@ -149,7 +150,16 @@ def compare_variants(
         replace(alone, name="recompute as needed" if problem.recompute == "auto" else "the plan"),
     ]
     if shared.vision is not None:
-        runs.append(replace(planned, name="images shared", problem=shared.problem, work=shared.work, held=case.work))
+        runs.append(
+            replace(
+                planned,
+                name="images shared",
+                problem=shared.problem,
+                work=shared.work,
+                held=case.work,
+                phases=shared.phases,
+            )
+        )
     # 3. every step of every row through the simulator
     variants = []
     for number, run in enumerate(runs):
@@ -366,6 +376,7 @@ def simulate_plan(case: Case, stages: Sequence[Stage]) -> Variant:
     """The plan's own row, without those it is compared with."""
     held = None if case.vision is None else case.without_vision().work
     run = Run(name="the plan", problem=case.problem, packs="", work=case.work, schedule=case.schedule, held=held)
+    run = replace(run, phases=case.phases)
     return simulate_run(replace(run, stages=tuple(stages)), case.cluster)
 
 
@@ -375,12 +386,17 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     dims = problem.profile.dims
     # seconds of all steps; idle is what is left of the pipelines' part, exchange and optimizer aside
     times = times_of(run.work, run.stages, problem.profile, cluster)
-    step_s = steps_of(times, table, run.stages, problem)
+    phases_s = None if run.phases is None else run.phases.step_s
+    step_s = steps_of(times, table, run.stages, problem, phases_s=phases_s)
     pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)
     # memory at the largest pack, stages at the mean one
     assessed = replace(problem, work_mean=run.work.mean(axis=0)).assess(run.stages)
     held = run.work if run.held is None else run.held
     busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
+    if run.phases is not None:  # idle is counted while pipelines run
+        pipeline_s = float(steps_of(times, table, run.stages, problem).sum()) - len(step_s) * rank_step_s(
+            problem, run.stages
+        )
     idle_share = 1.0 - busy_s / (pipeline_s * dims.pp * dims.dp)
     return Variant(
         name=run.name,

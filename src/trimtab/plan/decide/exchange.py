@@ -211,8 +211,10 @@ def price_exchange(
     # over the devices' link inside a node, else by each rank's own port
     cluster = case.cluster
     # neighbours are those of tp, then of cp, then of dp
-    stride = {"tp": 1, "tp_cp": 1, "cp": dims.tp, "dp": dims.tp * dims.cp}[decision.group]
+    stride = {"tp": 1, "tp_cp": 1, "cp": dims.tp, "dp": dims.tp * dims.cp, "replica": 1}[decision.group]
     within = N * stride <= cluster.devices_per_node
+    if decision.group == "replica":  # whose stages lie on different nodes, where there are several
+        within = cluster.num_nodes == 1
     link = cluster.device.link_bytes_per_s if within else cluster.node_link_bytes_per_s  # else by each rank's own port
     per_byte = 1.0 / (link * Efficiency().link)
     forward, backward = received + pixels, received if trained else 0.0

@@ -35,13 +35,14 @@ def reduction_of(group: VisionGroup) -> VisionReduction | None:
 
 def group_axes(group: VisionGroup) -> tuple[str, ...]:
     """The degrees whose product is that of the group."""
-    return ("tp", "cp") if group == "tp_cp" else (group,)
+    return {"tp_cp": ("tp", "cp"), "replica": ("pp", "tp", "cp")}.get(group, (group,))
 
 
 def group_degree(group: VisionGroup, parallel: ParallelDecision | ParallelDims) -> int:
-    """Ranks of the group; 1 where it is not a group of its own: tp_cp needs both."""
+    """Ranks of the group; 1 where it is not a group of its own: tp_cp needs both, a replica a pipeline."""
     degrees = [getattr(parallel, axis) for axis in group_axes(group)]
-    return 1 if min(degrees) == 1 else math.prod(degrees)
+    needed = degrees[:1] if group == "replica" else degrees
+    return 1 if min(needed) == 1 else math.prod(degrees)
 
 
 def decision_problems(
@@ -53,7 +54,7 @@ def decision_problems(
     """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
     group, degree = decision.group, group_degree(decision.group, parallel)
     if degree == 1:
-        alone = [axis for axis in group_axes(group) if getattr(parallel, axis) == 1]
+        alone = ["pp"] if group == "replica" else [x for x in group_axes(group) if getattr(parallel, x) == 1]
         others = [other for other in GROUPS if group_degree(other, parallel) > 1]
         cure = f"choose {' or '.join(others)}, or leave it out" if others else "leave it out"
         yield (
@@ -71,7 +72,15 @@ def decision_problems(
             f"vision data parallel over {group} was asked for with exchange {decision.exchange} and reduction "
             f"{decision.reduction or 'null'}: over {group} they are {exchange_of(group)} and {reduction or 'null'}"
         )
-    if decision.pooling > 1:
+    if decision.recompute and group != "replica":
+        yield f"recompute of a tower shared over {group} is decided by stages: leave vision_data_parallel.recompute out"
+    if group == "replica":
+        if decision.pooling != schedule.num_microbatches:
+            yield (
+                f"vision pooling {decision.pooling} was asked for over a replica, which encodes the "
+                f"{schedule.num_microbatches} micro-batches of a step at once: leave it out"
+            )
+    elif decision.pooling > 1:
         yield from _pooling_problems(decision, parallel, schedule, model)
 
 

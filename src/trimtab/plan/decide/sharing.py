@@ -7,14 +7,12 @@ this share: split, simulation and memory go on as ever. Each share follows from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from trimtab.balance.images import tower_seconds
 from trimtab.costs.formula.settings import Efficiency
-from trimtab.errors import PartitionError, PlanError, join_problems
-from trimtab.options import VisionGroup
 from trimtab.plan.decide.case import Case, SharedVision
 from trimtab.plan.decide.exchange import (
     Exchange,
@@ -28,13 +26,13 @@ from trimtab.plan.decide.exchange import (
     share_calls,
     with_exchange,
 )
-from trimtab.plan.decide.groups import GROUPS, decision_problems, exchange_of, group_degree, over_tp, reduction_of
+from trimtab.plan.decide.groups import over_tp
+from trimtab.plan.decide.replica import encode_phases, features_held, tower_alone, without_tower
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
 from trimtab.plan.decide.work import MICROBATCHES, PATCHES, PATCHES_WINDOWED, limit_work
-from trimtab.plan.plan import ScheduleDecision, VisionDecision, VisionEstimate, VisionRankEstimate
-from trimtab.specs import Profile, Stage
-from trimtab.units import MIB, format_seconds, round_digits, round_gib
+from trimtab.plan.plan import VisionDecision, VisionEstimate, VisionRankEstimate
+from trimtab.specs import FloatArray, Profile, Stage
+from trimtab.units import MIB, round_digits, round_gib
 
 _IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)
 _GRADIENT_BYTES = 4  # as `profile_model` keeps gradients
@@ -48,6 +46,8 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
     features each rank holds. Ranks of cp hold the tower whole, and add its gradients up with those of dp, shared or
     not. Not priced: the few integers that ranks exchange before each call.
     """
+    if decision.group == "replica":
+        return _share_replica(case, decision)
     # 1. the tower of a rank, and which packs one call of it encodes
     plain = case.without_vision()
     profile = _whole_towers(plain) if over_tp(decision.group) else plain.setting.profile
@@ -70,9 +70,7 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
     held[pools[in_slot], _IMAGE_TERMS] = np.broadcast_to(found.largest[:, None, :], (*pools.shape, 3))[in_slot]
 
     # 4. the exchange, and the limits' room over the largest pack that there is
-    most = limit_work(plain.work, plain.setting.max_patches, plain.setting.max_tokens)[_IMAGE_TERMS]
-    packed = plain.work[:, _IMAGE_TERMS].max(axis=0)
-    margin = np.divide(most, packed, out=np.ones(3), where=packed > 0)  # of the limits over the largest pack
+    margin = _margin(plain)
     exchange = price_exchange(plain, decision, sizes, pools, margin=float(margin[0]))
     setting = replace(plain.setting, profile=with_exchange(profile, plain, decision, exchange))
     return replace(
@@ -84,10 +82,46 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
             work=plain.work,
             held=held,
             profile=plain.setting.profile,
-            largest=found.largest.max(axis=0) * np.maximum(margin, 1.0),
+            largest=found.largest.max(axis=0) * margin,
             estimate=_summarise(plain, profile, decision, found, exchange, sizes),
         ),
     )
+
+
+def _share_replica(case: Case, decision: VisionDecision) -> Case:
+    """As `share_vision`, with the tower outside the pipeline: see `replica`."""
+    plain = case.without_vision()
+    alone = tower_alone(plain)
+    sizes, pools = image_sizes(plain.samples, plain.model), pool_packs(plain.schedule.table, decision)
+    found = share_calls(plain, alone, decision, sizes, pools)
+    margin = _margin(plain)
+    exchange = price_exchange(plain, decision, sizes, pools, margin=float(margin[0]))
+    phases = encode_phases(plain, alone, decision, replace(found, largest=found.largest * margin), exchange)
+    work = plain.work.copy()
+    work[:, _IMAGE_TERMS] = 0.0
+    profile = without_tower(plain.setting.profile, features_bytes=features_held(plain, exchange))
+    return replace(
+        plain,
+        work=work,
+        setting=replace(plain.setting, profile=profile),
+        vision=SharedVision(
+            decision=decision,
+            work=plain.work,
+            held=work,
+            profile=plain.setting.profile,
+            largest=np.zeros(3),
+            phases=phases,
+            estimate=_summarise(plain, _once_a_pool(alone, decision.pooling), decision, found, exchange, sizes),
+        ),
+    )
+
+
+def _margin(case: Case) -> FloatArray:
+    """(3,) of the limits over the largest pack that there is, by image terms; 1 or more."""
+    most = limit_work(case.work, case.setting.max_patches, case.setting.max_tokens)[_IMAGE_TERMS]
+    packed = case.work[:, _IMAGE_TERMS].max(axis=0)
+    ratio: FloatArray = np.divide(most, packed, out=np.ones(3), where=packed > 0)
+    return np.maximum(ratio, 1.0)
 
 
 # -- the tower of a rank --------------------------------------------------------------------------------------------
@@ -219,6 +253,8 @@ def _tower_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
 
     On the device of `stages` that holds most of them, at the largest micro-batch; workspace is not counted.
     """
+    if case.phases is not None:
+        return case.phases.state_bytes, case.phases.saved_bytes
     problem, profile = case.problem, case.setting.profile
     split, work = problem.assess(stages), problem.work_max
     state, saved = np.zeros(problem.num_stages), np.zeros(problem.num_stages)
@@ -230,142 +266,3 @@ def _tower_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
                 saved[device] += in_flight * max(0.0, float(np.dot(layer.tiers[0].saved_bytes, work)))
     worst = int(np.argmax(state + saved))
     return float(state[worst]), float(saved[worst])
-
-
-# Whether images are shared, over which group and how many micro-batches at a time: the shortest simulated epoch.
-
-
-_GOOD_ENOUGH = 1.005  # of the shortest epoch: then the smaller pool, and no sharing at all before some
-_DISPATCH_GAINS = 1.02  # asked of a dispatch: its ranks wait for each other at every call, which no simulated step does
-_MAX_POOLED = 8  # where the pool is left open: what larger ones gain is little, what they hold is not
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedSplit:
-    """A case whose images are shared or not, and its split."""
-
-    case: Case
-    found: SplitChoice
-    epoch_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionChosen:
-    """What was chosen, and what else was tried."""
-
-    best: SharedSplit
-    tried: tuple[SharedSplit, ...]  # the one without sharing first
-    ruled_out: tuple[str, ...] = ()  # why others were not tried, or do not fit
-
-    def sentences(self) -> tuple[str, ...]:
-        """For the plan's reader; nothing where nothing was asked for."""
-        about = []
-        if len(self.tried) > 1:
-            said = [f"{_label(x.case)} {format_seconds(x.epoch_s)}" for x in self.tried]
-            about.append(f"Sharing the images was simulated over the whole data set: {', '.join(said)}.")
-        if self.ruled_out:
-            about.append(f"Sharing the images was not possible everywhere: {'; '.join(self.ruled_out)}.")
-        vision = self.best.case.vision
-        if vision is not None and vision.estimate.sizes_known < 1:
-            about.append(
-                f"The sizes of single images are known for {vision.estimate.sizes_known:.1%} of the patches; in "
-                "samples of three or more unlike images they are spread as log-normal sizes of such sums are: "
-                "`trimtab size` records them."
-            )
-        if vision is not None and over_tp(vision.decision.group):
-            tp = self.best.case.setting.dims.tp
-            about.append(f"Each of {tp} tensor-parallel ranks holds vision tower and projector whole.")
-        return tuple(about)
-
-
-def choose_vision(case: Case, found: SplitChoice) -> VisionChosen:
-    """`case` with its images shared as `case.options.vision` asks; `found` is its split without that.
-
-    Where the group is left open, sharing must shorten the epoch by 0.5 %, over dp by 2 %. Of pools of 1, 2, ... 8
-    micro-batches that divide a step, the smallest within 0.5 % of the shortest epoch; recompute is decided again for
-    each, so that a pool whose activations cost more recompute than it saves is not taken. Raises `PlanError` where the
-    plan has no such group, `PartitionError` where nothing fits.
-    """
-    plain = SharedSplit(case=case, found=found, epoch_s=epoch_s(case, found.split.stages))
-    choice = case.options.vision
-    if choice.group == "none":
-        return VisionChosen(best=plain, tried=(plain,))
-    # 1. every group and pool that is possible, with stages and recompute of its own
-    groups = GROUPS if choice.group == "auto" else (choice.group,)
-    problem = _lacking(case)
-    if problem is not None and choice.group != "auto":
-        raise PlanError(problem)
-    tried, misfits, ruled_out = [plain], list[str](), [] if problem is None else [problem]
-    for group in groups if problem is None else ():
-        decisions, problems = _decisions(case, group)
-        if problems and not decisions:
-            if choice.group != "auto":
-                raise PlanError(join_problems(problems))
-            ruled_out += problems
-        for decision in decisions:
-            shared = share_vision(case, decision)
-            try:
-                split = choose_split(shared)
-            except PartitionError as error:
-                misfits.append(f"{_label(shared)}: {error}")
-                ruled_out.append(f"{_label(shared)} does not fit the memory, or leaves too few cuts")
-                continue
-            tried.append(SharedSplit(case=shared, found=split, epoch_s=epoch_s(shared, split.split.stages)))
-    if choice.group != "auto" and len(tried) == 1:
-        raise PartitionError(join_problems(misfits))
-    # 2. the shortest epoch; sharing over dp must gain more, for its ranks wait for each other
-    open_to = tried if choice.group == "auto" else tried[1:]
-    if choice.group == "auto":
-        open_to = [x for x in tried if not _is_dispatch(x.case) or x.epoch_s * _DISPATCH_GAINS <= plain.epoch_s]
-    shortest = min(x.epoch_s for x in open_to)
-    best = next(x for x in open_to if x.epoch_s <= _GOOD_ENOUGH * shortest)
-    return VisionChosen(best=best, tried=tuple(tried), ruled_out=tuple(ruled_out))
-
-
-def _lacking(case: Case) -> str | None:
-    if not case.model.indices("vision") or not case.model.indices("projector"):
-        return f"{case.model.name} has no tower and projector to share images: leave vision data parallel out"
-    if not case.work[:, PATCHES].any():
-        return "vision data parallel was asked for, and the data holds no image to share: leave it out"
-    return None
-
-
-def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], list[str]]:
-    """Return what to try over this group, and why the first that cannot be cannot."""
-    choice, dims = case.options.vision, case.setting.dims
-    assert case.options.schedule != "auto", "it was chosen before"
-    schedule = ScheduleDecision(
-        name=case.options.schedule,
-        num_microbatches=case.setting.num_microbatches,
-        num_chunks=case.options.num_chunks,
-    )
-    degree = group_degree(group, dims)
-    decisions, first_problems = list[VisionDecision](), list[str]()
-    for pooling in [choice.pooling] if choice.pooling is not None else range(1, _MAX_POOLED + 1):
-        decision = VisionDecision(
-            group=group,
-            degree=degree,
-            exchange=exchange_of(group),
-            pooling=pooling,
-            rule=choice.rule,
-            objective=choice.objective,
-            reduction=reduction_of(group),
-        )
-        problems = list(decision_problems(decision, dims, schedule, case.model))
-        if problems:
-            first_problems = first_problems or problems
-        else:
-            decisions.append(decision)
-    return decisions, first_problems
-
-
-def _is_dispatch(case: Case) -> bool:
-    return case.vision is not None and case.vision.decision.exchange == "dispatch"
-
-
-def _label(case: Case) -> str:
-    if case.vision is None:
-        return "not shared"
-    decision = case.vision.decision
-    pooled = f", {decision.pooling} micro-batches a call" if decision.pooling > 1 else ""
-    return f"over {decision.group} {decision.degree}{pooled}"

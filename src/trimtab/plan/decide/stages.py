@@ -144,7 +144,8 @@ def uniform_splits(problem: SplitProblem) -> list[SplitResult]:
 def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
     """Seconds of the whole data set on these stages."""
     times = times_of(case.work, stages, case.setting.profile, case.cluster)
-    return float(steps_of(times, case.schedule.table, stages, case.problem).sum())
+    phases_s = None if case.phases is None else case.phases.step_s
+    return float(steps_of(times, case.schedule.table, stages, case.problem, phases_s=phases_s).sum())
 
 
 def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:

@@ -176,14 +176,25 @@ def times_of(work: FloatArray, stages: Sequence[Stage], profile: Profile, cluste
     return stage_times(profile, stages, work, link_bytes_per_s=stage_link(cluster), latency_s=cluster.latency_s)
 
 
-def steps_of(times: StageTimes, table: IntArray, stages: Sequence[Stage], problem: SplitProblem) -> FloatArray:
-    """(num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer; nothing overlaps."""
+def steps_of(
+    times: StageTimes,
+    table: IntArray,
+    stages: Sequence[Stage],
+    problem: SplitProblem,
+    *,
+    phases_s: FloatArray | None = None,
+) -> FloatArray:
+    """(num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer; nothing overlaps.
+
+    `phases_s` (num_steps, dp): what ranks do beside their pipelines.
+    """
     return simulate_steps(
         times,
         table,
         schedule=problem.schedule,
         num_devices=problem.num_stages,
         all_reduce_s=rank_step_s(problem, stages),
+        phases_s=phases_s,
     )
 
 

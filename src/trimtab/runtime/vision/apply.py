@@ -315,6 +315,11 @@ def vision_dp_from_plan(
             f"the group has {dist.get_world_size(group)} ranks: give the plan's {decision.degree} along "
             f"{decision.group}"
         )
+    if decision.group == "replica":
+        raise PlanError(
+            "the plan has its tower on every device of a replica, apart from the pipeline, which no hook on a model "
+            "can do: plan with --vision-dp tp, cp, tp_cp or dp"
+        )
     if decision.pooling > 1 and decision.exchange == "dispatch":
         raise PlanError(
             f"only `trimtab train` pools {decision.pooling} micro-batches: plan with --set vision_pooling=1"

@@ -1,0 +1,279 @@
+"""Which grid a tower has: the decoder's, shared among ranks of it, or every device of a replica.
+
+The choice is the shortest simulated epoch over the whole data set. A tower on the whole replica frees the pipeline of
+it, so that other degrees may be best: they are searched again for a model of the decoder alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from trimtab.balance.images import tower_seconds
+from trimtab.errors import PartitionError, PlanError, join_problems
+from trimtab.options import VisionGroup
+from trimtab.plan.decide.case import Case, MemoryBudget
+from trimtab.plan.decide.groups import GROUPS, decision_problems, exchange_of, group_degree, over_tp, reduction_of
+from trimtab.plan.decide.search import Tiers, choose_setting
+from trimtab.plan.decide.setting import Priced, profile_setting
+from trimtab.plan.decide.sharing import share_vision
+from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
+from trimtab.plan.decide.work import PATCHES, PATCHES_WINDOWED
+from trimtab.plan.options import PlanOptions
+from trimtab.plan.plan import ScheduleDecision, VisionDecision
+from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
+from trimtab.units import format_bytes, format_seconds
+
+_GOOD_ENOUGH = 1.005  # of the shortest epoch: then the smaller pool, and no sharing at all before some
+MUST_GAIN = 1.02
+"""Asked of a dispatch, whose ranks wait for each other at every call, which no simulated step does; and of a tower on
+the whole replica, over the best that a pipeline with cuts inside the tower does."""
+_MAX_POOLED = 8  # where the pool is left open: what larger ones gain is little, what they hold is not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedSplit:
+    """A case whose images are shared or not, and its split."""
+
+    case: Case
+    found: SplitChoice
+    epoch_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionChosen:
+    """What was chosen, and what else was tried."""
+
+    best: SharedSplit
+    tried: tuple[SharedSplit, ...]  # the one without sharing first
+    ruled_out: tuple[str, ...] = ()  # why others were not tried, or do not fit
+
+    def sentences(self) -> tuple[str, ...]:
+        """For the plan's reader; nothing where nothing was asked for."""
+        about = []
+        if len(self.tried) > 1:
+            said = [f"{_label(x.case)} {format_seconds(x.epoch_s)}" for x in self.tried]
+            about.append(f"Sharing the images was simulated over the whole data set: {', '.join(said)}.")
+            about.append(describe_losses(self.tried[0].case, self.tried[0].epoch_s))
+        if self.ruled_out:
+            about.append(f"Sharing the images was not possible everywhere: {'; '.join(self.ruled_out)}.")
+        vision = self.best.case.vision
+        if vision is not None and vision.estimate.sizes_known < 1:
+            about.append(
+                f"The sizes of single images are known for {vision.estimate.sizes_known:.1%} of the patches; in "
+                "samples of three or more unlike images they are spread as log-normal sizes of such sums are: "
+                "`trimtab size` records them."
+            )
+        if vision is not None and vision.decision.group == "replica":
+            about.append(ABOUT_REPLICA)
+        if vision is not None and over_tp(vision.decision.group):
+            tp = self.best.case.setting.dims.tp
+            about.append(f"Each of {tp} tensor-parallel ranks holds vision tower and projector whole.")
+        return tuple(about)
+
+
+ABOUT_REPLICA = (
+    "The tower is on every device of a replica and encodes before and after the pipeline. No framework of --for is "
+    "told so; LoongForge (--enable-full-hetero-dp) and MindSpeed-MM (--hetero-parallel) share whole micro-batches "
+    "so, which is less even."
+)
+
+
+def choose_vision(case: Case, found: SplitChoice, *, replica: bool = True) -> VisionChosen:
+    """`case` with its images shared as `case.options.vision` asks; `found` is its split without that.
+
+    Where the group is left open, sharing must shorten the epoch by 0.5 %, over dp or a replica by 2 %. Of pools of 1,
+    2, ... 8 micro-batches that divide a step, the smallest within 0.5 % of the shortest epoch; recompute is decided
+    again for each, so that a pool whose activations cost more recompute than it saves is not taken. Raises
+    `PlanError` where the plan has no such group, `PartitionError` where nothing fits. `replica`: whether a tower on the
+    whole replica can run.
+    """
+    plain = SharedSplit(case=case, found=found, epoch_s=epoch_s(case, found.split.stages))
+    choice = case.options.vision
+    if choice.group == "none":
+        return VisionChosen(best=plain, tried=(plain,))
+    # 1. every group and pool that is possible, with stages and recompute of its own
+    groups = GROUPS if choice.group == "auto" else (choice.group,)
+    if not replica:
+        if choice.group == "replica":
+            raise PlanError(
+                "vision data parallel over a replica was asked for, and no framework of --for is told so: leave --for "
+                "out, or choose tp, cp, tp_cp or dp"
+            )
+        groups = tuple(group for group in groups if group != "replica")
+    if choice.group == "auto":  # plans with a degree of 1 are the rule: only tp and dp say why they were not tried
+        groups = tuple(x for x in groups if x in ("tp", "dp") or group_degree(x, case.setting.dims) > 1)
+    problem = _lacking(case)
+    if problem is not None and choice.group != "auto":
+        raise PlanError(problem)
+    tried, misfits, ruled_out = [plain], list[str](), [] if problem is None else [problem]
+    for group in groups if problem is None else ():
+        decisions, problems = _decisions(case, group)
+        if problems and not decisions:
+            if choice.group != "auto":
+                raise PlanError(join_problems(problems))
+            ruled_out += problems
+        for decision in decisions:
+            shared = share_vision(case, decision)
+            try:
+                split = choose_split(shared)
+                _refuse_moment(shared, split)
+            except PartitionError as error:
+                misfits.append(f"{_label(shared)}: {error}")
+                ruled_out.append(f"{_label(shared)} does not fit the memory, or leaves too few cuts")
+                continue
+            tried.append(SharedSplit(case=shared, found=split, epoch_s=epoch_s(shared, split.split.stages)))
+    if choice.group != "auto" and len(tried) == 1:
+        raise PartitionError(join_problems(misfits))
+    # 2. the shortest epoch; sharing over dp must gain more, for its ranks wait for each other
+    open_to = tried if choice.group == "auto" else tried[1:]
+    if choice.group == "auto":
+        least = min(x.epoch_s for x in tried if not must_gain(x.case))
+        open_to = [x for x in tried if not must_gain(x.case) or x.epoch_s * MUST_GAIN <= least]
+    shortest = min(x.epoch_s for x in open_to)
+    best = next(x for x in open_to if x.epoch_s <= _GOOD_ENOUGH * shortest)
+    return VisionChosen(best=best, tried=tuple(tried), ruled_out=tuple(ruled_out))
+
+
+def _refuse_moment(case: Case, found: SplitChoice) -> None:
+    """`PartitionError` where the tower does not fit while it computes, with the state of the stages beside it."""
+    if case.phases is None:
+        return
+    state = max(x.state_bytes for x in found.split.memory)
+    held = state + case.problem.overhead_bytes + case.phases.moment_bytes
+    if held > case.problem.memory_bytes:
+        raise PartitionError(
+            f"a step's share of the images needs {format_bytes(held)} of a device that may fill "
+            f"{format_bytes(case.problem.memory_bytes)}: give fewer micro-batches a step"
+        )
+
+
+def _lacking(case: Case) -> str | None:
+    if not case.model.indices("vision") or not case.model.indices("projector"):
+        return f"{case.model.name} has no tower and projector to share images: leave vision data parallel out"
+    if not case.work[:, PATCHES].any():
+        return "vision data parallel was asked for, and the data holds no image to share: leave it out"
+    return None
+
+
+def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], list[str]]:
+    """Return what to try over this group, and why the first that cannot be cannot."""
+    choice, dims = case.options.vision, case.setting.dims
+    assert case.options.schedule != "auto", "it was chosen before"
+    schedule = ScheduleDecision(
+        name=case.options.schedule,
+        num_microbatches=case.setting.num_microbatches,
+        num_chunks=case.options.num_chunks,
+    )
+    poolings = [choice.pooling] if choice.pooling is not None else list(range(1, _MAX_POOLED + 1))
+    ways: list[tuple[int, Literal["full"] | None]] = [(pooling, None) for pooling in poolings]
+    if group == "replica":  # one call a step; its activations are kept, or not
+        kept = case.options.recompute
+        ways = [(schedule.num_microbatches, way) for way in (None, "full") if kept in ("auto", way or "none")]
+    decisions, first_problems = list[VisionDecision](), list[str]()
+    for pooling, recompute in ways:
+        decision = VisionDecision(
+            group=group,
+            degree=group_degree(group, dims),
+            exchange=exchange_of(group),
+            pooling=pooling,
+            rule=choice.rule,
+            objective=choice.objective,
+            reduction=reduction_of(group),
+            recompute=recompute,
+        )
+        problems = list(decision_problems(decision, dims, schedule, case.model))
+        if problems:
+            first_problems = first_problems or problems
+        else:
+            decisions.append(decision)
+    return decisions, first_problems
+
+
+def must_gain(case: Case) -> bool:
+    """Whether its sharing is taken only for 2 %: it waits in ways that no simulated step does, or few can run it."""
+    return case.vision is not None and case.vision.decision.group in ("dp", "replica")
+
+
+def _label(case: Case) -> str:
+    if case.vision is None:
+        return "not shared"
+    decision = case.vision.decision
+    pooled = f", {decision.pooling} micro-batches a call" if decision.pooling > 1 else ""
+    if decision.group == "replica":
+        pooled = ", its forward again" if decision.recompute else ""
+    return f"over {decision.group} {decision.degree}{pooled}"
+
+
+# The decoder's degrees, where it has no tower in its pipeline.
+
+
+_MOST_APART = 4  # settings of the decoder alone that are simulated with the tower on their replicas
+
+
+def decoder_only(model: ModelSpec) -> ModelSpec:
+    """The model without its towers: what a pipeline runs whose features come from elsewhere."""
+    kept = model.indices("language")
+    place = {old: new for new, old in enumerate(kept)}
+    cuts = frozenset(place[cut] for cut in model.forbidden_cuts if place.get(cut, 0) > 0)
+    return replace(model, layers=tuple(model.layers[i] for i in kept), forbidden_cuts=cuts, joined_cuts=None)
+
+
+def settings_apart(
+    model: ModelSpec,
+    samples: SampleTable,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    budget: MemoryBudget,
+    *,
+    tiers: Tiers | None = None,
+) -> Iterator[Priced]:
+    """The fastest pipelines of the decoder alone, with the whole model's costs; none where its costs were measured.
+
+    Patches are limited to what any pack of the tokens' limit may hold, for they no longer fill a stage.
+    """
+    if options.profile is not None or options.pp == 1:
+        return
+    none = np.zeros_like(samples.num_patches)
+    text = replace(
+        samples, num_images=none, num_patches=none, patches_sq=none, patches_windowed=none, image_patches=None
+    )
+    alone = replace(options, max_patches=None)
+    try:
+        chosen = choose_setting(decoder_only(model), text, cluster, alone, budget, tiers=tiers)
+    except PartitionError:
+        return
+    per_token = float((samples.num_patches / np.maximum(samples.num_tokens, 1)).max())
+    pipelines = [x for x in chosen.considered if x.setting.dims.pp > 1]
+    for priced in pipelines[:_MOST_APART]:
+        most = options.max_patches or max(int(samples.num_patches.max()), round(per_token * priced.setting.max_tokens))
+        its = replace(priced.options, max_patches=options.max_patches)
+        profile = profile_setting(model, cluster, its, priced.setting.dims)
+        yield replace(priced, options=its, setting=replace(priced.setting, max_patches=most, profile=profile))
+
+
+def describe_losses(case: Case, one_grid_s: float) -> str:
+    """Say what of one grid's devices a grid of the tower's own could free: `one_grid_s` is its epoch."""
+    plain, dims = case.without_vision(), case.setting.dims
+    images = plain.work[:, PATCHES : PATCHES_WINDOWED + 1]
+    cost = tower_seconds(plain.setting.profile)
+    # device-seconds of an epoch: of the tower on all its devices, whole, and of everything
+    tower = float(cost.of_images(images).sum()) * dims.tp * dims.cp
+    whole = profile_setting(plain.model, plain.cluster, plain.options, replace(dims, tp=1, ep=1, etp=None))
+    once = float(tower_seconds(whole).of_images(images).sum())
+    layers = plain.setting.profile.layers
+    busy = (
+        sum(float((plain.work @ (np.array(x.forward_s) + np.array(x.backward_s))).sum()) for x in layers)
+        * dims.tp
+        * dims.cp
+    )
+    devices_s = one_grid_s * dims.dp * dims.pp * dims.tp * dims.cp
+    again, cut = tower * (1 - 1 / dims.cp), max(0.0, tower / dims.cp - once)
+    return (
+        f"Of the devices' time on one grid, {again / devices_s:.1%} encodes images again on other ranks of cp, "
+        f"{cut / devices_s:.1%} is lost by cutting the tower over tp, and {max(0.0, 1 - busy / devices_s):.1%} is "
+        "waiting, recompute and updates."
+    )
