@@ -141,15 +141,11 @@ class Sizer:
                 sized.append(self._rendered(read))
             except _FAILURES as error:
                 bad.append(_bad(chunk, read.line, read.name, error))
-        if with_videos:
-            sized.sort(key=lambda x: x.line)
-            bad.sort(key=lambda x: x.line or 0)
-        counted = self._count_all(sized, broken)
-        refused = [(x, error) for x, error in zip(sized, counted, strict=True) if isinstance(error, BadRecordError)]
-        if refused:
-            bad += [_bad(chunk, x.line, x.name, error) for x, error in refused]
-            bad.sort(key=lambda sample: sample.line or 0)
-        counts = [(x, num) for x, num in zip(sized, counted, strict=True) if isinstance(num, int)]
+        sized.sort(key=lambda x: x.line)
+        both = list(zip(sized, self._count_all(sized, broken), strict=True))
+        bad += [_bad(chunk, x.line, x.name, error) for x, error in both if isinstance(error, BadRecordError)]
+        bad.sort(key=lambda sample: sample.line or 0)
+        counts = [(x, num) for x, num in both if isinstance(num, int)]
         sized, rows = [x for x, _ in counts], [numbers_of(x.images, num) for x, num in counts]
         codes: dict[str, int] = {}
         source = np.array([codes.setdefault(x.source, len(codes)) for x in sized], np.int32)
