@@ -13,48 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 BENCH = Path(__file__).parent
 sys.path.insert(0, str(BENCH / "columns"))
 from cell import FAMILIES, Cell, read_column, read_version  # noqa: E402
 
 PAGE = BENCH.parent / "docs" / "tables" / "model-support.md"
-COLUMNS = {  # name: script with its arguments, heading, what a yes means
-    "described": (
-        ["described.py"],
-        "described",
-        "of the default configuration; each parameter in exactly one layer, equal to the model's own to the parameter",
-    ),
-    "sized": (
-        ["sized.py"],
-        "sized",
-        "patches and tokens of 200 image sizes (and clips, where the processor takes them) are the real processor's",
-    ),
-    "traced": (["traced.py"], "traced", "saved bytes of random recompute subsets are those that autograd keeps"),
-    "timed": (["timed.py"], "timed", "one layer of each kind is timed on inputs that the model itself hands it"),
-    "packed": (["packed.py"], "packed", "logits and gradients of texts in a pack are those of the texts alone"),
-    "packed_images": (["packed.py", "--images"], "with images", "the same with images inside and at the ends"),
-    "vision_dp": (
-        ["vision_dp.py"],
-        "vision DP",
-        "images encoded apart give the features and gradients of all together",
-    ),
-    "pipeline_whole_tower": (
-        ["pipeline_whole_tower.py"],
-        "pipeline",
-        "decoder cut, tower whole on the first stage: loss and gradients of one process",
-    ),
-    "pipeline_cut_tower": (["pipeline_cut_tower.py"], "tower cut", "the same with the tower cut too"),
-    "mapped": (
-        ["mapped.py"],
-        "mapped",
-        "every module of the real model has one device, the bytes are those counted there",
-    ),
-    "loaded": (
-        ["loaded.py"],
-        "loaded",
-        "placed over devices, host memory and disk it generates the plain model's tokens",
-    ),
-}
+COLUMNS = yaml.safe_load((BENCH / "columns" / "columns.yaml").read_text(encoding="utf-8"))
 
 
 def page() -> str:
@@ -118,9 +84,8 @@ def main() -> None:
     """Sweep what is asked for, then write the page."""
     if "--sweep" in sys.argv:
         for name in sys.argv[sys.argv.index("--sweep") + 1 :] or list(COLUMNS):
-            subprocess.run(
-                [sys.executable, *[BENCH / "columns" / COLUMNS[name][0][0], *COLUMNS[name][0][1:]]], check=True
-            )
+            script, *more = COLUMNS[name][0]
+            subprocess.run([sys.executable, BENCH / "columns" / script, *more], check=True)
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE}")
 

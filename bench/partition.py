@@ -144,20 +144,7 @@ def print_splits() -> None:
 
 def print_search() -> None:
     print("\nmakespan of a step, sends at 25 GB/s + 10 us; fresh gain: on 64 steps that were not searched on")
-    print_row(
-        *(
-            "packs",
-            "P",
-            "m",
-            "even",
-            "exact",
-            "searched",
-            "gain",
-            "fresh gain",
-            "tried",
-            "seconds",
-        )
-    )
+    print_row("packs", "P", "m", "even", "exact", "searched", "gain", "fresh gain", "tried", "seconds")
     profile = profile_of(98)
     for name in ("equal", "varied"):
         for num_stages, num_microbatches in ((4, 4), (4, 5), (4, 8), (4, 16), (8, 8), (8, 16), (16, 16)):

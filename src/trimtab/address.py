@@ -120,11 +120,11 @@ class Address(PosixPath):
 
     def stat(self, **_: Any) -> AddressStat:  # type: ignore[override]
         with self._driver() as (driver, path):
-            told = driver.info(path)
-        if told.get("size") is None:
+            info = driver.info(path)
+        if info.get("size") is None:
             raise SampleError(f"{self} does not tell its size, and files are read in parts: download it and name that")
-        changed = next((told[key] for key in _CHANGED if told.get(key)), "")
-        return AddressStat(st_size=int(told["size"]), st_mtime_ns=int(blake2b(str(changed).encode()), 16))
+        changed = next((info[key] for key in _CHANGED if info.get(key)), "")
+        return AddressStat(st_size=int(info["size"]), st_mtime_ns=int(blake2b(str(changed).encode()), 16))
 
     def exists(self, **_: Any) -> bool:
         with self._driver() as (driver, path):

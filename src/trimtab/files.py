@@ -36,7 +36,7 @@ class _Aside:
 
     def close(self) -> None:
         self.temporary.unlink(missing_ok=True)
-        with suppress(OSError):  # what could not be written is told already
+        with suppress(OSError):  # what could not be written is known already
             self.file.close()
 
 

@@ -140,15 +140,15 @@ def _answer(question: bytes, *, may_connect: bool) -> tuple[bytes, bytes]:
     except MemoryError:
         return _ERROR, json.dumps({"memory": True}).encode()
     except TrimtabError as error:
-        return _ERROR, json.dumps({"class": type(error).__name__, "told": str(error)}).encode()
+        return _ERROR, json.dumps({"class": type(error).__name__, "said": str(error)}).encode()
     except ImportError as error:
         absent = isinstance(error, ModuleNotFoundError)
-        return _ERROR, json.dumps({"imported": error.name, "told": str(error), "absent": absent}).encode()
+        return _ERROR, json.dumps({"imported": error.name, "said": str(error), "absent": absent}).encode()
     except OSError as error:
         if error.errno is None:
-            return _ERROR, json.dumps({"class": "SampleError", "told": str(error)}).encode()
+            return _ERROR, json.dumps({"class": "SampleError", "said": str(error)}).encode()
         named = None if error.filename is None else str(error.filename)
-        return _ERROR, json.dumps({"errno": error.errno, "told": error.strerror, "file": named}).encode()
+        return _ERROR, json.dumps({"errno": error.errno, "said": error.strerror, "file": named}).encode()
     except Exception:
         return _ERROR, json.dumps({"trace": traceback.format_exc()}).encode()
     return _ANSWER, answer
@@ -295,19 +295,19 @@ class LimitedChild:
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"it ends the process that reads it ({name})"
 
-    def _raised(self, told: dict[str, Any], place: str) -> Exception:
-        if "memory" in told:
+    def _raised(self, said: dict[str, Any], place: str) -> Exception:
+        if "memory" in said:
             self.close()
             return ChildEndedError(place, f"it takes more than {self.memory_bytes / 2**30:g} GiB")
-        if "class" in told:
-            kind = getattr(trimtab.errors, told["class"], TrimtabError)
-            error: Exception = kind(told["told"])
+        if "class" in said:
+            kind = getattr(trimtab.errors, said["class"], TrimtabError)
+            error: Exception = kind(said["said"])
             return error
-        if "imported" in told:
-            return (ModuleNotFoundError if told["absent"] else ImportError)(told["told"], name=told["imported"])
-        if "errno" in told:
-            return OSError(told["errno"], told["told"], told["file"])
-        return RuntimeError(f"a process that reads data failed:\n{told.get('trace')}")
+        if "imported" in said:
+            return (ModuleNotFoundError if said["absent"] else ImportError)(said["said"], name=said["imported"])
+        if "errno" in said:
+            return OSError(said["errno"], said["said"], said["file"])
+        return RuntimeError(f"a process that reads data failed:\n{said.get('trace')}")
 
 
 class _GoneError(Exception):

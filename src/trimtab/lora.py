@@ -18,7 +18,7 @@ _SAID = "write it as in r=16,targets=q_proj+v_proj,alpha=32,towers=language,bits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """Adapters of rank `r` beside frozen linear layers: y = W x + alpha / r B (A x), only A and B are trained.
+    """Adapters of rank `r` next to frozen linear layers: y = W x + alpha / r B (A x), only A and B are trained.
 
     Use it in `PlanOptions(lora=...)`, or as `--lora r=16,targets=all-linear` on the command line.
 

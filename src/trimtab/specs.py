@@ -92,7 +92,7 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """One `nn.Linear` of a layer: what an adapter is put beside."""
+    """One `nn.Linear` of a layer: what an adapter is put next to."""
 
     name: str  # path inside its layer: "self_attn.q_proj"; empty: the layer itself
     in_width: int
@@ -218,7 +218,7 @@ class ModelOrigin:
     """Where a model was described from: enough to describe it again."""
 
     config: str  # path of config.json or its folder, or the name of a shipped description
-    preprocessor: str | None = None  # where it does not lie beside the config
+    preprocessor: str | None = None  # where it does not lie next to the config
     max_pixels: int | None = None  # the user's own limits of an image
     max_tiles: int | None = None
 
@@ -543,7 +543,7 @@ class LayerCost:
     state_bytes: float  # parameters, gradients and optimizer state on this device
     num_params: float  # on this device
     tiers: tuple[RecomputeTier, ...]  # the first is "none"; a layer that cannot recompute has no other
-    # live at once inside the layer's backward beside what it keeps: gradients of rows and of a weight, fp32 logits
+    # live at once inside the layer's backward next to what it keeps: gradients of rows and of a weight, fp32 logits
     transient_bytes: tuple[float, ...]
     group: int  # layers of one group cost the same
     step_s: float = 0.0  # once a step: its gradients exchanged over the dp ranks, its parameters updated
@@ -601,7 +601,7 @@ class Profile:
         return np.array([getattr(layer, term) for layer in self.layers], dtype=np.float64).reshape(-1, NUM_WORK_TERMS)
 
     def transients(self, work: FloatArray) -> FloatArray:
-        """(num_layers,) bytes that each layer's backward needs at `work` beside what the layer keeps; not below 0."""
+        """(num_layers,) bytes that each layer's backward needs at `work` next to what the layer keeps; not below 0."""
         moments = [(x.transient_bytes, x.other_transient_bytes or x.transient_bytes) for x in self.layers]
         both = np.array(moments, dtype=np.float64).reshape(-1, 2, NUM_WORK_TERMS) @ work
         most: FloatArray = both.max(axis=1, initial=0.0)

@@ -52,27 +52,21 @@ def test_planning_for_the_loop_imports_neither_torch_nor_the_runtime(drawn: Path
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "names"),
     [
-        (("--tp", "2"), "tp 2 was asked for with --for trimtab, which runs tp 1: give that, or leave tp out"),
-        (("--zero-stage", "3"), "zero_stage 3 was asked for with --for trimtab, which runs zero_stage 0"),
-        (
-            ("--set", "schedule=ZBH1"),
-            "schedule ZBH1 was asked for with --for trimtab, which runs schedule 1F1B or GPipe",
-        ),
-        (
-            ("--pp", "4", "--set", "num_microbatches=2", "--set", "schedule=1F1B"),
-            "1F1B with 2 micro-batches on 4 stages was asked for",
-        ),
+        (("--tp", "2"), ["--for trimtab", "tp 1", "2"]),
+        (("--zero-stage", "3"), ["--for trimtab", "zero_stage 0", "3"]),
+        (("--set", "schedule=ZBH1"), ["--for trimtab", "1F1B or GPipe", "ZBH1"]),
+        (("--pp", "4", "--set", "num_microbatches=2", "--set", "schedule=1F1B"), ["1F1B", "4 stages", "2"]),
     ],
 )
 def test_what_the_loop_cannot_run_is_refused_before_a_plan_is_written(
-    run: Run, drawn: Path, model: Path, tmp_path: Path, words: tuple[str, ...], message: str
+    run: Run, drawn: Path, model: Path, tmp_path: Path, words: tuple[str, ...], names: list[str]
 ) -> None:
     cluster = CLUSTER[:4] if "num_microbatches=2" in words else CLUSTER
     refused = run("plan", model, drawn / "data.jsonl", *cluster, *words, "--out", tmp_path / "plan")
     assert refused.code == 2
-    assert message in refused.err
+    assert all(name in refused.err for name in names)
     assert len(refused.err.strip().splitlines()) == 1
     assert not (tmp_path / "plan").exists()
 

@@ -175,8 +175,9 @@ def test_latent_attention_has_its_cache_and_a_measured_price():
     assert (a.head_dim, a.value_head_dim, a.num_kv_heads) == (192, 128, a.num_heads)
     pairs = block.measured.forward_flops[WORK_TERMS.index("tokens_sq")]
     assert pairs == a.num_heads * (a.head_dim + a.value_head_dim)  # half of 2 per pair: masked ones left out
-    with refused(PartitionError, "2", "layers.0"):
-        profile_model(spec, DEVICES["H200"], dims=ParallelDims(tp=2))
+    priced = [profile_model(spec, DEVICES["H200"], dims=ParallelDims(tp=tp)).layers for tp in (1, 2)]
+    whole, half = (next(x for x in layers if x.name == block.name).forward_s for layers in priced)
+    assert half[WORK_TERMS.index("tokens_sq")] < whole[WORK_TERMS.index("tokens_sq")]
 
 
 def test_audio_towers_take_their_weights_and_no_time():

@@ -58,7 +58,7 @@ def test_the_cache_of_every_layer_is_the_one_that_its_own_code_makes(family):
     """States of linear attention, compressed keys and values, sliding windows: against the cache of a real forward."""
     model = make_shrunk(family, changes={"text_config.sliding_window": 64} if family == "gemma4" else None)
     spec = described(model)
-    assert read_description(_parsed(description_bytes(spec)), whence="it") == spec
+    assert read_description(_parsed(description_bytes(spec)), source="it") == spec
     ids = text_ids(model)[5:29][None]
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values

@@ -60,12 +60,12 @@ def test_layers_alike_are_written_once():
     assert max(x.get("num_alike", 1) for x in layers) == 27  # with the first of the 28 goes the rotary table
     spec = model(measured("a.0.x"), measured("a.1.x"), measured("a.3.x"), measured("b"))
     assert [x.get("num_alike") for x in written(spec)["layers"]] == [2, None, None]
-    assert read_description(written(spec), whence="it") == spec
+    assert read_description(written(spec), source="it") == spec
 
 
 def test_measured_work_and_versions_are_kept():
     spec = replace(model(measured()), asked_of=(("torch", "2.13"),), forbidden_cuts=frozenset())
-    again = read_description(written(spec), whence="it")
+    again = read_description(written(spec), source="it")
     assert (again.layers, again.asked_of) == (spec.layers, spec.asked_of)
     with refused(ConfigError):
         again.image_rule.count(10, 10)
@@ -75,7 +75,7 @@ def test_runs_of_cuts_read_back():
     layers = tuple(measured(f"layers.{i}") for i in range(8))
     spec = replace(model(*layers), forbidden_cuts=frozenset({1, 2, 3, 6}))
     assert written(spec)["forbidden_cuts"] == [[1, 3], [6, 6]]
-    assert read_description(written(spec), whence="it").forbidden_cuts == {1, 2, 3, 6}
+    assert read_description(written(spec), source="it").forbidden_cuts == {1, 2, 3, 6}
 
 
 def test_limits_and_names_of_the_user_apply_to_a_description(tmp_path):

@@ -22,7 +22,7 @@ from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.replan import learn_from, replan_rest
 from trimtab.plan.runs import RunLog, digest_of, read_log_of
-from trimtab.runtime.data.tables import Cursor, cursor_from_state, cursor_to_state, make_deal, open_tables
+from trimtab.runtime.data.tables import Cursor, cursor_from_state, cursor_to_state, make_order, open_tables
 from trimtab.specs import SampleTable
 
 FACTORS = {"host": 1.6, "language": 1.25, "vision": 0.8}
@@ -109,25 +109,25 @@ def test_the_new_plan_goes_on_with_the_same_batches(folder: Path, found: Reloade
     assert check_plan(tmp_path) == []
     old, new = open_tables(folder), open_tables(tmp_path)
 
-    def samples_from(deal, cursor) -> list[list[int]]:
+    def samples_from(order, cursor) -> list[list[int]]:
         """Of each step left in the epoch, sorted."""
-        ranks = [list(deal.microbatches(rank, cursor)) for rank in range(deal.dp)]
-        steps = len(ranks[0]) // deal.num_microbatches
-        M = deal.num_microbatches
+        ranks = [list(order.microbatches(rank, cursor)) for rank in range(order.dp)]
+        steps = len(ranks[0]) // order.num_microbatches
+        M = order.num_microbatches
         batches = [[b for rank in ranks for b in rank[i * M : (i + 1) * M]] for i in range(steps)]
         return [sorted(row for batch in step for row in batch) for step in batches]
 
-    deal, other = make_deal(old, dp=old.dp), make_deal(new, dp=new.dp)
+    order, other = make_order(old, dp=old.dp), make_order(new, dp=new.dp)
     for epoch, done in ((0, 6), (2, 3)):
-        place = Cursor(epoch=epoch, packs_done=done * deal.packs_per_step)
-        there = cursor_from_state(other, cursor_to_state(deal, place))
-        assert samples_from(other, there) == samples_from(deal, place)
+        place = Cursor(epoch=epoch, packs_done=done * order.packs_per_step)
+        there = cursor_from_state(other, cursor_to_state(order, place))
+        assert samples_from(other, there) == samples_from(order, place)
         assert len(samples_from(other, there)) == 10 - done
-    inside = cursor_to_state(deal, Cursor(packs_done=6 * deal.packs_per_step + 1))
+    inside = cursor_to_state(order, Cursor(packs_done=6 * order.packs_per_step + 1))
     with refused(PlanError, "step"):
         cursor_from_state(other, inside)
     with refused(PlanError, "plan"):
-        cursor_from_state(other, cursor_to_state(deal, place) | {"plan": blake2b(b"another")})
+        cursor_from_state(other, cursor_to_state(order, place) | {"plan": blake2b(b"another")})
 
 
 def test_a_device_that_held_more_is_filled_less(found: ReloadedPlan) -> None:

@@ -20,12 +20,12 @@ from trimtab.files import write_atomically
 from trimtab.plan.file.yaml import name_table, plan_to_yaml
 from trimtab.runtime.data.tables import (
     Cursor,
-    Deal,
+    PackOrder,
     PlanTables,
     cursor_from_state,
     cursor_to_state,
     hold_tables,
-    make_deal,
+    make_order,
     open_tables,
 )
 from trimtab.specs import Packing, Schedule
@@ -35,9 +35,9 @@ def tables_of(num_packs: int, *, dp: int = 2, num_microbatches: int = 2, even: b
     return hold_tables(*packs_of(num_packs, dp=dp, num_microbatches=num_microbatches, even=even))
 
 
-def epoch_of(deal: Deal, cursor: Cursor) -> list[list[list[int]]]:
+def epoch_of(order: PackOrder, cursor: Cursor) -> list[list[list[int]]]:
     """(rank, micro-batch) -> rows, from the cursor to the end of its epoch."""
-    return [list(deal.microbatches(rank, cursor)) for rank in range(deal.dp)]
+    return [list(order.microbatches(rank, cursor)) for rank in range(order.dp)]
 
 
 def in_order(ranks: list[list[list[int]]]) -> list[list[int]]:
@@ -59,31 +59,31 @@ DEALS = st.fixed_dictionaries(
 )
 
 
-def deal_of(case: dict[str, object]) -> Deal:
+def order_of(case: dict[str, object]) -> PackOrder:
     tables = tables_of(
         case["num_packs"], dp=case["plan_dp"], num_microbatches=case["plan_microbatches"], even=case["even"]
     )
     keys = ("dp", "num_microbatches", "reshuffle")
-    return make_deal(tables, **{key: case[key] for key in keys})
+    return make_order(tables, **{key: case[key] for key in keys})
 
 
 @settings(max_examples=150, deadline=None)
 @given(case=DEALS)
 def test_every_row_once_and_equally_many_microbatches_for_any_dp(case) -> None:
-    deal = deal_of(case)
-    ranks = epoch_of(deal, Cursor(epoch=case["epoch"]))
+    order = order_of(case)
+    ranks = epoch_of(order, Cursor(epoch=case["epoch"]))
     assert len({len(own) for own in ranks}) == 1
     rows = [row for own in ranks for pack in own for row in pack]
-    assert sorted(rows) == list(range(len(deal.tables.indices)))
-    num_rows = math.ceil(deal.tables.num_packs / deal.dp)
-    assert len(ranks[0]) == math.ceil(num_rows / deal.num_microbatches) * deal.num_microbatches
+    assert sorted(rows) == list(range(len(order.tables.indices)))
+    num_rows = math.ceil(order.tables.num_packs / order.dp)
+    assert len(ranks[0]) == math.ceil(num_rows / order.num_microbatches) * order.num_microbatches
 
 
 @settings(max_examples=60, deadline=None)
 @given(case=DEALS, other_dp=st.integers(1, 9), other_microbatches=st.integers(1, 5))
 def test_the_order_of_packs_does_not_depend_on_dp(case, other_dp, other_microbatches) -> None:
-    here = deal_of(case)
-    there = deal_of({**case, "dp": other_dp, "num_microbatches": other_microbatches})
+    here = order_of(case)
+    there = order_of({**case, "dp": other_dp, "num_microbatches": other_microbatches})
     cursor = Cursor(epoch=case["epoch"])
     assert in_order(epoch_of(here, cursor)) == in_order(epoch_of(there, cursor))
 
@@ -91,60 +91,60 @@ def test_the_order_of_packs_does_not_depend_on_dp(case, other_dp, other_microbat
 @settings(max_examples=100, deadline=None)
 @given(case=DEALS, share=st.floats(0, 1))
 def test_resume_after_any_microbatch_equals_going_on(case, share) -> None:
-    deal = deal_of(case)
+    order = order_of(case)
     start = Cursor(epoch=case["epoch"])
-    whole = epoch_of(deal, start)
+    whole = epoch_of(order, start)
     done = int(share * len(whole[0]))
-    resumed = cursor_from_state(deal, cursor_to_state(deal, deal.advance(start, done)))
+    resumed = cursor_from_state(order, cursor_to_state(order, order.advance(start, done)))
     if done == len(whole[0]):
         assert resumed == Cursor(epoch=case["epoch"] + 1)
     else:
-        assert epoch_of(deal, resumed) == [own[done:] for own in whole]
-        assert deal.num_microbatches_left(resumed) == len(whole[0]) - done
+        assert epoch_of(order, resumed) == [own[done:] for own in whole]
+        assert order.num_microbatches_left(resumed) == len(whole[0]) - done
 
 
 @settings(max_examples=100, deadline=None)
 @given(case=DEALS, dps=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5))
 def test_a_run_that_changes_dp_between_steps_sees_every_pack_once_and_in_order(case, dps) -> None:
-    first = deal_of(case)
+    first = order_of(case)
     expected = in_order(epoch_of(first, Cursor(epoch=case["epoch"])))
-    seen, deal, cursor = [], first, Cursor(epoch=case["epoch"])
+    seen, order, cursor = [], first, Cursor(epoch=case["epoch"])
     for dp, num_steps in dps:
-        count = min(num_steps * deal.num_microbatches, deal.num_microbatches_left(cursor))
-        ranks = [own[:count] for own in epoch_of(deal, cursor)]
+        count = min(num_steps * order.num_microbatches, order.num_microbatches_left(cursor))
+        ranks = [own[:count] for own in epoch_of(order, cursor)]
         seen += in_order(ranks)
-        state = cursor_to_state(deal, deal.advance(cursor, count))
-        deal = deal_of({**case, "dp": dp})
-        cursor = cursor_from_state(deal, state)
+        state = cursor_to_state(order, order.advance(cursor, count))
+        order = order_of({**case, "dp": dp})
+        cursor = cursor_from_state(order, state)
         if cursor.epoch > case["epoch"]:
             break
     else:
-        seen += in_order(epoch_of(deal, cursor))
+        seen += in_order(epoch_of(order, cursor))
     assert seen == expected
 
 
-def step_of(deal: Deal, epoch: int, step: int, rank: int) -> list[list[int]]:
+def step_of(order: PackOrder, epoch: int, step: int, rank: int) -> list[list[int]]:
     """The sample rows of each micro-batch of one rank in one step."""
-    cursor = Cursor(epoch=epoch, packs_done=step * deal.packs_per_step)
-    return list(islice(deal.microbatches(rank, cursor), deal.num_microbatches))
+    cursor = Cursor(epoch=epoch, packs_done=step * order.packs_per_step)
+    return list(islice(order.microbatches(rank, cursor), order.num_microbatches))
 
 
 @pytest.mark.parametrize("dp", [2, 4, 8, 16, 32])
 def test_a_plan_for_8_ranks_keeps_its_steps_on_fewer_and_on_more(dp: int) -> None:
     tables = tables_of(320, dp=8, num_microbatches=4)
-    deal = make_deal(tables, dp=dp)
-    assert deal.num_microbatches * dp == 32
+    order = make_order(tables, dp=dp)
+    assert order.num_microbatches * dp == 32
     for step in (0, 7):
-        packs = [pack for rank in range(dp) for pack in step_of(deal, 0, step, rank)]
+        packs = [pack for rank in range(dp) for pack in step_of(order, 0, step, rank)]
         planned = [tables.rows(int(pack)) for pack in tables.schedule[step].reshape(-1)]
         assert sorted(packs) == sorted(planned)
 
 
 def test_epoch_0_is_the_plan_itself_and_later_epochs_reorder_its_steps() -> None:
     tables = tables_of(43)  # 10 full steps of 4 packs, and a short one
-    deal = make_deal(tables, dp=2, num_microbatches=2)
+    order = make_order(tables, dp=2, num_microbatches=2)
     steps = [
-        [[step_of(deal, epoch, step, rank) for rank in range(2)] for step in range(deal.num_steps_left(Cursor()))]
+        [[step_of(order, epoch, step, rank) for rank in range(2)] for step in range(order.num_steps_left(Cursor()))]
         for epoch in range(3)
     ]
     plan = [[[tables.rows(p) if p >= 0 else [] for p in own] for own in step] for step in tables.schedule.tolist()]
@@ -154,11 +154,11 @@ def test_epoch_0_is_the_plan_itself_and_later_epochs_reorder_its_steps() -> None
         assert sorted(steps[epoch]) == sorted(plan)
         assert steps[epoch][-1] == plan[-1]  # the short step stays last
     assert steps[1] != steps[2]
-    again = make_deal(tables, dp=2, num_microbatches=2, reshuffle=False)
+    again = make_order(tables, dp=2, num_microbatches=2, reshuffle=False)
     assert epoch_of(again, Cursor(epoch=2)) == epoch_of(again, Cursor())
-    other = replace(make_deal(tables, dp=2, num_microbatches=2), seed=99)
-    assert epoch_of(other, Cursor(epoch=1)) != epoch_of(deal, Cursor(epoch=1))
-    assert epoch_of(other, Cursor()) == epoch_of(deal, Cursor())
+    other = replace(make_order(tables, dp=2, num_microbatches=2), seed=99)
+    assert epoch_of(other, Cursor(epoch=1)) != epoch_of(order, Cursor(epoch=1))
+    assert epoch_of(other, Cursor()) == epoch_of(order, Cursor())
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_epoch_0_is_the_plan_itself_and_later_epochs_reorder_its_steps() -> None
 def test_tables_of_a_folder_are_those_in_memory(tmp_path: Path) -> None:
     packing, schedule = packs_of(23, dp=2, num_microbatches=3)
     opened, held = open_tables(write_packs(tmp_path, packing, schedule)), hold_tables(packing, schedule)
-    deals = [make_deal(tables, dp=2) for tables in (opened, held)]
+    deals = [make_order(tables, dp=2) for tables in (opened, held)]
     assert epoch_of(deals[0], Cursor()) == epoch_of(deals[1], Cursor())
 
 
@@ -184,8 +184,8 @@ def test_the_tables_are_mapped_and_not_read(tmp_path: Path) -> None:
 def test_an_empty_slot_inside_an_epoch_is_an_empty_pack() -> None:
     packing = Packing(offsets=np.array([0, 1, 2, 3]), indices=np.arange(3), limits=(1, 1))
     tables = hold_tables(packing, Schedule(table=np.array([[[0], [-1]], [[1], [2]]])))
-    assert epoch_of(make_deal(tables, dp=2), Cursor()) == [[[0], [1]], [[], [2]]]
-    later = epoch_of(make_deal(tables, dp=2), Cursor(epoch=1))
+    assert epoch_of(make_order(tables, dp=2), Cursor()) == [[[0], [1]], [[], [2]]]
+    later = epoch_of(make_order(tables, dp=2), Cursor(epoch=1))
     assert sorted(row for rank in later for pack in rank for row in pack) == [0, 1, 2]
     assert sum(pack == [] for rank in later for pack in rank) == 1
 
@@ -214,31 +214,31 @@ def test_a_state_of_a_plan_folder_is_one_of_the_same_packs_in_memory(tmp_path: P
     held = tables_of(11)
     assert (opened.digest, opened.seed) == (held.digest, held.seed)
     assert open_tables(tmp_path / "plan.yaml").digest == opened.digest
-    deal = make_deal(opened, dp=2)
-    state = cursor_to_state(deal, deal.advance(Cursor(epoch=2), 2))
-    assert cursor_from_state(make_deal(held, dp=2), state) == Cursor(epoch=2, packs_done=4)
+    order = make_order(opened, dp=2)
+    state = cursor_to_state(order, order.advance(Cursor(epoch=2), 2))
+    assert cursor_from_state(make_order(held, dp=2), state) == Cursor(epoch=2, packs_done=4)
 
 
 # -- settings and states ----------------------------------------------------------------------------------------------
 
 
 def test_a_state_of_another_plan_order_or_kind_is_refused() -> None:
-    deal = make_deal(tables_of(16), dp=2, num_microbatches=2)
-    state = cursor_to_state(deal, deal.advance(Cursor(epoch=1), 4))
-    assert cursor_from_state(deal, state) == Cursor(epoch=1, packs_done=8)
+    order = make_order(tables_of(16), dp=2, num_microbatches=2)
+    state = cursor_to_state(order, order.advance(Cursor(epoch=1), 4))
+    assert cursor_from_state(order, state) == Cursor(epoch=1, packs_done=8)
     with refused(PlanError):
-        cursor_from_state(make_deal(tables_of(17), dp=2, num_microbatches=2), state)
+        cursor_from_state(make_order(tables_of(17), dp=2, num_microbatches=2), state)
     with refused(PlanError):
-        cursor_from_state(replace(make_deal(tables_of(16), dp=2, num_microbatches=2), seed=6), state)
+        cursor_from_state(replace(make_order(tables_of(16), dp=2, num_microbatches=2), seed=6), state)
     with refused(PlanError, "packs_done", "state_dict"):
-        cursor_from_state(deal, {**state, "seed": "5", "packs_done": -1})
+        cursor_from_state(order, {**state, "seed": "5", "packs_done": -1})
     with refused(PlanError, "16"):
-        cursor_from_state(deal, {**state, "packs_done": 16})
+        cursor_from_state(order, {**state, "packs_done": 16})
 
 
 def test_a_state_inside_a_step_needs_the_same_ranks() -> None:
-    deal = make_deal(tables_of(16), dp=2, num_microbatches=2)
-    state = cursor_to_state(deal, deal.advance(Cursor(), 3))
-    assert cursor_from_state(deal, state) == Cursor(packs_done=4, microbatches_done=1)
+    order = make_order(tables_of(16), dp=2, num_microbatches=2)
+    state = cursor_to_state(order, order.advance(Cursor(), 3))
+    assert cursor_from_state(order, state) == Cursor(packs_done=4, microbatches_done=1)
     with refused(PlanError, "1", "2"):
-        cursor_from_state(make_deal(tables_of(16), dp=4, num_microbatches=1), state)
+        cursor_from_state(make_order(tables_of(16), dp=4, num_microbatches=1), state)

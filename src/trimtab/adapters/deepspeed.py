@@ -32,7 +32,7 @@ def deepspeed_runs(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def export(plan: Decided, _price: float | None) -> Exported:
-    """Return a Python module to save beside the training script."""
+    """Return a Python module to save next to the training script."""
     model, stages, dims = plan.model, plan.stages, plan.dims
     zero_stage = plan.zero_stage
     problems = schedule_problems(plan, "PipelineModule", ["1F1B"])

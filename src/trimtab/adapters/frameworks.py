@@ -1,8 +1,8 @@
 """The frameworks that a plan can be made for and exported to: one line here, and one file for each or for a few alike.
 
-The `TARGETS` of `adapters/FILE.py` say by name all that is known of a framework: what it can run, how it is told,
-whether it takes packs. The command line, its help, `check --for` and `plan --for` read this table; no adapter is
-imported before it is asked for.
+The `TARGETS` of `adapters/FILE.py` say by name all that is known of a framework: what it can run, how it spells its
+settings, whether it takes packs. The command line, its help, `check --for` and `plan --for` read this table; no adapter
+is imported before it is asked for.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def canonical_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]
 def joined_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
     """Ends of names in Megatron-Core itself, which joins q, k, v and gate, up.
 
-    One adapter stands beside each of these, with fewer weights than the plan counts.
+    One adapter stands next to each of these, with fewer weights than the plan counts.
     """
     products = _adapted_products(model, lora, host)
     for parts in (("q", "k", "v"), ("gate", "up"), ("shared gate", "shared up")):
@@ -105,7 +105,7 @@ def joined_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
 
 
 def _adapted_products(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
-    """Products of the decoder's blocks beside which there are adapters: in all blocks alike, for names are patterns."""
+    """Products of the decoder's blocks that have adapters: in all blocks alike, for names are patterns."""
     found: dict[str, int] = {}
     there: dict[str, int] = {}
     for layer in (x for x in model.layers if x.tower == "language" and x.kind == "block"):
@@ -149,7 +149,7 @@ class _Host:
     title: str
     checked_with: str
     packs: str
-    lines: Mapping[int, str]  # by the ZeRO stages that it is told: what to set beside recompute; {M}: micro-batches
+    lines: Mapping[int, str]  # by its ZeRO stages: what to set next to recompute; {M}: micro-batches
     has_switch: bool = False  # of recompute, in its `TrainingArguments`
 
 
@@ -225,17 +225,17 @@ _HOSTS: Mapping[str, _Host] = {
 
 
 def check_whole(plan: Decided, title: str, zero_stages: Sequence[int]) -> tuple[int, list[str]]:
-    """The ZeRO stage that a host of whole models is told, of those that it has, and warnings; or refuses the plan."""
+    """The ZeRO stage that a host of whole models is given, of those that it has, and warnings; or refuses the plan."""
     dims, problems, warnings = plan.dims, [], []
     if len(plan.stages) > 1:
         problems.append(f"{title} has no pipeline stages: plan with pp 1, or use `trimtab train`")
     refuse(problems)
     if dims.tp > 1:
         warnings.append(f"tp {dims.tp} is not set here: load the model with tp_plan='auto' on {dims.tp} ranks")
-    told = plan.zero_stage if plan.zero_stage in zero_stages else max(zero_stages)
-    if told != plan.zero_stage and dims.dp > 1:
-        warnings.append(f"{title} gets ZeRO stage {told}, not {plan.zero_stage}: plan with --zero-stage {told}")
-    return told, warnings
+    stage = plan.zero_stage if plan.zero_stage in zero_stages else max(zero_stages)
+    if stage != plan.zero_stage and dims.dp > 1:
+        warnings.append(f"{title} gets ZeRO stage {stage}, not {plan.zero_stage}: plan with --zero-stage {stage}")
+    return stage, warnings
 
 
 def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transformers"]) -> Exported:
@@ -243,7 +243,7 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
     how the host accumulates and shards."""
     stages, launch = plan.stages, plan.launch
     refuse(launch.problems(host.title, **KNOWN))
-    told, warnings = check_whole(plan, host.title, tuple(host.lines))
+    stage, warnings = check_whole(plan, host.title, tuple(host.lines))
     beside = None
     if plan.frozen_towers and host.has_switch:
         towers = " and ".join(plan.frozen_towers)
@@ -256,8 +256,8 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
         recompute = _APPLY.format(tiers="\n".join(f"    {tier!r}: {list(found)!r}," for tier, found in modules.items()))
     adapters, said = "", {}
     if plan.lora is not None:
-        adapters = peft_lines(plan.model, plan.lora, sharded=told == 3) + "\n"
-        quantised = quantisation_config(plan.model, plan.lora, sharded=told == 3)
+        adapters = peft_lines(plan.model, plan.lora, sharded=stage == 3) + "\n"
+        quantised = quantisation_config(plan.model, plan.lora, sharded=stage == 3)
         said = {"peft": peft_config(plan.model, plan.lora), "quantisation": quantised}
     name, optimizer = _OPTIMIZERS[launch.optimizer]
     arguments = [f'optim="{name}"']
@@ -277,7 +277,7 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
     if launch.fused_kernels and not host.has_switch:
         load += "\nliger_kernel.transformers._apply_liger_kernel_to_instance(model=model)"
     freeze = "".join(f"{line}\n" for line in _frozen_lines(plan))
-    text = f"{load}\n{freeze}{recompute}\n{adapters}{host.lines[told].format(**words)}"
+    text = f"{load}\n{freeze}{recompute}\n{adapters}{host.lines[stage].format(**words)}"
     fields = {"recompute": modules, "python": text, **said}
     return Exported(text=text, fields=fields, runs=stages, warnings=tuple(warnings), beside=beside)
 

@@ -1,7 +1,7 @@
 """A plan's decisions as Megatron-Core flags, or a refusal with its reason and price.
 
 A layout string is one field a stage, parted by `|`: E embedding, t decoder block, L norm, head and loss; `t*7` repeats.
-It has no letter for vision layers: Megatron-Core builds the whole tower and its projector beside the embedding, on the
+It has no letter for vision layers: Megatron-Core builds the whole tower and its projector next to the embedding, on the
 first stage. Checked against megatron-core 0.16.1 by tests/integration/test_megatron_core.py; nothing is imported here.
 """
 
@@ -53,7 +53,7 @@ def norm_cuts(model: ModelSpec) -> list[int]:
 
 def megatron_ladders(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
     """Every full recompute that Megatron-Core can do on these stages with one setting: of the vision tower none or all,
-    and on each rung the first n blocks of every stage."""
+    and for each of them the first n blocks of every stage."""
     stages = _norm_beside_head(model, stages)
     most = max(len(blocks_of(model, stage)) for stage in stages)
     for vision in (0, None) if blocks_of(model, stages[0], "vision") else (0,):
@@ -196,7 +196,7 @@ class MegatronExport:
     settings: Mapping[str, Setting]  # Megatron-LM's arguments, named as its parser stores them
     layout: str  # among `settings`, unless there is one stage only
     vision_fields: Mapping[str, VisionSetting]  # to set on the vision tower's TransformerConfig
-    runs: tuple[Stage, ...]  # what Megatron-Core makes of the plan: norm beside the head, recompute as it knows it
+    runs: tuple[Stage, ...]  # what Megatron-Core makes of the plan: norm next to the head, recompute as it knows it
     warnings: tuple[str, ...]
 
     @property
@@ -315,7 +315,7 @@ def _launch(plan: Decided) -> dict[str, Setting]:
 
 
 def export(plan: Decided, price: float | None) -> Exported:
-    """The flags as lines of a shell command; the vision tower's fields beside them."""
+    """The flags as lines of a shell command; the vision tower's fields next to them."""
     flags = megatron_flags(plan, price)
     beside = None
     if flags.vision_fields:

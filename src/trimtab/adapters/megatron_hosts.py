@@ -126,7 +126,7 @@ def _about_tower(plan: Decided, first: Stage) -> Iterator[str]:
     runs = len(recomputed_blocks(plan.model, first, "vision"))
     if planned != runs:
         why = "copies the language model's recompute to the tower" if runs else "has no field for only the tower"
-        yield (f"{runs} vision layers recompute, {planned} are planned: a provider of {plan.model.family} {why}")
+        yield f"{runs} vision layers recompute, {planned} are planned: a provider of {plan.model.family} {why}"
 
 
 def _with_towers_share(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:

@@ -144,8 +144,8 @@ def _can_run(model: ModelSpec, _pp: int) -> Expressible:
         vision, language = (max(len(blocks_of(model, stage, tower)) for stage in stages) for tower in _TOWERS)
         tower_first = [(n, 0) for n in range(vision + 1)] + [(vision, n) for n in range(1, language + 1)]
         decoder_first = [(0, n) for n in range(language + 1)] + [(n, language) for n in range(1, vision + 1)]
-        for rungs in (tower_first, decoder_first):
-            yield [recompute_first(model, stages, dict(zip(_TOWERS, rung, strict=True))) for rung in rungs]
+        for ladder in (tower_first, decoder_first):
+            yield [recompute_first(model, stages, dict(zip(_TOWERS, counts, strict=True))) for counts in ladder]
 
     _refuse_family(model)
     return Expressible(

@@ -78,7 +78,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What a plan decides that a framework can be told."""
+    """What a plan decides that a framework has a setting for."""
 
     model: ModelSpec
     stages: tuple[Stage, ...]  # every layer once, in forward order; stage s runs on pipeline rank s mod pp
@@ -124,7 +124,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One framework: what it can run, and how a plan is told to it. To add one, see `adapters.frameworks`."""
+    """One framework: what it can run, and how it spells a plan. To add one, see `adapters.frameworks`."""
 
     title: str
     checked_with: str  # the versions whose own code has read an export, or what stands in for that
@@ -134,7 +134,7 @@ class Target:
     """Raises `UnsupportedPlanError` with everything that the framework cannot express. The price that a refusal quotes
     is the step time of the best plan that it can run, relative to this plan's; infinite where none fits."""
     host: HostName = "megatron"  # what it does by itself, which is priced where the plan says nothing
-    lora: tuple[int, ...] = ()  # bits of frozen weights beside which its export tells adapters; none: it cannot
+    lora: tuple[int, ...] = ()  # bits of frozen weights next to which its export tells adapters; none: it cannot
     packs_by_tokens: bool = False  # whether its trainer packs by itself: greedily, by tokens
 
     def refuse_lora(self, lora: Lora | None) -> None:
@@ -198,7 +198,7 @@ def cut_problems(plan: Decided, unsupported: frozenset[int], why: str) -> list[s
 
 
 def degree_problems(dims: ParallelDims, title: str, degrees: Sequence[str]) -> list[str]:
-    """Return a sentence for each degree beside dp, pp and tp that the framework does not have."""
+    """Return a sentence for each degree next to dp, pp and tp that the framework does not have."""
     planned = {"cp": dims.cp, "ep": dims.ep, "etp": dims.etp or 1}
     return [
         f"the export to {title} has no {axis} {degree}: plan with {axis} 1"
@@ -394,7 +394,7 @@ def count_by_tier(stages: Sequence[Stage]) -> Counter[RecomputedTier]:
 
 
 def lost_tiers(counts: Mapping[RecomputedTier, int], layers: str, instead: str) -> list[str]:
-    """Return a sentence for each tier beside full that a framework turns into full."""
+    """Return a sentence for each tier next to full that a framework turns into full."""
     return [
         f"{counts[tier]} {layers} are planned with {tier} recompute (each keeps {MEANINGS[tier]}), and {instead}, "
         "which holds less and takes longer"

@@ -111,7 +111,7 @@ def share_images(cost: npt.ArrayLike, num_ranks: int, *, rule: Rule = "balanced"
 
 
 def keep_at_home(shares: ImageShares, home: IntArray, size: npt.ArrayLike) -> ImageShares:
-    """The same shares, dealt to the ranks so that much of `size` stays where it is: atom i lies on rank `home[i]`.
+    """The same shares, given to the ranks so that much of `size` stays where it is: atom i lies on rank `home[i]`.
 
     Greedy, largest overlap first: at least half of the most that could stay. Loads change ranks, not their sizes.
     """
@@ -392,7 +392,7 @@ class PoolLoads:
 def share_pools(
     cost: FloatArray, measure: FloatArray, terms: FloatArray, offsets: IntArray, num_ranks: int, *, rule: Rule
 ) -> PoolLoads:
-    """Every pool shared by `cost` as `share_images` shares it; shares are told in `measure` (n,) and `terms` (n, T).
+    """Every pool shared by `cost` as `share_images` does; shares are measured in `measure` (n,) and `terms` (n, T).
 
     The same shares as `share_images` gives pool by pool, but for sums of costs that differ in their last bit.
     """

@@ -104,9 +104,9 @@ def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Work
 
 
 def _as_json(placement: Placement, compared: list[Assessed]) -> Mapping[str, Any]:
-    told = ("model", "objective", "arrangement", "runs_on", "run_on_cpu", "notes")
+    shown = ("model", "objective", "arrangement", "runs_on", "run_on_cpu", "notes")
     return {
-        **{name: getattr(placement, name) for name in told},
+        **{name: getattr(placement, name) for name in shown},
         **_map_json(placement),
         "compared": [
             {"rule": other.rule, "fits": other.fits, "problems": other.problems, **_map_json(other.placement)}

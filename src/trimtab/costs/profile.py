@@ -258,7 +258,7 @@ def _cross_attention_problems(model: ModelSpec) -> list[str]:
     crossing = [x.name for x in model.layers if is_unpriced(x) and x.measured is None]
     if not crossing:
         return []
-    return [f"{model.name} has cross-attention, {crossing[0]} first, without a price: use `trimtab map`"]
+    return [f"{len(crossing)} layers of {model.name}, {crossing[0]} first, have cross-attention: use `trimtab map`"]
 
 
 def _unpriced_problems(model: ModelSpec) -> list[str]:

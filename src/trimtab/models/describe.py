@@ -194,7 +194,7 @@ def describe(
     if run_its_code and (path is None or "description_version" in config):
         raise ConfigError(f"{str(source)[:200]!r} is no folder with code: leave --run-its-code out")
     if "description_version" in config:
-        model = _read_described(config, settings, files, whence=str(path or "the description"))
+        model = _read_described(config, settings, files, source=str(path or "the description"))
     else:
         if run_its_code and path is not None:
             model = _as_answered(ask_own_code(path.parent, config), config, settings, files)
@@ -246,14 +246,14 @@ def _stores(names: Collection[str], layer: str) -> bool:
     return any(name == last or name.endswith(f".{last}") for name in names)
 
 
-def _read_described(config: Config, settings: Config | None, files: Files, *, whence: str) -> ModelSpec:
+def _read_described(config: Config, settings: Config | None, files: Files, *, source: str) -> ModelSpec:
     """What the file says; where images are cut otherwise (`settings`), with the rule that its configuration makes."""
-    model = read_description(config, whence=whence)
+    model = read_description(config, source=source)
     if settings is None:
         return model
     carried = config.get("config")
     if not isinstance(carried, Mapping):
-        raise ConfigError(f"{whence} is a description: give --set preprocessor to `trimtab describe MODEL --out`")
+        raise ConfigError(f"{source} is a description: give --set preprocessor to `trimtab describe MODEL --out`")
     return _with_own_files(model, carried, settings, files)
 
 
@@ -261,7 +261,7 @@ def _describe_config(config: Config, settings: Config | None, files: Files, *, m
     """The shipped description of a configuration that says the same, else what Transformers answers."""
     shipped = find_same(config)
     if shipped is not None:
-        model = read_description(shipped, whence=shipped["name"])
+        model = read_description(shipped, source=shipped["name"])
         return _with_own_files(model, fill_silent(config, shipped), settings, files)
     model_type = config.get("model_type")
     if may_ask and isinstance(model_type, str) and is_installed():
@@ -297,7 +297,7 @@ def _asked(config: Config, settings: Config | None, files: Files) -> ModelSpec:
 
 
 def _as_answered(answer: Mapping[str, Any], config: Config, settings: Config | None, files: Files) -> ModelSpec:
-    model = read_description(answer, whence=f"the answer on model_type {quote(config.get('model_type'))}")
+    model = read_description(answer, source=f"the answer on model_type {quote(config.get('model_type'))}")
     if not model.indices("vision"):
         return replace(model, image_rule=UnsettledRule(reason=TEXT_ONLY))
     assumed = {"image_seq_length"} - set(config)  # of the class's own image size, not of this model's
@@ -413,14 +413,14 @@ def _read_json(path: Path) -> Config:
     return _checked(value, str(path))
 
 
-def _checked(value: object, whence: str) -> Config:
+def _checked(value: object, source: str) -> Config:
     """Return a mapping that can be written as JSON, so that it has a digest."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{whence} holds {quote(value)}: a JSON object with a `model_type` is needed")
+        raise ConfigError(f"{source} holds {quote(value)}: a JSON object with a `model_type` is needed")
     try:
         _canonical(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{whence} is no JSON ({error}): give plain numbers, strings, lists and objects") from None
+        raise ConfigError(f"{source} is no JSON ({error}): give plain numbers, strings, lists and objects") from None
     return value
 
 

@@ -145,11 +145,11 @@ def save_description(model: ModelSpec, path: str | Path) -> None:
     write_atomically(Path(path), description_bytes(model))
 
 
-def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
+def read_description(data: Mapping[str, Any], *, source: str) -> ModelSpec:
     """The model of a parsed description file; every missing, unknown or ill field is named in one `ConfigError`."""
     if data.get("description_version") != VERSION:
         raise ConfigError(
-            f"{whence} has description_version {quote(data.get('description_version'))}, not {VERSION!r}: write it "
+            f"{source} has description_version {quote(data.get('description_version'))}, not {VERSION!r}: write it "
             "again with `trimtab describe MODEL --out`"
         )
     problems: list[str] = []
@@ -168,7 +168,7 @@ def read_description(data: Mapping[str, Any], *, whence: str) -> ModelSpec:
         problems += _find_misfits(head, layers)
     if problems:
         raise ConfigError(
-            f"{whence} is no description, write it again with `trimtab describe MODEL --out`:\n"
+            f"{source} is no description, write it again with `trimtab describe MODEL --out`:\n"
             + join_problems(problems)
         )
     kept = {f.name: getattr(head, f.name) for f in fields(DescriptionFile) if not f.name.endswith("_cuts")}

@@ -217,7 +217,7 @@ class PackFormat:
 
     joined: tuple[str, ...]  # keys concatenated along dimension 0, in sample order; further dimensions padded with 0
     mrope: bool = False  # positions have several axes, and the rows (text, temporal, height, width) in a pack
-    text_row: bool = True  # False: the model takes no row of text positions beside the axes; masks are given explicitly
+    text_row: bool = True  # False: the model takes no text positions next to the axes; masks are given explicitly
     sees: Literal["images", "prefix"] | None = None  # tokens that see their whole block, under masks given explicitly
     stateful: bool = False  # layers carry a state along the row: seq_idx and lengths say where samples start
     types_key: str | None = None  # argument of the forward that says which tokens are images

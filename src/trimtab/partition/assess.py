@@ -33,7 +33,7 @@ class DeviceMemory:
     state_bytes: float  # parameters, gradients, optimizer state
     saved_bytes: float  # activations of all micro-batches in flight at the worst moment
     transient_bytes: float  # the most one layer's backward needs: its workspace, and what it computes again
-    overhead_bytes: float  # expected beside those counted: context, allocator, communication buffers
+    overhead_bytes: float  # expected on top of those counted: context, allocator, communication buffers
 
     @property
     def total_bytes(self) -> float:
@@ -44,7 +44,7 @@ class DeviceMemory:
         return self.state_bytes + self.saved_bytes + self.transient_bytes
 
     def with_share(self, share: float) -> DeviceMemory:
-        """With so much of the counted bytes expected beside them."""
+        """With so much of the counted bytes expected on top of them."""
         return replace(self, overhead_bytes=self.overhead_bytes + share * self.counted_bytes)
 
 
@@ -184,7 +184,7 @@ class StageBytes(NamedTuple):
 
     saved: FloatArray  # (n,) held from forward to backward, with what the stage's first layer enters with
     whole: FloatArray  # (n,) the same if nothing is recomputed: held from a backward of the inputs to that of weights
-    transient: FloatArray  # (n,) beside them while the stage computes
+    transient: FloatArray  # (n,) next to them while the stage computes
 
 
 def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool) -> StageBytes:

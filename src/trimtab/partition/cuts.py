@@ -5,7 +5,7 @@ K *segments* are runs of layers between two allowed cuts; a stage is an interval
 where extra is the least recompute time (module `tiers`) for which
     state[b] - state[a] + in_flight[i] * saved + pending[i] * whole + transient <= cap[i],
 `saved` by the chosen tiers and `whole` without recompute, `entry[a]` in both, `transient` the most that one layer's
-backward needs beside: a layer that recomputes needs what it computes again as well (`Upgrade.reach`), so that a stage
+backward needs next to: a layer that recomputes needs what it computes again as well (`Upgrade.reach`), so that a stage
 that recomputes nothing has more room, and a stage may do better with a weaker tier. Where a micro-batch is pending,
 `whole` holds that already. Time and bytes rise when the interval grows: what it enters with is no more than what
 earlier segments hold for it. Where also no later stage is more expensive than an earlier one for the same interval

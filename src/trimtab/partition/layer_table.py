@@ -35,7 +35,7 @@ class LayerTable:
     scale: int  # composite units of a tick
     time: IntArray  # (L,) composite: forward, backward and the first tier's extra
     state: IntArray  # (L,) bytes
-    transient: IntArray  # (L,) bytes of its backward beside what is saved, on the first tier
+    transient: IntArray  # (L,) bytes of its backward next to what is saved, on the first tier
     workspace: IntArray  # (L,) the same where what is computed again is counted elsewhere
     saved_first: IntArray  # (L,) bytes of the first tier
     saved_least: IntArray  # (L,) bytes of the smallest tier
@@ -121,13 +121,13 @@ def layer_table(problem: SplitProblem) -> LayerTable:
     def composite(seconds: FloatArray | float) -> IntArray:
         return np.rint(np.asarray(seconds) / tick_s).astype(np.int64) * scale
 
-    # rungs: what each tier costs and saves, those that others dominate left out
+    # options: what each tier costs and saves, those that others dominate left out
     whole = [max(0.0, float(np.dot(layers[i].tiers[0].saved_bytes, most))) for i in kinds.values()]
 
-    def rung(kind: int, tier: RecomputeTier, seconds: float) -> _Rung:
+    def option(kind: int, tier: RecomputeTier, seconds: float) -> _Option:
         saved = max(0.0, float(np.dot(tier.saved_bytes, most)))
         freed = max(0.0, whole[kind] - saved)
-        return _Rung(
+        return _Option(
             tier=tier,
             cost=int(composite(seconds)) + (tier.name != "none"),
             saved=math.ceil(saved),
@@ -136,53 +136,53 @@ def layer_table(problem: SplitProblem) -> LayerTable:
 
     rooms = [room for *_, room in kinds]
     of_kind = [
-        _useful([rung(kind, tier, seconds) for tier, seconds in zip(tiers, extra[kind], strict=True)])
+        _useful([option(kind, tier, seconds) for tier, seconds in zip(tiers, extra[kind], strict=True)])
         for kind, tiers in enumerate(offered)
     ]
     ladders = [of_kind[kind] for kind in kind_of]
     first = [ladder[0] for ladder in ladders]
-    saved_first = np.array([rung.saved for rung in first], np.int64)
+    saved_first = np.array([option.saved for option in first], np.int64)
 
     # layers with equal upgrades are one class: what is chosen is how many of them
     layer_class, classes = _classes(ladders)
     return LayerTable(
         positions=np.array([c for c in range(len(layers) + 1) if c not in forbidden_cuts], np.int64),
         scale=scale,
-        time=composite(forward) + composite(backward) + np.array([rung.cost for rung in first], np.int64),
+        time=composite(forward) + composite(backward) + np.array([option.cost for option in first], np.int64),
         state=np.array([math.ceil(layer.state_bytes) for layer in layers], np.int64),
-        transient=np.array([rung.reach for rung in first], np.int64),
+        transient=np.array([option.reach for option in first], np.int64),
         workspace=np.ceil(workspace).astype(np.int64),
         saved_first=saved_first,
         saved_least=np.array([ladder[-1].saved for ladder in ladders], np.int64),
         whole=np.maximum(saved_first, [math.ceil(whole[kind]) for kind in kind_of]),
         entry=np.ceil(entry_bytes(profile, most)).astype(np.int64),
         layer_class=layer_class,
-        first_tier=tuple(rung.tier for rung in first),
-        upgrades=tuple(tuple(rung.tier for rung in more) for _, *more in ladders),
+        first_tier=tuple(option.tier for option in first),
+        upgrades=tuple(tuple(option.tier for option in more) for _, *more in ladders),
         tiers=tier_table(classes),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Rung:
+class _Option:
     """One tier of one layer, in integers."""
 
     tier: RecomputeTier
     cost: int  # composite time
     saved: int  # bytes kept of a micro-batch
-    reach: int  # bytes of its backward beside them: workspace, and what is computed again
+    reach: int  # bytes of its backward next to them: workspace, and what is computed again
 
 
-def _useful(rungs: Sequence[_Rung]) -> list[_Rung]:
+def _useful(options: Sequence[_Option]) -> list[_Option]:
     """The cheapest tier, then of those that cost more the ones that save more than all before; so `reach` rises."""
-    chosen: list[_Rung] = []
-    for rung in sorted(rungs, key=lambda x: (x.cost, x.saved)):
-        if not chosen or rung.saved < chosen[-1].saved:
-            chosen.append(rung)
+    chosen: list[_Option] = []
+    for option in sorted(options, key=lambda x: (x.cost, x.saved)):
+        if not chosen or option.saved < chosen[-1].saved:
+            chosen.append(option)
     return chosen
 
 
-def _classes(ladders: Sequence[Sequence[_Rung]]) -> tuple[IntArray, list[tuple[Upgrade, ...]]]:
+def _classes(ladders: Sequence[Sequence[_Option]]) -> tuple[IntArray, list[tuple[Upgrade, ...]]]:
     """Return (layers,) class of each layer, -1 without upgrades; the upgrades of each class."""
     alike: dict[tuple[Upgrade, ...], int] = {}
     layer_class = np.full(len(ladders), -1, np.int64)

@@ -366,7 +366,7 @@ def even_stages(
     vision: Literal["spread", "first"] = "spread",
     forbidden_cuts: frozenset[int] = frozenset(),
 ) -> tuple[Stage, ...]:
-    """Equal counts of transformer blocks, earlier stages taking what is left over; all else beside its block.
+    """Equal counts of transformer blocks, earlier stages taking what is left over; all else next to its block.
 
     Embeddings come first and the head last; a norm, projector or embedding between the towers stays with the blocks
     before it. "spread" counts the blocks of both towers alike, as uniform partitioning of a layer list does; "first"

@@ -88,7 +88,7 @@ def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_micr
 
 
 def num_warmup(schedule: ScheduleName, *, device: int, num_devices: int, num_chunks: int, num_microbatches: int) -> int:
-    """Forward blocks a device runs before its first backward, beside the one forward that every backward follows.
+    """Forward blocks a device runs before its first backward, without the one forward that every backward follows.
 
     1F1B, ZBH1: P - d - 1 (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1). Interleaved:
     2 (P - d - 1) + (V - 1) P (section 2.2.2, as Megatron-Core and torch's `ScheduleInterleaved1F1B` count). GPipe: all.

@@ -31,7 +31,7 @@ class Upgrade(NamedTuple):
 
     gain: int  # bytes of one layer and micro-batch
     cost: int  # composite time units
-    reach: int  # bytes that the backward of one such layer needs beside what is saved
+    reach: int  # bytes that the backward of one such layer needs next to what is saved
 
 
 class Step(NamedTuple):
@@ -98,7 +98,7 @@ def _hull(g: int, upgrades: Sequence[Upgrade]) -> list[Step]:
 
 
 class Menu(NamedTuple):
-    """What a stage may choose from when its backward may need `transient` bytes beside what is saved."""
+    """What a stage may choose from when its backward may need `transient` bytes next to what is saved."""
 
     transient: int
     prefix: Prefix

@@ -101,7 +101,7 @@ def _reunite(model: ModelSpec, units: Sequence[list[int]], embed: list[int], hea
 
 def arrangements(parts: Parts) -> tuple[Arrangement, ...]:
     """Orders worth cutting: forward; head with the embedding (the only way where they share a weight); head in front
-    of the ViT; ViT behind the head, beside either. All but the first two bring activations back once."""
+    of the ViT; ViT behind the head, next to either. All but the first two bring activations back once."""
     V, E, L, H = parts.vision, parts.embed, parts.blocks, parts.head
     found = [Arrangement(name="head with embedding", units=(*V, E + H, *L))]
     if not parts.tied:
@@ -151,7 +151,7 @@ def device_changes(devices: Sequence[int | str]) -> list[int]:
 class InferenceTable:
     """Bytes of every layer, one array each, in the order of `ModelSpec.layers`.
 
-    A device that holds a set of layers needs, beside context and allocator slack, weights + max(
+    A device that holds a set of layers needs, on top of context and allocator slack, weights + max(
     held + largest prefill peak in front of the decoder, prompt KV + held + largest prefill peak of the decoder,
     full KV + largest decode peak).
     """
@@ -272,7 +272,7 @@ class DeviceUse:
     capacity_bytes: int | None = None  # None: a disk is not counted
     weight_bytes: int = 0
     kv_bytes: int = 0  # cache when the peak comes: none yet, of the prompts, or of everything at the last new token
-    activation_bytes: int = 0  # live beside it at that moment
+    activation_bytes: int = 0  # live next to it at that moment
     streamed_bytes: int = 0  # weights of the layer that runs at that moment, where they are copied here to run
     reserve_bytes: int = 0  # CUDA context and the allocator's slack; 0 where nothing runs
     modules: tuple[str, ...] = ()  # whose weights it holds

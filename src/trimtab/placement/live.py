@@ -96,7 +96,7 @@ def prefill_bytes(layer: LayerSpec, serving: Serving) -> float:
         if serving.crossed_rows:  # the mask of cross-attention: repeated as int64, inverted in fp32, cast, filled
             made = max(12 + (w if w < 4 else 0), 9 + 2 * w)
             return serving.crossed_rows * (w * serving.crossed_width + rows.prompt_tokens * made)
-        return R * w * layer.output_size  # a copy that image features are put into, beside the rows looked up
+        return R * w * layer.output_size  # a copy that image features are put into, next to the rows looked up
     if not rows.patches or layer.tower == "audio":
         return 0.0
     R = rows.patches * layer.rows_per_input
@@ -108,7 +108,7 @@ def prefill_bytes(layer: LayerSpec, serving: Serving) -> float:
     if layer.kind == "norm":
         return joined + R * (2 * w * h + _norm_peak(layer, w))
     if layer.kind == "projector" and serving.crossed_rows:
-        return 0.0  # its input is held; the tower's last moments beside it: `stacked_bytes`
+        return 0.0  # its input is held; the tower's last moments next to it: `stacked_bytes`
     if layer.kind == "projector":
         widths = [p.out_width for p in layer_matmuls(layer, 1)]
         inner = widths[0] if len(widths) > 1 else layer.output_size
@@ -137,7 +137,7 @@ def decode_bytes(layer: LayerSpec, serving: Serving) -> float:
 
 
 def _norm_peak(layer: LayerSpec, w: int) -> float:
-    """Bytes a row beside the norm's input: LayerNorm's result, or RMSNorm's fp32 copy with a second one beside it."""
+    """Bytes a row next to the norm's input: LayerNorm's result, or RMSNorm's fp32 copy with a second one next to it."""
     return w * layer.hidden_size if layer.norm == "layer_norm" else 8.0 * layer.hidden_size
 
 
@@ -203,7 +203,7 @@ def _attention_peak(layer: LayerSpec, a: AttentionSpec, serving: Serving, R: flo
 
 
 def _cross_attention_peak(layer: LayerSpec, a: AttentionSpec, serving: Serving, R: float) -> float:
-    """The same with keys and values of `crossed_rows`: k normed in fp32, or both beside their cached copies."""
+    """The same with keys and values of `crossed_rows`: k normed in fp32, or both next to their cached copies."""
     w, C = serving.item_bytes, serving.crossed_rows
     q, k, v = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.value_head_dim
     o = a.num_heads * a.value_head_dim
@@ -232,7 +232,7 @@ def stacked_bytes(model: ModelSpec, serving: Serving) -> FloatArray:
     state = float(w * rows.patches * h)
     always = w * rows.patches_sq + state * patch.rows_out_per_input
     projector = model.layers[vision[-1] + 1]
-    result = w * serving.crossed_rows * projector.hidden_size  # among the held bytes, but no block runs beside it
+    result = w * serving.crossed_rows * projector.hidden_size  # among the held bytes, but no block runs next to it
     num_states = 0
     for i in vision:
         layer = model.layers[i]

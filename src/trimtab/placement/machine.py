@@ -171,7 +171,7 @@ def parse_images(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
 class Workload:
     """The largest batch that is to fit: sequences that run together, all alike.
 
-    Use it to say to `place` what must fit beside the weights. Lengths are in tokens, images in pixels.
+    Use it to say to `place` what must fit next to the weights. Lengths are in tokens, images in pixels.
 
     >>> Workload(batch=4, seq_len=8192).seq_len
     8192

@@ -74,7 +74,7 @@ class Prediction:
 def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, run: GivenRun) -> Prediction:
     """Simulate `run` on the data, step by step; see `trimtab predict`.
 
-    Use it to know seconds, bytes and idle of a run before it starts, or to set one beside a plan.
+    Use it to know seconds, bytes and idle of a run before it starts, or to set one next to a plan.
 
     Raises `PlanError` for what contradicts the cluster or itself, `TrimtabError` for stages that the model does not
     have. A run that does not fit the memory is predicted too, and `variant.fits` says so.

@@ -1,4 +1,4 @@
-"""What a training run writes down beside its plan, one JSON object a line: the run, then each step."""
+"""What a training run writes down next to its plan, one JSON object a line: the run, then each step."""
 
 from __future__ import annotations
 

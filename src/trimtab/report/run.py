@@ -17,8 +17,8 @@ from trimtab.units import format_ratio
 def run_section(details: PlanDetails, log: RunLog) -> str:
     """Tiles, and what was compared; memory where the devices are the plan's."""
     tiles = "".join(tile(*figure) for figure in run_figures(details, log))
-    told = [*run_sentences(details, log), *_memory_sentence(log)]
-    return section("Training run", " ".join(esc(x, 600) for x in told), f'<dl class="tiles">{tiles}</dl>')
+    said = [*run_sentences(details, log), *_memory_sentence(log)]
+    return section("Training run", " ".join(esc(x, 600) for x in said), f'<dl class="tiles">{tiles}</dl>')
 
 
 def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:

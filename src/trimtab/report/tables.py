@@ -131,7 +131,7 @@ _KINDS = (
 def _devices_table(placement: Placement) -> Table:
     """Bytes of every device by kind, and what is free there."""
     largest = max(max(use.total_bytes, use.capacity_bytes or 0) for use in placement.uses)
-    scale = replace(memory_scale([largest]), digits=3)  # a cache or a reserve is small beside the weights
+    scale = replace(memory_scale([largest]), digits=3)  # a cache or a reserve is small compared with the weights
     kinds = [(name, field) for name, field in _KINDS if any(getattr(use, field) for use in placement.uses)]
     return Table(
         title=f"Devices, in {scale.unit}",
@@ -153,7 +153,7 @@ def _devices_table(placement: Placement) -> Table:
 
 
 def _rules_table(placement: Placement, compared: Sequence[Assessed]) -> Table:
-    """This placement beside the public maps."""
+    """This placement next to the public maps."""
     found = [("This placement", placement, ()), *((x.rule, x.placement, x.problems) for x in compared)]
     return Table(
         title="Beside the public maps",
@@ -263,7 +263,7 @@ class KeptRow:
     rows: float  # patches or tokens of the micro-batch, in one image and one sample
     kept_bytes: float  # nothing recomputed
     recomputed_bytes: float  # the layer recomputed
-    transient_bytes: float  # its backward's own, beside those
+    transient_bytes: float  # its backward's own, next to those
 
 
 def kept_rows(
@@ -348,7 +348,7 @@ def print_kinds(rows: tuple[KindRow, ...], profile: Profile, console: Console) -
 
 
 def print_runs(calibration: Calibration, console: Console) -> None:
-    """Each logged run beside the fit; what was fitted stands in the profile's assumptions."""
+    """Each logged run next to the fit; what was fitted stands in the profile's assumptions."""
     table = Table(
         title="Logged runs",
         columns=(Column("Run"), *numeric("Logged", "Fitted", "Error")),

@@ -299,16 +299,16 @@ def process_group(
             dist.destroy_process_group()
         return
     store = _open_store(timeout_s)
-    told = store.clone()
+    said_on = store.clone()
     watch = Watch(
         rank=int(os.environ["RANK"]),
         num_ranks=int(os.environ["WORLD_SIZE"]),
         store=store.clone(),
         give_up_s=timeout_s,
-        give_up=lambda sentence: _give_up(sentence, watch, told),
+        give_up=lambda sentence: _give_up(sentence, watch, said_on),
     )
     try:
-        with _told_once(watch, told, again):
+        with _said_once(watch, said_on, again):
             watch.meet(words or {}, timeout_s)
             timeout = timedelta(seconds=timeout_s + MARGIN_S)
             dist.init_process_group(backend, store=store, rank=watch.rank, world_size=watch.num_ranks, timeout=timeout)
@@ -338,8 +338,8 @@ def _open_store(timeout_s: float) -> Any:
 
 
 @contextmanager
-def _told_once(watch: Watch, store: Any, again: str) -> Iterator[None]:
-    """What ends all ranks is marked as said on all but one; of a connection that broke it is told who has ended."""
+def _said_once(watch: Watch, store: Any, again: str) -> Iterator[None]:
+    """What ends all ranks is marked as said on all but one; where a connection broke it names who has ended."""
     try:
         yield
     except (TrimtabError, OSError, RuntimeError, CheckpointException) as problem:

@@ -37,7 +37,7 @@ _PRODUCTS = frozenset(
     {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}  # the last: experts
 )
 _KEPT: Mapping[str, frozenset[Any]] = MappingProxyType({"selective": _PRODUCTS | _ATTENTION, "full": frozenset()})
-"""Operations whose results a layer holds beside its inputs, by granularity."""
+"""Operations whose results a layer holds apart from its inputs, by granularity."""
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """What Transformers calls the key/value cache that it hands to a layer."""

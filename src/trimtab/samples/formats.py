@@ -261,7 +261,7 @@ _CUT = 16  # characters: an error so near the end of what was read may be the cu
 def read_json_list(path: Path) -> Iterator[tuple[object, int]]:
     """The elements of the list, each with the number of characters read so far.
 
-    `SampleError` where the file stops being one JSON list: what stands after that place cannot be told apart.
+    `SampleError` where the file stops being one JSON list: what follows cannot be read.
     """
     with path.open("rb") as file:
         text = _Text(file)
@@ -270,8 +270,8 @@ def read_json_list(path: Path) -> Iterator[tuple[object, int]]:
         except json.JSONDecodeError as error:
             raise _broken(path, f"{error.msg} at character {text.before + error.pos}") from None
         except (ValueError, RecursionError) as error:
-            told = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise _broken(path, f"{told}, after character {text.before + text.at}") from None
+            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise _broken(path, f"{reason}, after character {text.before + text.at}") from None
 
 
 def _broken(path: Path, reason: str) -> SampleError:

@@ -230,8 +230,8 @@ def read_frames(file: BinaryIO, name: str, indices: Sequence[int]) -> npt.NDArra
         for number, frame in enumerate(container.decode(stream)):
             if number in wanted:
                 if (frame.height, frame.width) != sides:
-                    told = f"frame {number} of {frame.width} x {frame.height} pixels after a header of another size"
-                    raise BadRecordError("video", f"{name} holds {told}: {_DAMAGED}")
+                    damage = f"frame {number} of {frame.width} x {frame.height} pixels after a header of another size"
+                    raise BadRecordError("video", f"{name} holds {damage}: {_DAMAGED}")
                 found[number] = frame.to_ndarray(format="rgb24")
             if len(found) == len(wanted):
                 break

@@ -114,7 +114,7 @@ class Record:
     key: str | None = None  # of a tar sample
     images: tuple[bytes, ...] | None = None  # members of a tar sample
     problem: BadRecordError | None = None
-    blank: bool = False  # a line that holds no record, told because it counts as a line
+    blank: bool = False  # a line that holds no record: it counts as a line
 
 
 TOO_DEEP = "nested too deeply"

@@ -101,10 +101,10 @@ def layout_of(path: Path, kind: Format) -> Layout:
         return Layout(names=tuple(groups.names), counts=tuple(groups.counts))
     with limited_child(network=isinstance(path, Address)) as child:
         try:
-            told = json.loads(child.ask(f"{__name__}:layout", path, kind))
+            answer = json.loads(child.ask(f"{__name__}:layout", path, kind))
         except ChildEndedError as error:
             raise unreadable(path, kind, error) from None
-    return Layout(names=tuple(told["names"]), counts=tuple(told["counts"]))
+    return Layout(names=tuple(answer["names"]), counts=tuple(answer["counts"]))
 
 
 def layout(path: Path, kind: Format) -> bytes:

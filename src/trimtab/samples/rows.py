@@ -43,7 +43,7 @@ class Video:
 
 
 def column_videos(record: Mapping[str, object]) -> list[Video]:
-    """The videos of `video` or `videos`: a path each, or a list of frames; facts beside a lone one are its own."""
+    """The videos of `video` or `videos`: a path each, or a list of frames; facts next to a lone one are its own."""
     present = [key for key in ("video", "videos") if record.get(key) not in (None, "", [])]
     if len(present) == 2 and record["video"] != record["videos"]:
         raise BadRecordError("type", "the record has both 'video' and 'videos', and they differ: keep one of them")
@@ -123,7 +123,7 @@ def _are_frames(values: list[object] | tuple[object, ...]) -> bool:
 
 T = TypeVar("T")
 
-_ROLES = {  # ShareGPT's names beside OpenAI's
+_ROLES = {  # ShareGPT's names next to OpenAI's
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -448,7 +448,7 @@ def _tools(record: Mapping[str, object]) -> tuple[object, ...] | None:
 
 
 def _arguments(record: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
-    """`chat_template_kwargs`, and what TRL hands on beside it: names that templates know."""
+    """`chat_template_kwargs`, and what TRL hands on next to it: names that templates know."""
     given = record.get("chat_template_kwargs")
     if isinstance(given, str) and given.strip():
         try:

@@ -109,23 +109,23 @@ def size_samples(
             seen = size_all(replace(settings, image_rule=SizesAlone(), clip_rule=None, tokenizer=None))
             image_rule.prepare(sizes_in([part for file_parts in seen for part in file_parts]))
         parts = size_all(settings, progress=progress)
-        unused = sorted({name for file_parts in parts for part in file_parts for name in part.unused})
-        if unused:
-            assumptions.append(
-                f"fields that are not read: {', '.join(map(shorten, unused[:_MOST_NAMED]))}"
-                f"{', ...' if len(unused) > _MOST_NAMED else ''} (--columns says what a field means)"
-            )
-        num_pairs = sum(part.num_pairs for file_parts in parts for part in file_parts)
-        if num_pairs:
-            assumptions.append(
-                f"{num_pairs:,} samples are pairs of answers: each counts as two sequences with its images twice"
-            )
-        if any(part.numbers[:, 0].any() for file_parts in parts for part in file_parts):
-            assumptions.append(_EXIF_ASSUMPTION[exif])
+        assumptions += _said_of([part for file_parts in parts for part in file_parts], exif)
         if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):
             assumptions.append(f"videos are sampled with {asked}: train with the same")
     parts = [_left_in(source, file_parts, max_tokens) for source, file_parts in zip(sources, parts, strict=True)]
     return _result(sources, parts, on_bad, assumptions, None if ready else write_rule(image_rule))
+
+
+def _said_of(parts: Sequence[Part], exif: Exif) -> Iterator[str]:
+    """Yield what the sizes of these records assume."""
+    unused = sorted({name for part in parts for name in part.unused})
+    if unused:
+        named = ", ".join(map(shorten, unused[:_MOST_NAMED])) + (", ..." if len(unused) > _MOST_NAMED else "")
+        yield f"fields that are not read: {named} (--columns says what a field means)"
+    if num_pairs := sum(part.num_pairs for part in parts):
+        yield f"{num_pairs:,} samples are pairs of answers: each counts as two sequences with its images twice"
+    if any(part.numbers[:, 0].any() for part in parts):
+        yield _EXIF_ASSUMPTION[exif]
 
 
 def _is_remote(sources: Sequence[SourceFile], root: Path | None) -> bool:

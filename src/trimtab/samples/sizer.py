@@ -141,15 +141,11 @@ class Sizer:
                 sized.append(self._rendered(read))
             except _FAILURES as error:
                 bad.append(_bad(chunk, read.line, read.name, error))
-        if with_videos:
-            sized.sort(key=lambda x: x.line)
-            bad.sort(key=lambda x: x.line or 0)
-        counted = self._count_all(sized, broken)
-        refused = [(x, error) for x, error in zip(sized, counted, strict=True) if isinstance(error, BadRecordError)]
-        if refused:
-            bad += [_bad(chunk, x.line, x.name, error) for x, error in refused]
-            bad.sort(key=lambda sample: sample.line or 0)
-        counts = [(x, num) for x, num in zip(sized, counted, strict=True) if isinstance(num, int)]
+        sized.sort(key=lambda x: x.line)
+        both = list(zip(sized, self._count_all(sized, broken), strict=True))
+        bad += [_bad(chunk, x.line, x.name, error) for x, error in both if isinstance(error, BadRecordError)]
+        bad.sort(key=lambda sample: sample.line or 0)
+        counts = [(x, num) for x, num in both if isinstance(num, int)]
         sized, rows = [x for x, _ in counts], [numbers_of(x.images, num) for x, num in counts]
         codes: dict[str, int] = {}
         source = np.array([codes.setdefault(x.source, len(codes)) for x in sized], np.int32)
@@ -254,8 +250,8 @@ class Sizer:
 def _bad(chunk: Chunk, line: int, name: str | None, error: BaseException) -> BadSample:
     if isinstance(error, BadRecordError):
         return BadSample.of(chunk.file, line, name, error.kind, str(error))
-    told = "it takes too much memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
-    return BadSample.of(chunk.file, line, name, "reader", f"{shorten(told, 160)}; {_MADE_TO_FAIL}")
+    reason = "it takes too much memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {error}"
+    return BadSample.of(chunk.file, line, name, "reader", f"{shorten(reason, 160)}; {_MADE_TO_FAIL}")
 
 
 # -- the parent: chunks spread over children, parts in order -----------------------------------------------------------

@@ -229,7 +229,7 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
         yield from found
         return
     files = sorted(name for name in entries if name not in _NO_DATA and format_of_name(entries[name]) is not None)
-    files = [name for name in files if not entries[name].is_dir()]  # a link to nowhere is told when it is read
+    files = [name for name in files if not entries[name].is_dir()]  # a link to nowhere is named when it is read
     if files:
         kinds = sorted({str(format_of_name(entries[name])) for name in files})
         if len(kinds) > 1:

@@ -380,7 +380,9 @@ def _file_row(file: SizedFile) -> list[str]:
 
 def _sized_files(meta: Mapping[str, Any]) -> tuple[SizedFile, ...]:
     rows = [[str(text) for text in row] for row in meta.get("files", ())]
-    return tuple(SizedFile(path=path, blake2b=told, media_root=root[0] if root else None) for path, told, *root in rows)
+    return tuple(
+        SizedFile(path=path, blake2b=digest, media_root=root[0] if root else None) for path, digest, *root in rows
+    )
 
 
 def bad_from_dict(fields: Mapping[str, Any]) -> BadSample:

@@ -39,7 +39,7 @@ MARKS = ("\ue0f0", "\ue0f1")
 
 
 def find_template(tokenizer: Path) -> str | None:
-    """The template that lies beside a tokenizer.json, in the order Transformers 5 looks; None if there is none."""
+    """The template that lies next to a tokenizer.json, in the order Transformers 5 looks; None if there is none."""
     folder = tokenizer.parent
     for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
         if (path := folder / name).is_file() and (template := read_template(path)) is not None:

@@ -75,7 +75,8 @@ class Trace:
         places = {layer.name: place for place, layer in enumerate(self.layers)}
         unknown = sorted(set(names) - places.keys())
         if unknown:
-            raise TrimtabError(f"no layer traced is {', '.join(unknown)}: name them as {next(iter(places), 'none')}")
+            known = next(iter(places), "none")
+            raise TrimtabError(f"{', '.join(unknown)} are none of {len(places)} layers traced: name them as {known}")
         return frozenset(place for name in names if self.layers[place := places[name]].keeps)
 
 

@@ -94,7 +94,7 @@ class Batches:
 
     @property
     def has_grid(self) -> bool:
-        """Return whether images of any size come as patches beside a table of sizes."""
+        """Return whether images of any size come as patches next to a table of sizes."""
         return (
             self._chosen is not None and self._chosen.images is not None and self.images.has_grid(self._chosen.images)
         )

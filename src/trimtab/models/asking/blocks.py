@@ -125,7 +125,7 @@ class _Attention:
 
 
 def _around(module: Any, name: str) -> Any:
-    """The module that holds the one of that path: BERT keeps attention's output beside q, k and v."""
+    """The module that holds the one of that path: BERT keeps attention's output next to q, k and v."""
     return module.get_submodule(name.rpartition(".")[0])
 
 
@@ -219,7 +219,7 @@ def _match_mlp(linears: list[Any], hidden: int, *, quick: bool) -> MlpSpec | Non
 
 
 def _find_experts(module: Any) -> _Experts | None:
-    """Experts as matrices of three dimensions with one router beside them; the innermost module that holds two."""
+    """Experts as matrices of three dimensions with one router next to them; the innermost module that holds two."""
     for part in reversed(list(module.modules())):
         convolutions = {id(x.weight) for x in part.modules() if isinstance(x, (nn.Conv1d, nn.ConvTranspose1d))}
         stacked = {

@@ -159,7 +159,7 @@ class Ran:
     pair_flops: float = 0.0  # of fused attention, nothing masked
     other_flops: float = 0.0  # of products of rows with rows outside of it
     kept_bytes: float = 0.0  # between forward and backward, parameters aside
-    num_together: int = 1  # images that one call of attention holds beside each other
+    num_together: int = 1  # images that one call of attention holds next to each other
     # fused attention as it was called; keys that were copied to every query head count as so many
     attention: AttentionSpec | None = None
     cache_bytes: float = 0.0  # that the cache grew by

@@ -153,7 +153,7 @@ class Looker:
                 return
         begin, end = (self._word(self.processor, f"image_{x}_token", f"{x}_image_token") for x in ("start", "end"))
         prompts = [token * count, (begin + token + end) * count, "<image>" * count, NO_IMAGE]
-        if not self._expands(kind):  # its tokens stand beside the text, not in it
+        if not self._expands(kind):  # its tokens stand next to the text, not in it
             prompts.reverse()
         for device in ("meta", "cpu", "pil"):
             for nested in (False, True):
@@ -292,7 +292,7 @@ def _differs_in_sample(looker: Looker) -> bool:
 
 
 def _extra_rows(config: Any, looker: Looker) -> int:
-    """Class tokens and registers of each input: rows of the tower beside its patches; 0 where it cannot run."""
+    """Class tokens and registers of each input: rows of the tower next to its patches; 0 where it cannot run."""
     try:
         model = build(config)
         units = split_units(model)

@@ -53,7 +53,7 @@ class ImageSource:
         return found if copies == 1 else {name: torch.cat([x] * copies) for name, x in found.items()}
 
     def has_grid(self, choice: int) -> bool:
-        """Return whether patches of all images lie in one tensor, beside a table of their sizes."""
+        """Return whether patches of all images lie in one tensor, next to a table of their sizes."""
         return any("grid" in name for name in self.draw(choice, 1))
 
     def _calls(self, times: int) -> Iterator[Values]:
@@ -149,7 +149,7 @@ def text_calls(model: Any, num_tokens: int) -> Iterator[Values]:
 def image_calls(model: Any, units: list[Unit], encode: Any, *, side: int = 16, times: int = 1) -> Iterator[Values]:
     """Keyword arguments of `get_image_features`, or of a tower: what processors give, by the names that are taken.
 
-    Where patches come beside a grid, one image of about `side`^2 x `times` patches; else `times` images of the
+    Where patches come next to a grid, one image of about `side`^2 x `times` patches; else `times` images of the
     configuration's size.
     """
     inner = getattr(
@@ -211,7 +211,7 @@ class _Shape:
 
 
 def _grids(s: _Shape, taken: set[str]) -> Iterator[Values]:
-    """Patches of all images in one tensor, beside a table of (frames, height, width)."""
+    """Patches of all images in one tensor, next to a table of (frames, height, width)."""
     one = s.channels * s.patch * s.patch
     widths = dict.fromkeys((*s.values, one * s.frames, one, one * s.merge**2, one * s.frames * s.merge**2))
     for name in ("image_grid_thw", "grid_thw", "image_grid_hw", "grid_thws"):
@@ -227,7 +227,7 @@ def _grids(s: _Shape, taken: set[str]) -> Iterator[Values]:
 
 
 def _sized(s: _Shape, taken: set[str]) -> Iterator[Values]:
-    """Patches of each image by itself, beside its sizes or the places of its patches."""
+    """Patches of each image by itself, next to its sizes or the places of its patches."""
     one, rows = s.channels * s.patch * s.patch, s.high * s.wide
     patches = s.patches(one)[None]
     for name in ("spatial_shapes", "target_sizes", "tgt_sizes"):
@@ -294,7 +294,7 @@ def _tiles(model: Any, s: _Shape, taken: set[str]) -> Iterator[Values]:
 
 
 def _bare(s: _Shape) -> Iterator[Values]:
-    """Patches of one image with nothing beside them: their numbers in a row, or frames of pixels, channels last."""
+    """Patches of one image with nothing next to them: their numbers in a row, or frames of pixels, channels last."""
     for width in s.values:
         yield {"pixel_values": s.patches(width)[None]}
     one = (s.frames, s.patch, s.patch, s.channels)

@@ -33,7 +33,7 @@ class InternVLChatConfig(transformers.InternVLConfig):  # type: ignore[misc] # T
     """Transformers' configuration of a folder whose weights carry OpenGVLab's names."""
 
     model_type = REMOTE  # Transformers finds the names below by it
-    # beside its fields: `published`, those of the folder's config.json
+    # next to its fields: `published`, those of the folder's config.json
 
 
 # the first that fits is taken, in either direction

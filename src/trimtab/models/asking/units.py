@@ -23,7 +23,7 @@ _BEHIND = re.compile(r"newline|separator")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Unit:
-    """A module, or one parameter that lies beside modules."""
+    """A module, or one parameter that lies next to modules."""
 
     path: str
     tower: Tower
@@ -70,7 +70,7 @@ def forward_order(units: Sequence[Unit], times: Mapping[str, float]) -> list[int
         rank = _RANK[unit.tower]
         time = float(times.get(unit.path, last[rank]))
         if unit.tower == "language" and hasattr(unit.module, "num_embeddings"):
-            time = -1.0  # text is embedded beside the images
+            time = -1.0  # text is embedded next to the images
         elif unit.module is None and unit.tower == "projector" and _BEHIND.search(unit.path):
             time = float("inf")  # put between features that are there
         else:

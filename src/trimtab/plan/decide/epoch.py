@@ -52,7 +52,7 @@ def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> 
     if len(samples) == 0:
         raise PlanError("there is no sample to plan: give a data set that holds some")
     refuse_stored(model, options.lora)
-    # samples longer than the model's positions train, and are told to the reader
+    # samples longer than the model's positions train, and the plan names them
     notes = TILES_ASSUMPTION if samples.patch_unit == "tiles" else ()
     most = model.max_positions
     if most is not None and (too_long := int((samples.num_tokens > most).sum())):

@@ -3,7 +3,7 @@
 A member has a lower bound of its step:
 
     u T / (1 - (1 - 1/M)^P) + S      1F1B and GPipe: M micro-batches on P stages in sequence
-    max(u B, T) + S                  interleaved: B is T M / P and a V-th of what 1F1B waits beside it (heuristic)
+    max(u B, T) + S                  interleaved: B is T M / P and a V-th of what 1F1B waits on top (heuristic)
     max(u T M / P, 2/3 T) + S        others, which fill their bubble: one micro-batch passes all stages, and waits for
                                      all but weight gradients, which are put off
 

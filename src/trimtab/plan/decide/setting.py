@@ -36,7 +36,7 @@ _KINDS = (
     "pipeline",
     "pipeline and tensor parallel",
 )
-_LISTED = 6  # fastest settings in the plan, beside the fastest of every kind
+_LISTED = 6  # fastest settings in the plan, and the fastest of every kind
 
 
 def complexity(setting: SettingEstimate) -> tuple[int, ...]:

@@ -121,7 +121,7 @@ def _changed_files(plan: Plan, folder: Path, *, missing: bool = True) -> Iterato
 def _changed_model(found: ReloadedPlan) -> Iterator[str]:
     model = found.case.model
     if model_fingerprint(model) != found.plan.inputs.model.layers_blake2b:
-        yield (f"{found.plan.inputs.model.name} has other layers or image sizes now: run `trimtab plan` again")
+        yield f"{found.plan.inputs.model.name} has other layers or image sizes now: run `trimtab plan` again"
     for stage in found.stages[1:]:
         if stage.start in model.forbidden_cuts:
             reason = model.forbidden_cut_reason or "the framework that the plan is for cannot make it"
@@ -204,7 +204,7 @@ def _old_claims(found: ReloadedPlan) -> Iterator[str]:
     for name in ("step_ms", "epoch_s", "samples_per_s", "peak_memory_gib", "fits"):
         other += _differences(f"variants[-1].{name}", getattr(row, name), getattr(true_row, name))
     if other:
-        yield (f"the estimates are not the decisions' ({'; '.join(other[:3])}): run `trimtab plan` again")
+        yield f"the estimates are not the decisions' ({'; '.join(other[:3])}): run `trimtab plan` again"
     if plan.summary != summarise(plan.inputs, plan.decisions, said, trained=say_trained(case)):
         yield "the summary is not that of the plan's decisions and estimates: run `trimtab plan` again"
 
@@ -230,4 +230,4 @@ def _divided_tower(found: ReloadedPlan) -> Iterator[str]:
     if vision is None or len(found.stages) == 1:
         return
     if found.stages[0].stop in tower_cuts(found.case.model):
-        yield (f"{vision.decision.group} ranks share images: keep tower and projector on stage 0, or plan without")
+        yield f"{vision.decision.group} ranks share images: keep tower and projector on stage 0, or plan without"

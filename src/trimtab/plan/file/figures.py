@@ -66,7 +66,7 @@ from trimtab.units import (
 class PlanDetails:
     """A plan with everything it was computed from; what `make_plan` returns and `write_plan` saves.
 
-    Use `plan` for the decisions and `variants` for the figures beside the baseline; `make_plan` has an example.
+    Use `plan` for the decisions and `variants` for the figures next to the baseline; `make_plan` has an example.
     """
 
     plan: Plan
@@ -77,7 +77,7 @@ class PlanDetails:
     profile: Profile
     memory_cap_bytes: float  # per device: what it may be expected to hold
     variants: tuple[Variant, ...]  # other baselines, the baseline, decisions one by one, the plan last
-    # file name -> content of what lies beside the plan file, as its hashes name it
+    # file name -> content of what lies next to the plan file, as its hashes name it
     tables: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ def assemble_plan(
     setting_error: float = 0.0,
     tips: tuple[TipEstimate, ...] = (),
 ) -> PlanDetails:
-    """The plan of a decided case, and the tables beside it: their bytes are hashed here and written by `write_plan`."""
+    """The plan of a decided case, and its tables: their bytes are hashed here and written by `write_plan`."""
     tables = case_tables(case)
     files = {name: name_table(name, content) for name, content in tables.items()}
     inputs = describe_inputs(case, origin, files=files, mixture=mixture)
@@ -160,7 +160,7 @@ def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, table
 
 
 def case_tables(case: Case) -> dict[str, bytes]:
-    """File name -> content of what lies beside the plan."""
+    """File name -> content of what lies next to the plan."""
     tables = {SAMPLES_FILE: table_bytes(case.samples), **pack_contents(case.packing, case.schedule)}
     if case.options.profile is not None:
         tables[PROFILE_FILE] = profile_bytes(case.options.profile)

@@ -69,7 +69,7 @@ def cover_problems(plan: Plan, epoch: Epoch, packed: PackResult) -> Iterator[str
         yield f"{int((missing_times < 0).sum())} samples are packed {often}: run `trimtab plan` again"
     missing = int(missing_times[missing_times > 0].sum())
     if missing != plan.decisions.packing.num_oversize:
-        yield (f"{missing} samples are in no pack, not {plan.decisions.packing.num_oversize}: run `trimtab plan` again")
+        yield f"{missing} samples are in no pack, not {plan.decisions.packing.num_oversize}: run `trimtab plan` again"
     runs = np.bincount(table[table >= 0], minlength=packing.num_packs)
     if (runs != 1).any():
         yield f"{int((runs != 1).sum())} packs are not run exactly once: run `trimtab plan` again"

@@ -1,4 +1,4 @@
-"""Plan files: YAML in fixed key order, a row a line, large tables as .npy beside it; complete, or not there."""
+"""Plan files: YAML in fixed key order, a row a line, large tables as .npy next to it; complete, or not there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pack_contents(packing: Packing, schedule: Schedule) -> dict[str, bytes]:
 
 
 def name_table(name: str, content: bytes) -> TableFile:
-    """Return what the plan says of a table that lies beside it."""
+    """Return what the plan says of a table that lies next to it."""
     return TableFile(file=name, blake2b=blake2b(content))
 
 

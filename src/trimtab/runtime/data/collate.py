@@ -319,7 +319,7 @@ class PackedCollator:
         return rows if family.text_row else rows[1:]
 
     def _apart(self, family: PackFormat, pack: Sequence[ProcessedSample], lengths: Sequence[int]) -> dict[str, Any]:
-        """Return what keeps samples apart beside the positions: lengths, numbers, masks, token types."""
+        """Return what keeps samples apart in addition to the positions: lengths, numbers, masks, token types."""
         apart: dict[str, Any] = {}
         if self.attention == "flash_attention_2" or family.stateful:
             offsets, longest = cumulative_lengths(lengths), max(lengths)
@@ -399,7 +399,7 @@ def _problems_of(collator: PackedCollator) -> list[str]:
     loaded = getattr(text, "_attn_implementation", None)
     both_flash = "flash" in str(loaded) and collator.attention == "flash_attention_2"  # 3, or a kernel from the Hub
     if loaded is not None and loaded != collator.attention and not both_flash:
-        problems.append(f"the model has {loaded} attention, the collator {collator.attention!r}: give one to both")
+        problems.append(f"attn_implementation is {loaded}, attention {collator.attention!r}: give one to both")
     if collator.attention == "flash_attention_2" and family.sees is not None:
         problems.append(f"images of {collator.config.model_type} see themselves whole: load it with sdpa")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all") and family.sees is None:

@@ -70,7 +70,7 @@ class ProcessedSample:
 
     @property
     def grids(self) -> dict[str, Tensor]:
-        """Return what M-RoPE positions depend on beside the token types."""
+        """Return what M-RoPE positions depend on apart from the token types."""
         return {key: self.images[key] for key in GRIDS if key in self.images}
 
 

@@ -18,7 +18,7 @@ from trimtab.models.asking.inputs import image_token
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import MissingSample, make_text_filler
 from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS
-from trimtab.runtime.data.tables import Cursor, PlanTables, cursor_from_state, cursor_to_state, make_deal, open_tables
+from trimtab.runtime.data.tables import Cursor, PlanTables, cursor_from_state, cursor_to_state, make_order, open_tables
 from trimtab.specs import SampleTable
 
 logger = logging.getLogger("trimtab")
@@ -29,7 +29,7 @@ _COUNTERS = 256  # one for each worker process that may count at the same time
 class PlanBatchSampler(Sampler[list[int]]):
     """Micro-batches of one rank as lists of sample rows, an epoch at a time; [] is an empty pack.
 
-    Use it as `DataLoader(data, batch_sampler=...)` in a plain loop. Already per rank: nothing may deal its batches out
+    Use it as `DataLoader(data, batch_sampler=...)` in a plain loop. Already per rank: nothing may divide its batches
     again. In an Accelerate run use `PlanDataLoader`, for a Transformers `Trainer` `balanced`. Every iteration
     begins where `set_epoch` or `load_state_dict` put it, and ends with that epoch.
 
@@ -52,7 +52,7 @@ class PlanBatchSampler(Sampler[list[int]]):
         reshuffle: bool = True,
     ) -> None:
         tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
-        self.deal = make_deal(tables, dp=dp, num_microbatches=num_microbatches, reshuffle=reshuffle)
+        self.order = make_order(tables, dp=dp, num_microbatches=num_microbatches, reshuffle=reshuffle)
         if not 0 <= rank < dp:
             raise PlanError(f"rank {rank} is not one of {dp} ranks: give 0 to {dp - 1}")
         self.rank = rank
@@ -66,22 +66,22 @@ class PlanBatchSampler(Sampler[list[int]]):
     def batch_size(self) -> int | None:
         """None: packs differ in size.
 
-        Accelerate asks for it where it is about to deal the batches out to the ranks a second time, which would lose
+        Accelerate asks for it where it is about to divide them among the ranks a second time, which would lose
         all but one in dp of them silently (accelerate 1.15, `BatchSamplerShard`).
         """
-        if self.deal.dp > 1:
+        if self.order.dp > 1:
             raise PlanError(
-                f"batches of rank {self.rank} of {self.deal.dp} are shared twice: give a PlanDataLoader, or a Trainer "
+                f"batches of rank {self.rank} of {self.order.dp} are shared twice: give a PlanDataLoader, or a Trainer "
                 "to trimtab.balanced"
             )
         return None
 
     def __len__(self) -> int:
         """Micro-batches of a whole epoch, the same for every rank."""
-        return self.deal.num_microbatches_left(Cursor())
+        return self.order.num_microbatches_left(Cursor())
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.deal.microbatches(self.rank, self.cursor)
+        return self.order.microbatches(self.rank, self.cursor)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; stay where the run stands if it is in that epoch already."""
@@ -93,11 +93,11 @@ class PlanBatchSampler(Sampler[list[int]]):
 
         A loader with workers draws batches ahead of their use, so the sampler cannot count them: `PlanDataLoader` does.
         """
-        return cursor_to_state(self.deal, self.deal.advance(self.cursor, num_batches))
+        return cursor_to_state(self.order, self.order.advance(self.cursor, num_batches))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to where a run with this plan stood, on any number of ranks; see `cursor_from_state`."""
-        self.cursor = cursor_from_state(self.deal, state)
+        self.cursor = cursor_from_state(self.order, state)
 
 
 class PlanDataLoader(DataLoader[Any]):
@@ -167,7 +167,7 @@ class PlanDataLoader(DataLoader[Any]):
     def _settle(self) -> PlanBatchSampler:
         """Move the sampler's own place to after the batches used."""
         sampler = self._plan_sampler
-        sampler.cursor = sampler.deal.advance(sampler.cursor, self._num_used)
+        sampler.cursor = sampler.order.advance(sampler.cursor, self._num_used)
         self._num_used = 0
         return sampler
 

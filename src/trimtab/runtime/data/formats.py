@@ -56,7 +56,7 @@ def smallest_image(kind: Smallest | Callable[[Any], SmallestImage], config: Any)
 
 
 def _one_block(config: Any) -> SmallestImage:
-    """Patches of all images in one tensor, beside a grid: the block that leaves one token."""
+    """Patches of all images in one tensor, next to a grid: the block that leaves one token."""
     vision = vision_config(config)
     merge = vision.spatial_merge_size
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

@@ -148,7 +148,7 @@ def _map_array(folder: Path, name: str) -> npt.NDArray[np.int64]:
 #
 # The order of an epoch is one sequence of packs that does not depend on dp: steps of the plan in the epoch's order, in
 # each the micro-batches in turn, in each the ranks in turn. dp ranks take dp consecutive packs at a time (a *row*), and
-# M rows are a step. The place in it is told by packs, so that a run may go on with another dp.
+# M rows are a step. The place in it is counted in packs, so that a run may go on with another dp.
 
 
 _KEYS = ("plan", "epoch", "packs_done", "microbatches_done", "dp", "num_microbatches", "seed", "reshuffle")
@@ -164,7 +164,7 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deal:
+class PackOrder:
     """Which packs each of dp ranks gets when; every rank gets equally many micro-batches in every step.
 
     Epoch 0 runs the plan's steps as they stand; with `reshuffle` later epochs run them in another order, decided by
@@ -236,13 +236,13 @@ def _order_of_steps(num_steps: int, seed: int, epoch: int) -> IntArray:
     return order
 
 
-def make_deal(
+def make_order(
     tables: PlanTables,
     *,
     dp: int,
     num_microbatches: int | None = None,
     reshuffle: bool = True,
-) -> Deal:
+) -> PackOrder:
     """Return a plan's packs for `dp` ranks; without `num_microbatches`, as many as keep the plan's packs per step.
 
     Raises `PlanError` for settings that share nothing.
@@ -257,7 +257,7 @@ def make_deal(
         problems.append(f"{dp} ranks do not divide the {slots} packs of a step: give num_microbatches")
     if problems:
         raise PlanError(join_problems(problems))
-    return Deal(
+    return PackOrder(
         tables=tables,
         dp=dp,
         num_microbatches=slots // dp if num_microbatches is None else num_microbatches,
@@ -266,19 +266,19 @@ def make_deal(
     )
 
 
-def cursor_to_state(deal: Deal, cursor: Cursor) -> dict[str, str | int]:
+def cursor_to_state(order: PackOrder, cursor: Cursor) -> dict[str, str | int]:
     """The place as plain text and numbers, for a checkpoint; with what must be the same to go on from it."""
     return {
-        "plan": deal.tables.digest,
+        "plan": order.tables.digest,
         **asdict(cursor),
-        "dp": deal.dp,
-        "num_microbatches": deal.num_microbatches,
-        "seed": deal.seed,
-        "reshuffle": int(deal.reshuffle),
+        "dp": order.dp,
+        "num_microbatches": order.num_microbatches,
+        "seed": order.seed,
+        "reshuffle": int(order.reshuffle),
     }
 
 
-def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
+def cursor_from_state(order: PackOrder, state: Mapping[str, Any]) -> Cursor:
     """The place a state names; `PlanError` where it belongs to another plan or order.
 
     dp and the number of micro-batches may differ between the runs if the state was taken between two steps. So may the
@@ -289,32 +289,32 @@ def cursor_from_state(deal: Deal, state: Mapping[str, Any]) -> Cursor:
     if wrong:
         raise PlanError(f"the state has no usable {', '.join(wrong)}: give what state_dict() returned")
     problems, packs_done = [], state["packs_done"]
-    if deal.tables.continues is not None and state["plan"] == deal.tables.continues[0]:
-        steps, between = divmod(packs_done, deal.tables.continues[1])
-        packs_done = steps * deal.tables.dp * deal.tables.num_microbatches
+    if order.tables.continues is not None and state["plan"] == order.tables.continues[0]:
+        steps, between = divmod(packs_done, order.tables.continues[1])
+        packs_done = steps * order.tables.dp * order.tables.num_microbatches
         if between:
             problems.append("the state was taken inside a step of the plan before: resume from one between two steps")
-    elif state["plan"] != deal.tables.digest:
+    elif state["plan"] != order.tables.digest:
         problems.append(
-            f"the state is of plan {state['plan']}, not {deal.tables.digest}: resume with the plan of the run"
+            f"the state is of plan {state['plan']}, not {order.tables.digest}: resume with the plan of the run"
         )
-    if state["seed"] != deal.seed or bool(state["reshuffle"]) != deal.reshuffle:
+    if state["seed"] != order.seed or bool(state["reshuffle"]) != order.reshuffle:
         problems.append(
-            f"the state has seed {state['seed']}, reshuffle {bool(state['reshuffle'])}, not {deal.seed}, "
-            f"{deal.reshuffle}: resume with these"
+            f"the state has seed {state['seed']}, reshuffle {bool(state['reshuffle'])}, not {order.seed}, "
+            f"{order.reshuffle}: resume with these"
         )
-    same = (state["dp"], state["num_microbatches"]) == (deal.dp, deal.num_microbatches)
+    same = (state["dp"], state["num_microbatches"]) == (order.dp, order.num_microbatches)
     if state["microbatches_done"] and not same:
         problems.append(
             f"the state lies inside a step of {state['num_microbatches']} micro-batches on {state['dp']} ranks, not "
-            f"{deal.num_microbatches} on {deal.dp}: resume as before"
+            f"{order.num_microbatches} on {order.dp}: resume as before"
         )
     cursor = Cursor(epoch=state["epoch"], packs_done=packs_done, microbatches_done=state["microbatches_done"])
-    beyond = cursor.packs_done > 0 and cursor.packs_done >= deal.tables.num_places
-    if not problems and (beyond or cursor.microbatches_done >= deal.num_microbatches):
+    beyond = cursor.packs_done > 0 and cursor.packs_done >= order.tables.num_places
+    if not problems and (beyond or cursor.microbatches_done >= order.num_microbatches):
         problems.append(
-            f"no step is at place {cursor.packs_done} of {deal.tables.num_places}, micro-batch "
-            f"{cursor.microbatches_done} of {deal.num_microbatches}: resume from another checkpoint"
+            f"no step is at place {cursor.packs_done} of {order.tables.num_places}, micro-batch "
+            f"{cursor.microbatches_done} of {order.num_microbatches}: resume from another checkpoint"
         )
     if problems:
         raise PlanError(join_problems(problems))

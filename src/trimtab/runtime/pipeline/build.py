@@ -223,7 +223,7 @@ Links: TypeAlias = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCheck:
-    """Relative errors of the stages beside the model's own forward and backward."""
+    """Relative errors of the stages next to the model's own forward and backward."""
 
     loss: float
     gradients: float  # of all parameters as one vector

@@ -49,7 +49,7 @@ Rule = tuple[str | None, Fraction]
 class SizeRules:
     """Every rule for each dimension that all micro-batches seen so far have obeyed.
 
-    A size is foretold where the rules that are left agree. Where they do not, `None` asks for one more observation,
+    A size is predicted where the rules that are left agree. Where they do not, `None` asks for one more observation,
     which leaves fewer of them: after two or three micro-batches no more is asked.
     """
 

@@ -174,14 +174,14 @@ class ImageDispatch:
             self._check_form([x for kinds in inputs for x in kinds.values()])
         except TrimtabError as error:
             problem = error
-        told = self.control.gather_unless(
+        answers = self.control.gather_unless(
             problem,
             "the start of a step",
             (len(microbatches), self.settings_mark),
             failed="data-parallel rank {} refused its images: see its own message",
         )
         # as many micro-batches and one plan on all ranks
-        numbers, marks = zip(*told, strict=True)
+        numbers, marks = zip(*answers, strict=True)
         if others := differing_ranks(numbers):
             raise TrimtabError(
                 f"data-parallel rank {listed(others)} runs {numbers[others[0]]} micro-batches in a step and the others "

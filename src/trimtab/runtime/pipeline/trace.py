@@ -133,7 +133,7 @@ def hollow_copy(
 
 
 def find_layer(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
-    """Return a layer is a module, or a parameter that lies beside modules."""
+    """Return a layer is a module, or a parameter that lies next to modules."""
     parent, _, name = path.rpartition(".")
     found = getattr(model.get_submodule(parent), name)
     assert isinstance(found, (nn.Module, nn.Parameter))

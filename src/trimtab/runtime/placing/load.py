@@ -46,13 +46,13 @@ def load_placed(
     Use this in place of `from_pretrained(device_map=...)`. docs/howto-serve.md shows it.
 
     A GPU's number, "cpu" or "disk" for each module; None puts all on the first accelerator, or on the CPU. Modules on
-    "cpu" or "disk" run on the GPU that the placement says, or `runs_on` beside a bare map, their weights copied there
+    "cpu" or "disk" run on the GPU that the placement says, or `runs_on` next to a bare map, their weights copied there
     each time; embeddings run in host memory and only rows move. What is on disk stays in the folder's own files, or is
     written to `offload_folder` where one is named. `dtype`: that of the config if None.
     `attention`: Transformers' `attn_implementation`. Inputs may lie anywhere and results come back to there;
     `move_inputs` spares them detours.
 
-    Reads only safetensors, tensor by tensor: beside what is to stay in it, host memory holds those on their way to a
+    Reads only safetensors, tensor by tensor: next to what is to stay in it, host memory holds those on their way to a
     device. Runs no code of the folder.
     """
     refuse_type("path", path, Path | str, "the folder of a model")

@@ -173,7 +173,7 @@ class ProbedDevice:
         fits = format_bytes(limit_bytes - self.peak_bytes)
         off = self.predicted_bytes / self.peak_bytes - 1
         predicted, ran = self.predicted_bytes, self.peak_bytes
-        told = (
+        said = (
             ("recompute every layer", limit_bytes, full, f"{format_bytes(left)} left to keep activations in"),
             ("one layer of each kind keeps more", full, full + int(kept), kinds),
             ("as many layers as fit keep more", full, predicted, f"recompute of {chosen}, by the bytes of step 2"),
@@ -181,7 +181,7 @@ class ProbedDevice:
         )
         return tuple(
             MemoryStep(what=f"{number}. {what}", before_bytes=before, after_bytes=after, bought=bought)
-            for number, (what, before, after, bought) in enumerate(told, 1)
+            for number, (what, before, after, bought) in enumerate(said, 1)
         )
 
 
@@ -348,11 +348,11 @@ def _result(
 
 def _tell_steps(device: ProbedDevice, limit_bytes: int) -> str:
     """For the plan's reader."""
-    told = (
+    said = (
         f"{x.what}: {format_bytes(x.before_bytes)} to {format_bytes(x.after_bytes)}, {x.bought}"
         for x in device.steps(limit_bytes)
     )
-    return f"{_ABOUT}device {device.device} in four steps. {'; '.join(told)}."
+    return f"{_ABOUT}device {device.device} in four steps. {'; '.join(said)}."
 
 
 _ABOUT = "Recompute was probed on "

@@ -38,7 +38,7 @@ from trimtab.units import format_bytes
 
 
 class CudaMeter:
-    """torch's allocator, and beside it what the process and its neighbours take of the device: context, libraries.
+    """torch's allocator, and on top of it what the process and its neighbours take of the device: context, libraries.
 
     `watch` is a context in which `peak_bytes` is that of the run inside; `static`: all that lives before and after;
     `inputs`: batches, which the loader holds.

@@ -41,12 +41,12 @@ class StepLoader(PlanDataLoader):
     """A `PlanDataLoader` that reads a step's micro-batches before it hands out the first, to know the labels in all."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        deal = self._settle().deal
-        shares = deal.num_microbatches * deal.dp
+        order = self._settle().order
+        shares = order.num_microbatches * order.dp
         step: list[dict[str, Any]] = []
         for batch in DataLoader.__iter__(self):
             step.append(batch)
-            if len(step) < deal.num_microbatches:
+            if len(step) < order.num_microbatches:
                 continue
             items = step_denominator(step).cpu() / shares
             for own in step:
@@ -257,11 +257,11 @@ def _problems_of_trainer(trainer: Any) -> Iterator[str]:
         if getattr(arguments, name, False):
             yield f"{name}=True packs again: leave it out"
     if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
-        yield ("label smoothing and compute_loss_func replace the loss of packs: leave both out")
+        yield "label smoothing and compute_loss_func replace the loss of packs: leave both out"
     if (own := type(trainer).compute_loss).__module__.partition(".")[0] not in _HOSTS:
-        yield (f"{own.__qualname__} replaces the loss of packs: leave it out, or train {kind} on a PlanDataLoader")
+        yield f"{own.__qualname__} replaces the loss of packs: leave it out, or train {kind} on a PlanDataLoader"
     if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
-        yield ("output_router_logits adds a loss over a whole micro-batch: set it to False")
+        yield "output_router_logits adds a loss over a whole micro-batch: set it to False"
 
 
 def _problems_of_data(data: Any, tables: PlanTables | None, decided: Plan | None) -> Iterator[str]:
@@ -298,7 +298,7 @@ def _problems_of_plan(own_model: Any, decided: Plan) -> Iterator[str]:
     parallel, model = decided.decisions.parallel, decided.inputs.model
     for name in ("pp", "tp", "cp"):
         if (degree := getattr(parallel, name)) > 1:
-            yield (f"{name} {degree} was planned: plan with --for transformers, or train by `trimtab train`")
+            yield f"{name} {degree} was planned: plan with --for transformers, or train by `trimtab train`"
     own = own_model.config.model_type
     if own != model.family:
         yield f"the plan is for {model.name} ({model.family}), and the model is a {own}: plan for it"

@@ -2,7 +2,7 @@
 
 A folder `step-00000100` holds one safetensors file a rank and `progress.json`; nothing in it is pickled. Names are
 those of the Hugging Face model, of a tied weight the first one, so another split of the model, or another number of
-data-parallel ranks, finds its own part. A folder is written beside its name and renamed when it is whole: a killed run
+data-parallel ranks, finds its own part. A folder is written next to its name and renamed when it is whole: a killed run
 leaves no half checkpoint.
 """
 
@@ -51,7 +51,7 @@ _TEXT_FILES = {".json", ".jinja", ".txt", ".model"}  # of tokenizer, processor a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a run stands, beside its tensors."""
+    """Where a run stands, apart from its tensors."""
 
     step: int  # optimizer steps done
     loader: dict[str, str | int]  # `PlanDataLoader.state_dict`
@@ -100,7 +100,7 @@ def _save(content: dict[str, Tensor], writer: HuggingFaceStorageWriter) -> None:
 
 @contextmanager
 def _written_aside(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to write into, which becomes it when all ranks are through; collective."""
+    """A folder next to `path` to write into, which becomes it when all ranks are through; collective."""
     writing = path.with_name(f".{path.name}.writing")
     if dist.get_rank() == 0:
         shutil.rmtree(writing, ignore_errors=True)
@@ -174,7 +174,7 @@ def load_checkpoint(
 def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, beside: Path | None = None) -> None:
     """The whole model as Transformers loads it: config.json and one model.safetensors; collective.
 
-    Written beside its name and renamed when it is whole; `folder` is new or empty. Tokenizer, preprocessor and chat
+    Written next to its name and renamed when it is whole; `folder` is new or empty. Tokenizer, preprocessor and chat
     template of the folder `beside` are copied into it, so that it can be served.
     """
     with _written_aside(folder) as writing:

@@ -51,14 +51,14 @@ from trimtab.runtime.training.checkpoint import (
 )
 from trimtab.runtime.training.settings import TrainSettings
 
-# Adapters in `trimtab train`: PEFT puts them beside the layers that a plan names, an export merges them.
+# Adapters in `trimtab train`: PEFT puts them next to the layers that a plan names, an export merges them.
 
 
 _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"  # PEFT's names
 
 
 def add_adapters(model: Any, folder: Path, lora: Lora) -> None:
-    """Put an adapter beside each linear layer that `lora` names, and freeze everything else.
+    """Put an adapter next to each linear layer that `lora` names, and freeze everything else.
 
     `folder` holds the model's config.json. A is drawn by torch's generator, B is 0, as PEFT does it: the first step's
     loss is only that of the model.

@@ -187,10 +187,10 @@ class SharedSampler(BatchSampler):
         loader = iter(DataLoader(self.data, batch_sampler=asked, collate_fn=self.size_of, num_workers=self.num_workers))
         for rows, of_all in zip(mine, unknown, strict=True):
             found = dict(zip(rows, next(loader), strict=True)) if rows else {}
-            told: list[dict[int, SampleSize]] = [found]
+            known: list[dict[int, SampleSize]] = [found]
             if self.num_ranks > 1 and of_all:
-                told = [{} for _ in range(self.num_ranks)]
-                dist.all_gather_object(told, found)
-            for each in told:
+                known = [{} for _ in range(self.num_ranks)]
+                dist.all_gather_object(known, found)
+            for each in known:
                 self.sizes.update(each)
             yield

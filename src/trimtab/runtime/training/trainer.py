@@ -27,7 +27,7 @@ from trimtab.files import write_atomically
 from trimtab.runtime.data.collate import PackedCollator, label_weights, packed_loss, step_denominator
 from trimtab.runtime.data.dataset import AloneThenPacked, PlanBatchSampler
 from trimtab.runtime.data.packing import sharded, unwrap, verify_packing
-from trimtab.runtime.data.tables import Cursor, Deal, PlanTables, cursor_from_state, cursor_to_state
+from trimtab.runtime.data.tables import Cursor, PackOrder, PlanTables, cursor_from_state, cursor_to_state
 from trimtab.runtime.ranks import Watch, open_watch
 from trimtab.runtime.training.shared import SharedSampler, size_of_sample
 from trimtab.samples.problems import shorten
@@ -133,21 +133,21 @@ class TrainerPlanSampler(PlanBatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         num_unread, self.num_unread = self.num_unread, 0
-        start = self.deal.advance(self.cursor, num_unread)
-        return chain(([] for _ in range(num_unread)), self.deal.microbatches(self.rank, start))
+        start = self.order.advance(self.cursor, num_unread)
+        return chain(([] for _ in range(num_unread)), self.order.microbatches(self.rank, start))
 
     def begin_at(self, global_step: int) -> tuple[int, int]:
         """The epoch of a step, and how many of its batches have run."""
         cursor = self._cursor_at(global_step)
-        return cursor.epoch, cursor.packs_done // self.deal.dp
+        return cursor.epoch, cursor.packs_done // self.order.dp
 
     def state_at(self, global_step: int) -> dict[str, Any]:
         """Return what a checkpoint holds of the place in the plan."""
-        return dict(cursor_to_state(self.deal, self._cursor_at(global_step)))
+        return dict(cursor_to_state(self.order, self._cursor_at(global_step)))
 
     def _cursor_at(self, global_step: int) -> Cursor:
-        epoch, step = divmod(global_step, max(1, self.deal.num_steps_left(Cursor())))
-        return Cursor(epoch=epoch, packs_done=step * self.deal.packs_per_step)
+        epoch, step = divmod(global_step, max(1, self.order.num_steps_left(Cursor())))
+        return Cursor(epoch=epoch, packs_done=step * self.order.packs_per_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ class PlannedTrainer:
             try:
                 chosen = _newest_whole(folder) if given is True else _refuse_torn(Path(str(given)))
                 if self._feed.plan is not None:
-                    _check_state(self._plan_sampler(self._feed.plan).deal, chosen / STATE_FILE)
+                    _check_state(self._plan_sampler(self._feed.plan).order, chosen / STATE_FILE)
                 found = [(str(chosen), _weights_in(chosen), None)]
             except PlanError as problem:
                 found = [("", {}, problem)]
@@ -354,21 +354,21 @@ def _weights_in(folder: Path) -> dict[str, list[int]]:
     return found
 
 
-def _check_state(deal: Deal, path: Path) -> None:
+def _check_state(order: PackOrder, path: Path) -> None:
     """`PlanError` where the Trainer, which counts steps, would go on at another place than the checkpoint's."""
     state = json.loads(path.read_text(encoding="utf-8"))
-    cursor_from_state(deal, state)
+    cursor_from_state(order, state)
     packs = state["dp"] * state["num_microbatches"]
-    if packs == deal.packs_per_step:
+    if packs == order.packs_per_step:
         return
     advice = (
-        f"set gradient_accumulation_steps to {packs // deal.dp}"
-        if packs % deal.dp == 0
+        f"set gradient_accumulation_steps to {packs // order.dp}"
+        if packs % order.dp == 0
         else f"resume on a number of ranks that divides {packs}"
     )
     raise PlanError(
-        f"{path.parent} has steps of {packs} packs, not {deal.packs_per_step} ({deal.dp} x {deal.num_microbatches}): "
-        f"{advice}"
+        f"{path.parent} has steps of {packs} packs, not {order.packs_per_step} "
+        f"({order.dp} x {order.num_microbatches}): {advice}"
     )
 
 

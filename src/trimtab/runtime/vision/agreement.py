@@ -48,12 +48,12 @@ class Control:
         own = pickle.dumps((what, value))
         room = _FIRST_BYTES - _LENGTH_BYTES
         heads = self._exchange(len(own).to_bytes(_LENGTH_BYTES, "little") + own[:room].ljust(room, b"\0"), what)
-        told = [head[_LENGTH_BYTES:] for head in heads]
+        answers = [head[_LENGTH_BYTES:] for head in heads]
         longest = max(int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads)
         if longest > room:
             rest = self._exchange(own[room:].ljust(longest - room, b"\0"), what)
-            told = [first + more for first, more in zip(told, rest, strict=True)]
-        found = [pickle.loads(text) for text in told]  # noqa: S301 (what ranks of this run have sent)
+            answers = [first + more for first, more in zip(answers, rest, strict=True)]
+        found = [pickle.loads(text) for text in answers]  # noqa: S301 (what ranks of this run have sent)
         if len({place for place, _ in found}) > 1:
             where = ", ".join(f"rank {rank} at {place}" for rank, (place, _) in enumerate(found))
             raise TrimtabError(f"ranks that share images are not at one call ({where}): run the same forwards")
@@ -64,14 +64,14 @@ class Control:
 
         `failed` is the sentence for the other ranks, with {} for the names of those that have one.
         """
-        told = self.gather(what, (problem is None, None if problem is not None else value))
+        answers = self.gather(what, (problem is None, None if problem is not None else value))
         if problem is not None:
             raise problem
-        if failing := [rank for rank, (is_well, _) in enumerate(told) if not is_well]:
+        if failing := [rank for rank, (is_well, _) in enumerate(answers) if not is_well]:
             consequence = TrimtabError(failed.format(listed(failing)))
             consequence.is_said = True  # by those ranks
             raise consequence
-        return [sent for _, sent in told]
+        return [sent for _, sent in answers]
 
     def send(self, value: object, source: int, what: str) -> Any:
         """The value of rank `source`, on every rank; what others give is not looked at."""

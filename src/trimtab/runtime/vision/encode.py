@@ -52,13 +52,13 @@ def pool_images(
 ) -> list[Pool]:
     """Who encodes what in each of several calls of the tower, in one exchange of sizes; None: no image here."""
     none = _without_pixels(template.take(np.empty(0, np.int64)))
-    told = control.gather("sizes of images", [none if x is None else _without_pixels(x) for x in inputs])
-    if len({(len(calls), *(part.name for call in calls for part in call.parts)) for calls in told}) > 1:
+    answers = control.gather("sizes of images", [none if x is None else _without_pixels(x) for x in inputs])
+    if len({(len(calls), *(part.name for call in calls for part in call.parts)) for calls in answers}) > 1:
         raise TrimtabError(
             "ranks call the tower with other tensors, or not equally often: use one processor, equal micro-batches"
         )
     pools = []
-    for ranks in zip(*told, strict=True):
+    for ranks in zip(*answers, strict=True):
         home = np.repeat(np.arange(len(ranks)), [len(x) for x in ranks])
         sizes = join_inputs(ranks)
         assert sizes is not None
@@ -153,7 +153,7 @@ def encode_shared(
 
     `template` shows what an image looks like where ranks with images of their own have none; None: all have some.
     """
-    # 1. Read what was given; a problem is told to the other ranks before it is raised.
+    # 1. Read what was given; the other ranks learn of a problem before it is raised.
     inputs, problem = None, None
     try:
         given = function.bind(args, kwargs)
@@ -266,7 +266,7 @@ def _encode_share(
             features = run_tower(function, own)
         else:
             features = run_on_nothing(sharing.family, sharing.config, function, like)
-    except Exception as error:  # told to the others, then raised
+    except Exception as error:  # the others learn of it, then it is raised
         problem = error
     num_rows = agree_on_rows(sharing.control, function.name, features, shares, problem)
     assert features is not None
