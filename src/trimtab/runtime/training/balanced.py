@@ -128,7 +128,7 @@ def balanced(
     >>> import trimtab
     >>> trimtab.balanced("no trainer", "plan")
     Traceback (most recent call last):
-    trimtab.errors.UnsupportedPlanError: a str is no transformers.Trainer and no DataLoader with its model: ...
+    trimtab.errors.UnsupportedPlanError: a str is no transformers.Trainer and no DataLoader with its model
     """
     if isinstance(trainer, DataLoader):
         return _balanced_loader(trainer, plan, model, reshuffle=reshuffle, verify=verify)

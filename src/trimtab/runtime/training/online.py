@@ -91,7 +91,11 @@ class OnlineBalancer:
     a batch of a list of samples, and of one: its size is asked so. Samples travel to the ranks that run them; the batch
     has `num_items_in_batch`, by which models of Transformers divide the sum of token losses, so that gradients averaged
     over the ranks are those of one process with the samples of all. `size`: what a sample costs, where the model's
-    multiply-adds are not what counts. All ranks of `group` must call it equally often.
+    multiply-adds are not what counts. All ranks of `group` must call it equally often. On one process nothing changes:
+
+    >>> alone = OnlineBalancer(torch.nn.Linear(1, 1), dict, size=lambda _: SampleSize(tokens=1, patches=0, flops=1.0))
+    >>> alone.share(["one", "two"])
+    ['one', 'two']
     """
 
     def __init__(
@@ -103,9 +107,9 @@ class OnlineBalancer:
         size: Callable[[Any], SampleSize] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        asked = size_of_sample(model, collate)
         self._collate, self._group, self._timeout_s = collate, group, timeout_s
-        self._size = size or (lambda sample: asked([sample])[0])
+        self._asked = size_of_sample(model, collate) if size is None else None
+        self._given = size
         self._model, self._steps = model, 0
         self._control: Control | None = None
         self.last: RankShares | None = None  # what was decided for the batch at hand
@@ -140,6 +144,12 @@ class OnlineBalancer:
         arrived = self._exchange(sent)
         arrived[control.rank] = kept
         return [sample for part in arrived for sample in part]  # rank after rank: the order of their numbers
+
+    def _size(self, sample: Any) -> SampleSize:
+        if self._given is not None:
+            return self._given(sample)
+        assert self._asked is not None
+        return self._asked([sample])[0]
 
     def _exchange(self, sent: list[list[Any]]) -> list[list[Any]]:
         """What every rank sends here; one all-to-all of bytes, whose lengths go before them."""
