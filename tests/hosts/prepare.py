@@ -43,10 +43,10 @@ def on_cpu(exported: Path) -> None:
     import yaml
 
     folder = exported.parent
-    own = {"model_name_or_path": str(folder / "model"), "template": "llava", "output_dir": str(folder / "llama-factory")}
-    run = {"learning_rate": 1e-3, "max_steps": 4, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    run = {"model_name_or_path": str(folder / "model"), "template": "llava", "output_dir": str(folder / "lf-out")}
+    run |= {"learning_rate": 1e-3, "max_steps": 4, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
     run |= {"use_cpu": True, "bf16": False, "flash_attn": "sdpa", "optim": "adamw_torch", "deepspeed": None}
-    exported.write_text(yaml.safe_dump({**yaml.safe_load(exported.read_text()), **own, **run}))
+    exported.write_text(yaml.safe_dump({**yaml.safe_load(exported.read_text()), **run}))
 
 
 def losses(log: Path) -> list[float]:

@@ -312,6 +312,16 @@ def test_a_run_at_its_end_says_so(folder, alone, capsys):
     assert f"nothing is left to train: the run in {folder / 'run-alone'} is at step 4 of 1" in capsys.readouterr().err
 
 
+def test_what_runs_and_was_not_planned_is_said_once(folder, alone, capsys):
+    plan = alone.plan
+    train(settings_of(folder, plan, "run-as-planned", steps=2, save=False))
+    assert "not as planned" not in capsys.readouterr().err
+    train(settings_of(folder, plan, "run-bf16", steps=2, save=False, dtype="bfloat16"))
+    said = capsys.readouterr().err
+    assert said.count("not as planned") == 1
+    assert "bf16, and fp32" in said
+
+
 def test_the_log_of_a_run_without_checkpoints_is_kept(folder, alone, capsys):
     settings = settings_of(folder, folder / "alone", "run-measured", save=False, steps=1)
     train(settings)
