@@ -118,15 +118,9 @@ def keep_at_home(shares: ImageShares, home: IntArray, size: npt.ArrayLike) -> Im
     N = shares.num_ranks
     # how much of each share lies on each rank already
     share_of = np.repeat(np.arange(N), np.diff(shares.offsets))
-    stays = np.zeros((N, N))
-    np.add.at(stays, (share_of, home[shares.order]), np.asarray(size, np.float64)[shares.order])
-    share_for = np.full(N, -1)
-    taken = np.zeros(N, np.bool_)
-    # the largest overlap first; an exact assignment would take N^3 steps to save a few copies
-    for flat in np.argsort(-stays, axis=None, kind="stable"):
-        share, rank = divmod(int(flat), N)
-        if share_for[rank] < 0 and not taken[share]:
-            share_for[rank], taken[share] = share, True
+    stays = np.bincount(share_of * N + home[shares.order], np.asarray(size, np.float64)[shares.order], N * N)
+    some = np.flatnonzero(stays)
+    share_for = _assign_home(some[np.argsort(-stays[some], kind="stable")], N)
     parts = [shares.atoms_of(share) for share in share_for]
     return ImageShares(
         order=np.concatenate(parts),
@@ -135,6 +129,23 @@ def keep_at_home(shares: ImageShares, home: IntArray, size: npt.ArrayLike) -> Im
         lower_bound=shares.lower_bound,
         rule=shares.rule,
     )
+
+
+@compiled
+def _assign_home(pairs, num_ranks):  # type: ignore[no-untyped-def]
+    """The share of each rank: pairs `share * N + rank` in the order in which they are taken, then whatever is left."""
+    share_for, taken = np.full(num_ranks, -1, np.int64), np.zeros(num_ranks, np.bool_)
+    for pair in pairs:
+        share, rank = pair // num_ranks, pair % num_ranks
+        if share_for[rank] < 0 and not taken[share]:
+            share_for[rank], taken[share] = share, True
+    rank = 0
+    for share in range(num_ranks):
+        if not taken[share]:
+            while share_for[rank] >= 0:
+                rank += 1
+            share_for[rank] = share
+    return share_for
 
 
 def _find_problem(weights: FloatArray, num_ranks: int, rule: str) -> str | None:

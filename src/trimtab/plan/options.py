@@ -93,7 +93,7 @@ def parse_baseline(text: str) -> Baseline:
     said: dict[str, object] = {}
     unknown = []
     for word in (word.strip() for word in text.split(",")):
-        batch = re.fullmatch(r"batch=([0-9.]+)", word)
+        batch = re.fullmatch(r"batch=([0-9]+(?:[.][0-9]+)?)", word)
         if word in METHODS:
             said["method"] = METHODS[word]
         elif word in STAGES:

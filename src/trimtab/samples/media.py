@@ -274,10 +274,7 @@ def _demuxer(file: BinaryIO, name: str) -> str:
     if found is None and all(head[at : at + 1] == b"G" for at in (0, 188, 376)):
         found = _TRANSPORT
     if found is None:
-        raise BadRecordError(
-            "video",
-            f"{name} begins with {head[:8]!r}, which is no video that PyAV opens: convert it",
-        )
+        raise BadRecordError("video", f"{name} begins with {head[:8]!r}, which is no video that PyAV opens: convert it")
     return found
 
 
@@ -374,10 +371,7 @@ class MediaFolder:
         assert isinstance(image, str), "bytes are carried"
         scheme = _SCHEME.match(image)
         if scheme is not None and scheme[1].lower() != "file":
-            raise BadRecordError(
-                "path",
-                f"{kind} {shorten(image)} is on the network: download it and name the file",
-            )
+            raise BadRecordError("path", f"{kind} {shorten(image)} is on the network: download it and name the file")
         name = image if scheme is None else unquote(image[7:].removeprefix("localhost"))
         path = os.path.join(self._root, name)  # noqa: PTH118 (Path costs three times the header)
         try:

@@ -240,9 +240,7 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
     inner = sorted(name for name, entry in entries.items() if not name.startswith("_") and entry.is_dir())
     kept, note = _without_other_splits(inner, folder)
     if not kept or depth == _MAX_DEPTH:
-        raise SampleError(
-            f"{folder} holds no data: name .jsonl, .json, .parquet, .arrow, .tar or what `datasets` wrote"
-        )
+        raise SampleError(f"{folder} holds no data: name .jsonl, .json, .parquet, .arrow, .tar or saved `datasets`")
     for name in kept:  # one folder in it is the same data; of several each is a source
         found_in = _in_folder(entries[name], named if len(kept) == 1 else named / name, depth + 1)
         yield from (replace(source, note=source.note or note) for source in found_in)

@@ -57,10 +57,7 @@ def decision_problems(
         alone = ["pp"] if group == "replica" else [x for x in group_axes(group) if getattr(parallel, x) == 1]
         others = [other for other in GROUPS if group_degree(other, parallel) > 1]
         cure = f"choose {' or '.join(others)}, or leave it out" if others else "leave it out"
-        yield (
-            f"vision data parallel over {group} was asked for, and the plan has {' and '.join(alone)} 1, a group of "
-            f"one that shares with no other rank: {cure}"
-        )
+        yield (f"vision data parallel over {group} shares nothing where {' and '.join(alone)} is 1: {cure}")
     elif decision.degree != degree:
         true = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in group_axes(group))
         yield (

@@ -192,9 +192,7 @@ def list_members(
 def _refuse_sharded_pipeline(options: PlanOptions, dims: ParallelDims) -> None:
     """ZeRO-2 frees gradients by exchanging them, which on a pipeline would be once a micro-batch: nobody runs that."""
     if options.sharding == 2 and dims.pp > 1:
-        raise PartitionError(
-            f"ZeRO-2 shards no gradients on a pipeline of {dims.pp} stages: give ZeRO stage 1 or 3, or pp 1"
-        )
+        raise PartitionError(f"ZeRO-2 shards no gradients on {dims.pp} pipeline stages: give ZeRO 1 or 3, or pp 1")
 
 
 def _refuse_state(profile: Profile, budget: MemoryBudget) -> None:

@@ -206,9 +206,7 @@ def _refuse_unequal(cluster: ClusterSpec, options: PlanOptions) -> None:
             "divides them"
         )
     if options.tp is not None and cluster.devices_per_node % options.tp:
-        raise PlanError(
-            f"tp {options.tp} does not divide a node of {cluster.devices_per_node} devices: choose a tp that does"
-        )
+        raise PlanError(f"tp {options.tp} does not divide a node's {cluster.devices_per_node} devices: choose another")
 
 
 def _degrees(asked: int | None, devices: int, *, limit: int) -> list[int]:

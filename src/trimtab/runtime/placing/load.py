@@ -158,9 +158,7 @@ def _check_size(model: nn.Module, stored: Mapping[str, StoredTensor], folder: Pa
     made = sum(parameter.numel() for parameter in model.parameters())
     held = sum(math.prod(tensor.shape) for tensor in stored.values())
     if made > 2 * held and not is_quantised:
-        raise ConfigError(
-            f"config.json in {folder} makes {made:,} parameters, not its weights' {held:,}: use their own"
-        )
+        raise ConfigError(f"config.json in {folder} makes {made:,} parameters, not its weights' {held:,}: use theirs")
 
 
 def _settle(

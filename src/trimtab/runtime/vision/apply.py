@@ -321,9 +321,7 @@ def vision_dp_from_plan(
             "can do: plan with --vision-dp tp, cp, tp_cp or dp"
         )
     if decision.pooling > 1 and decision.exchange == "dispatch":
-        raise PlanError(
-            f"only `trimtab train` pools {decision.pooling} micro-batches: plan with --set vision_pooling=1"
-        )
+        raise PlanError(f"only `trimtab train` pools {decision.pooling} packs: plan with --set vision_pooling=1")
     return vision_dp(
         model,
         group,

@@ -197,16 +197,10 @@ def encode_same(sharing: Sharing, function: PatchedFunction, inputs: VisionInput
 
 def _check_rows(wanted: Sequence[IntArray], num_rows: int, num_ranks: int) -> None:
     if len(wanted) != num_ranks or any((np.diff(rows) <= 0).any() for rows in wanted):
-        raise TrimtabError(
-            f"rows= gave {len(wanted)} lists of rows for {num_ranks} ranks: give one of each, its rows in the batch's "
-            "order"
-        )
+        raise TrimtabError(f"rows= gave {len(wanted)} lists for {num_ranks} ranks: give one of each, in order")
     last = max((int(rows[-1]) for rows in wanted if len(rows)), default=-1)
     if last >= num_rows:
-        raise TrimtabError(
-            f"rows= asks for row {last}, and the images have {num_rows} rows: give the positions of this batch's image "
-            "tokens"
-        )
+        raise TrimtabError(f"rows= asks for row {last} of {num_rows}: give positions of this batch's image tokens")
 
 
 def encode_own(

@@ -101,9 +101,7 @@ def find_functions(model: nn.Module, at: Place | None = None) -> tuple[PatchedFu
         return tuple(_function(owners[0], name, kind) for name, kind in FUNCTIONS.items() if hasattr(owners[0], name))
     towers = _innermost([m for m in model.modules() if hasattr(m, "config") and _takes_grid(m)])
     if len(towers) != 1:
-        raise TrimtabError(
-            f"{type(model).__name__} has {len(towers)} towers of grid_thw: pass one, or use at='features'"
-        )
+        raise TrimtabError(f"{type(model).__name__} has {len(towers)} towers of grid_thw: pass one, or at='features'")
     return (_function(towers[0], "forward", "tower"),)
 
 
