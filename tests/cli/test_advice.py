@@ -20,7 +20,7 @@ FOREIGN = {  # of torchrun, the hub's downloader, Megatron-LM and ms-swift, whic
     *("--start", "--ncs", "--foreground", "--model-store", "--models", "--ts-config"),  # of torchserve
     "--overlap-moe-expert-parallel-comm",
     *("--nproc-per-node", "--no-python", "--revision", "--repo-type", "--tp-comm-overlap", "--packing"),
-    *("--enable-full-hetero-dp", "--hetero-parallel"),  # of LoongForge and MindSpeed-MM
+    *("--enable-full-hetero-dp", "--hetero-parallel", "--external"),  # LoongForge, MindSpeed-MM, ms-swift
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--pipeline-model-parallel-layout"),
 }
 

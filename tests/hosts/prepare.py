@@ -1,6 +1,6 @@
 """What `.ci/run hosts` trains: a tiny LLaVA with weights in FOLDER/model, data for each trainer; losses compared.
 
-Run: python tests/hosts/prepare.py make FOLDER, or: python tests/hosts/prepare.py same LOG LOG.
+Run: python tests/hosts/prepare.py make FOLDER | on_cpu FILE.yaml | same LOG LOG | trained LOG.
 """
 
 from __future__ import annotations
@@ -38,6 +38,17 @@ def make(folder: Path) -> None:
             file.write(json.dumps({"messages": turns, "images": images}) + "\n")
 
 
+def on_cpu(exported: Path) -> None:
+    """Complete what `export llama-factory` wrote, and take out what a CPU has not: DeepSpeed, bf16, flash attention."""
+    import yaml
+
+    folder = exported.parent
+    run = {"model_name_or_path": str(folder / "model"), "template": "llava", "output_dir": str(folder / "lf-out")}
+    run |= {"learning_rate": 1e-3, "max_steps": 4, "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    run |= {"use_cpu": True, "bf16": False, "flash_attn": "sdpa", "optim": "adamw_torch", "deepspeed": None}
+    exported.write_text(yaml.safe_dump({**yaml.safe_load(exported.read_text()), **run}))
+
+
 def losses(log: Path) -> list[float]:
     """Return the losses that a Trainer printed."""
     return [float(x) for x in re.findall(r"'loss': '?([0-9.e+-]+)", log.read_text(errors="replace"))]
@@ -55,6 +66,8 @@ def same(plain: Path, balanced: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]).resolve())
+    elif sys.argv[1] == "on_cpu":
+        on_cpu(Path(sys.argv[2]).resolve())
     elif sys.argv[1] == "same":
         same(Path(sys.argv[2]), Path(sys.argv[3]))
     else:  # a run under a plan: it has trained

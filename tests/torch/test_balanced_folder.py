@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from balanced_cases import arguments, noted
 from train_runs import write_run, write_variant
@@ -17,6 +18,8 @@ from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.recompute import applied_to, apply
 from trimtab.runtime.training.balanced import balanced, planned_samples
+from trimtab.runtime.training.in_force import Ran, differences
+from trimtab.units import unfold_modules
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -44,9 +47,51 @@ def make_trainer(folder: Path, out: Path, **text: Any) -> Any:
     )
 
 
-def test_a_folder_decides_what_recomputes_and_changes_no_loss(folder, tmp_path, caplog):
-    from trimtab.units import unfold_modules
+def test_what_runs_is_compared_with_the_plan_once(folder, tmp_path, caplog):
+    class Changed(transformers.TrainerCallback):
+        """A callback of one's own that undoes what the plan decides."""
 
+        def on_train_begin(self, args, state, control, **kwargs):
+            kwargs["model"].model.language_model.layers[0].__dict__.pop("forward")
+
+    trainer = make_trainer(folder, tmp_path)
+    trainer.add_callback(Changed())
+    balanced(trainer, folder / "alone", reshuffle=False).train()
+    said = [x.getMessage() for x in caplog.records if x.getMessage().startswith("not as planned")]
+    assert len(said) == 1
+    assert "1 layers do not recompute" in said[0]
+    assert "layers.0 the first" in said[0]
+
+
+RAN = Ran(ranks=1, num_packs=2, most_tokens=10, dtype=torch.bfloat16, attention="flash_attention_2", recomputed={})
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"ranks": 2}, "2 ranks"),
+        ({"num_packs": 3}, "3 packs"),
+        ({"most_tokens": 10**6}, "1000000 tokens"),
+        ({"dtype": torch.float16}, "fp16"),
+        ({"attention": "eager"}, "eager"),
+        ({"recomputed": {"another": "full"}}, "another the first"),
+    ],
+)
+def test_each_difference_is_one_sentence(folder, change, word):
+    plan = load_plan(folder / "alone")
+    layers = {name: x.granularity for x in plan.decisions.recompute for name in unfold_modules(x.modules)}
+    training = replace(plan.inputs.training, dtype="bf16", attention="flash")
+    plan = replace(plan, inputs=replace(plan.inputs, training=training))
+    schedule = plan.decisions.schedule
+    ran = replace(RAN, num_packs=plan.decisions.parallel.dp * schedule.num_microbatches, recomputed=layers)
+    assert list(differences(plan, ran)) == []
+    if "recomputed" in change:
+        change = {"recomputed": layers | change["recomputed"]}
+    (said,) = differences(plan, replace(ran, **change))
+    assert word in said
+
+
+def test_a_folder_decides_what_recomputes_and_changes_no_loss(folder, tmp_path, caplog):
     trainer = make_trainer(folder, tmp_path)
     apply(trainer.model, load_plan(folder / "alone"))  # as the lines of `export transformers` do
     balanced(trainer, folder / "alone", reshuffle=False).train()

@@ -140,7 +140,7 @@ def host_of(folder: Path, data: Any, *, accumulation: int, reshuffle: bool = Tru
     )
     host: Any = Planned(arguments, data)
     tables, pack = open_tables(folder / "plan"), PackedCollator(LlamaConfig())
-    host._feed = Feed(plan=tables, reshuffle=reshuffle, verify=False, pack=pack, max_tokens=None)
+    host._feed = Feed(plan=tables, reshuffle=reshuffle, verify=False, pack=pack)
     return host
 
 

@@ -312,6 +312,14 @@ def test_a_run_at_its_end_says_so(folder, alone, capsys):
     assert f"nothing is left to train: the run in {folder / 'run-alone'} is at step 4 of 1" in capsys.readouterr().err
 
 
+def test_what_runs_and_was_not_planned_is_said_once(folder, alone, capsys):
+    for name, dtype, words in (("fp32", "float32", ["1 ranks"]), ("bf16", "bfloat16", ["1 ranks", "bf16, and fp32"])):
+        train(settings_of(folder, folder / "alone", f"run-said-{name}", steps=2, save=False, dtype=dtype))
+        said = [line for line in capsys.readouterr().err.splitlines() if "not as planned" in line]
+        assert len(said) == len(words)  # of two steps; the plan is for two ranks
+        assert all(word in line for word, line in zip(words, said, strict=True))
+
+
 def test_the_log_of_a_run_without_checkpoints_is_kept(folder, alone, capsys):
     settings = settings_of(folder, folder / "alone", "run-measured", save=False, steps=1)
     train(settings)

@@ -209,8 +209,7 @@ def _pack_of(given: Any, model: Any, num_ranks: int) -> PackedCollator:
 def _feed_of(
     tables: PlanTables | None, decided: Plan | None, pack: PackedCollator, *, reshuffle: bool, verify: bool
 ) -> Feed:
-    limit = None if decided is None else decided.decisions.packing.max_tokens
-    return Feed(plan=tables, reshuffle=reshuffle, verify=verify, pack=pack, max_tokens=limit)
+    return Feed(plan=tables, reshuffle=reshuffle, verify=verify, pack=pack, decided=decided)
 
 
 def _switch_on(trainer: Any, decided: Plan | None) -> None:

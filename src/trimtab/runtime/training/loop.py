@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
@@ -49,6 +49,7 @@ from trimtab.runtime.training.checkpoint import (
     save_checkpoint,
     words_of,
 )
+from trimtab.runtime.training.in_force import Ran, attention_in, differences, recomputed_layers
 from trimtab.runtime.training.settings import TrainSettings
 
 # Adapters in `trimtab train`: PEFT puts them next to the layers that a plan names, an export merges them.
@@ -131,6 +132,9 @@ def train(settings: TrainSettings) -> list[StepRecord]:
             recorder.begin(run.loader.state_dict())
             microbatches = [next(batches) for _ in range(run.pipeline.layout.num_microbatches)]
             recorder.loaded()
+            if step == start + 1:
+                for sentence in differences(plan, _ran(run, settings, device, microbatches), own_layers=True):
+                    tell(f"not as planned: {sentence}")
             ranks.arrive()
             with autocast(settings, device):
                 result = run.pipeline.step(microbatches)
@@ -361,6 +365,19 @@ def make_loader(
         vision_in_every_pack=False,  # the pipeline sums gradients itself, so a tower may stay idle on a rank
     )
     return PlanDataLoader(data, sampler, collate_fn=collator, num_workers=settings.workers, generator=torch.Generator())
+
+
+def _ran(run: Run, settings: TrainSettings, device: torch.device, microbatches: Sequence[Any]) -> Ran:
+    """What this rank's first step runs."""
+    models = [stage.model for stage in run.pipeline.stages]
+    return Ran(
+        ranks=dist.get_world_size(),
+        num_packs=len(microbatches) * run.mesh["dp"].size(),
+        most_tokens=max(batch["input_ids"].numel() for batch in microbatches),
+        dtype=getattr(torch, settings.dtype_on(device.type)),
+        attention=attention_in(models[0]),
+        recomputed={name: how for model in models for name, how in recomputed_layers(model).items()},
+    )
 
 
 def buffers_of(pipeline: Pipeline) -> dict[str, Tensor]:

@@ -24,11 +24,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trimtab.errors import PlanError
 from trimtab.files import write_atomically
+from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator, label_weights, packed_loss, step_denominator
 from trimtab.runtime.data.dataset import AloneThenPacked, PlanBatchSampler
 from trimtab.runtime.data.packing import sharded, unwrap, verify_packing
 from trimtab.runtime.data.tables import Cursor, PackOrder, PlanTables, cursor_from_state, cursor_to_state
 from trimtab.runtime.ranks import Watch, open_watch
+from trimtab.runtime.training.in_force import Ran, attention_in, differences, recomputed_layers
 from trimtab.runtime.training.shared import SharedSampler, size_of_sample
 from trimtab.samples.problems import shorten
 
@@ -158,7 +160,12 @@ class Feed:
     reshuffle: bool
     verify: bool  # that the model keeps samples of a pack apart, before the first step
     pack: PackedCollator
-    max_tokens: int | None  # of the plan's packs; None: not known
+    decided: Plan | None = None  # None: tables alone, or no plan
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Return the limit of the plan's packs; None: it is not known."""
+        return None if self.decided is None else self.decided.decisions.packing.max_tokens
 
     def collate(self, given: Callable[[list[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
         """Packs of what the user's own collator makes of samples; one of packs is taken as it is."""
@@ -175,6 +182,7 @@ class PlannedTrainer:
     """
 
     _feed: Feed
+    _is_compared = False  # what runs with what was planned
     _kept: dict[str, list[int]] | None = None  # weights of the checkpoint that this call of `train` resumes
     loss_is_scaled_for_ga = True  # the Trainer must not divide by the number of micro-batches again
 
@@ -289,7 +297,27 @@ class PlannedTrainer:
         """The micro-batches of one step, and its denominator over all ranks."""
         trainer: Any = super()
         batches, _ = trainer.get_batch_samples(epoch_iterator, num_batches, device)
+        if batches and not self._is_compared:
+            self._compare(batches)
         return batches, step_denominator(batches) if batches else None
+
+    def _compare(self, batches: list[Any]) -> None:
+        """Say once, before the first step, where what runs is not what was planned."""
+        trainer: Any = self
+        self._is_compared = True
+        if self._feed.decided is None or trainer.args.process_index:
+            return
+        model, mixed = unwrap(trainer.model), trainer.accelerator.mixed_precision
+        ran = Ran(
+            ranks=trainer.accelerator.num_processes,
+            num_packs=len(batches) * trainer.accelerator.num_processes,
+            most_tokens=max(batch["input_ids"].numel() for batch in batches),
+            dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed, next(model.parameters()).dtype),
+            attention=attention_in(model),
+            recomputed=recomputed_layers(model),
+        )
+        for sentence in differences(self._feed.decided, ran):
+            LOG.warning("not as planned: %s", sentence)
 
     def compute_loss(
         self,
