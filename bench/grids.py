@@ -26,7 +26,7 @@ DATA = Path(__file__).resolve().parent / "data" / "grids.json"
 STEPS = 2
 MISSES = """
 Where order is wrong: 005 and 031 have a tower that our count has bound by kernel launches, which no share shortens; 035
-and 037 compare tp 8, one sample a pack, with ZeRO-3, and our tp 8 is too slow beside it; 039 does not fit by our count.
+and 037 compare tp 8, one sample a pack, with ZeRO-3, and our tp 8 is too slow for it; 039 does not fit by our count.
 """
 
 

@@ -65,7 +65,7 @@ Benchmarks that force balanced routing are priced with 1.
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a field's `Annotated` says beside its type: how the command line shows it, and which values it takes."""
+    """What a field's `Annotated` says next to its type: how the command line shows it, and which values it takes."""
 
     text: str  # the line of `--help`
     flag: str | None = None  # None: the field's name; what is true by default is switched off by its flag
@@ -194,7 +194,7 @@ class ReadingOptions:
         Path | None,
         Option("tokenizer.json or folder; default: model's.", common=True),
     ] = None  # in a run: without it the model's folder
-    chat_template: Annotated[Path | None, Option("Chat template, where it does not lie beside the tokenizer.")] = None
+    chat_template: Annotated[Path | None, Option("Chat template, where it does not lie next to the tokenizer.")] = None
     special_tokens: Annotated[
         SpecialTokens,
         Option("Special tokens: as the chat template writes them, or as the model's processor adds them."),

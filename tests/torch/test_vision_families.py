@@ -83,11 +83,11 @@ def test_arguments_of_the_function_that_encodes_say_how_it_divides():
 
     config = copy.deepcopy(make_model("llava_next").config)
     config.model_type = "nobody_knows"
-    assert find_family(config, of_grids).beside["image"] == ("image_merge_sizes",)
-    assert find_family(config, of_samples) == BatchFamily(beside=("pixel_attention_mask",), padded=True)
+    assert find_family(config, of_grids).more["image"] == ("image_merge_sizes",)
+    assert find_family(config, of_samples) == BatchFamily(more=("pixel_attention_mask",), padded=True)
     tiles = find_family(config, of_tiles)
     assert tiles.tiles(torch.tensor([[112, 56]]), config).tolist() == [3]
-    assert tiles.beside == ("image_sizes",)
+    assert tiles.more == ("image_sizes",)
     with refused(TrimtabError, "nobody_knows"):
         find_family(config, of_words)
 
@@ -113,7 +113,7 @@ def test_the_cost_of_a_tower_and_of_its_windows_by_hand():
     assert images.patches.tolist() == [6, 6, 6]
     sizes = [[28, 42], [14, 42], [28, 28]]  # a list, as some processors give it
     given = {"pixel_values": torch.zeros(3, 3, 28, 42), "image_sizes": sizes}
-    beside = BatchFamily(beside=("image_sizes",)).read("image", given, config).take(np.array([2, 0])).arguments()
+    beside = BatchFamily(more=("image_sizes",)).read("image", given, config).take(np.array([2, 0])).arguments()
     assert beside["image_sizes"].tolist() == [[28, 28], [28, 42]]
 
 

@@ -28,7 +28,7 @@ def test_layers_come_by_tier_in_ranges():
 
 def test_a_frozen_tower_and_tensor_parallelism_are_named():
     found = export(decide(MODEL, by_counts(MODEL, 12), dims=ParallelDims(tp=2), frozen_towers=("vision",)), None)
-    assert "activation_checkpointing" in str(found.beside)
+    assert "activation_checkpointing" in str(found.also)
     assert any("tp_plan='auto'" in w and " 2" in w for w in found.warnings)
     (other,) = export(decide(MODEL, by_counts(MODEL, 12)), None).warnings
     assert "stage 3, not 1" in other

@@ -203,7 +203,7 @@ def test_vision_heads_that_tp_does_not_divide_are_padded():
     result = export(model, by_counts(model, 6, 6), dims=ParallelDims(pp=2, tp=2))
     assert dict(result.vision_fields)["num_attention_heads"] == 26
     told = megatron.export(decide(model, by_counts(model, 6, 6), dims=ParallelDims(pp=2, tp=2)), None)
-    assert "vision_config.num_attention_heads = 26" in str(told.beside)
-    assert "builds fewer vision layers silently" in str(told.beside)
-    assert "padded with zero weights" in str(told.beside)
+    assert "vision_config.num_attention_heads = 26" in str(told.also)
+    assert "builds fewer vision layers silently" in str(told.also)
+    assert "padded with zero weights" in str(told.also)
     assert told.warnings == ()

@@ -178,9 +178,9 @@ def test_weights_that_zero_3_gathers_come_on_top_of_counted_transients() -> None
 
 def test_a_measured_device_stands_beside_the_published_ones() -> None:
     cpu = dataclasses.replace(A100, name="cpu")
-    assert find_device("CPU", beside=cpu) == cpu
-    assert parse_cluster("4xcpu", beside=cpu).device == cpu
-    assert find_device("H200", beside=cpu) == DEVICES["H200"]
+    assert find_device("CPU", also=cpu) == cpu
+    assert parse_cluster("4xcpu", also=cpu).device == cpu
+    assert find_device("H200", also=cpu) == DEVICES["H200"]
     with refused(TrimtabError, "cpu"):
         find_device("cpu")
 
@@ -189,7 +189,7 @@ def test_a_plan_keeps_the_profile_it_was_made_with(tmp_path: Path) -> None:
     internvl = describe("InternVL-Chat-V1-5")
     device = dataclasses.replace(A100, name="of my own")
     saved = slower(profile_model(internvl, device), 2.0)
-    cluster = parse_cluster("16xof my own", beside=device)
+    cluster = parse_cluster("16xof my own", also=device)
     options = PlanOptions(pp=4, tp=2, num_microbatches=8, host="none")
     samples = tile_samples()
     made = make_plan(internvl, samples, cluster, dataclasses.replace(options, profile=saved))

@@ -244,10 +244,10 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
     stages, launch = plan.stages, plan.launch
     refuse(launch.problems(host.title, **KNOWN))
     stage, warnings = check_whole(plan, host.title, tuple(host.lines))
-    beside = None
+    also = None
     if plan.frozen_towers and host.has_switch:
         towers = " and ".join(plan.frozen_towers)
-        beside = f"the {towers} tower is frozen: leave activation_checkpointing off, which back-propagates it"
+        also = f"the {towers} tower is frozen: leave activation_checkpointing off, which back-propagates it"
     chosen = {i: tier for stage in stages for i, tier in sorted(tiers_of(stage).items())}
     named = {tier: [plan.model.layers[i].name for i in chosen if chosen[i] == tier] for tier in TIERS}
     modules = {tier: fold_modules(found) for tier, found in named.items() if found}
@@ -279,7 +279,7 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
     freeze = "".join(f"{line}\n" for line in _frozen_lines(plan))
     text = f"{load}\n{freeze}{recompute}\n{adapters}{host.lines[stage].format(**words)}"
     fields = {"recompute": modules, "python": text, **said}
-    return Exported(text=text, fields=fields, runs=stages, warnings=tuple(warnings), beside=beside)
+    return Exported(text=text, fields=fields, runs=stages, warnings=tuple(warnings), also=also)
 
 
 def frozen_modules(plan: Decided) -> list[str]:

@@ -317,22 +317,22 @@ def _launch(plan: Decided) -> dict[str, Setting]:
 def export(plan: Decided, price: float | None) -> Exported:
     """The flags as lines of a shell command; the vision tower's fields next to them."""
     flags = megatron_flags(plan, price)
-    beside = None
+    also = None
     if flags.vision_fields:
-        beside = (
+        also = (
             "set on the vision tower's config: a launcher that copies the language model's split builds fewer vision "
             f"layers silently:\n{flags.vision_python()}"
         )
         if "num_attention_heads" in flags.vision_fields:
-            beside += "  # padded with zero weights, as Megatron-LM's InternViT does"
+            also += "  # padded with zero weights, as Megatron-LM's InternViT does"
         if plan.num_chunks > 1:
-            beside += "\nbuild the tower only in the first chunk of the first rank (NVIDIA/Megatron-LM#2866)"
+            also += "\nbuild the tower only in the first chunk of the first rank (NVIDIA/Megatron-LM#2866)"
     frozen = [_FREEZES[tower] for tower in plan.frozen_towers if tower in _FREEZES]
     if set(plan.frozen_towers) - set(_FREEZES):
         refuse(["Megatron-LM freezes only vision tower and language model: train the projector"])
     fields = {"flags": (*flags.flags, *frozen), "layout": flags.layout, "vision_config": flags.vision_fields}
     text = " \\\n".join([flags.shell(), *frozen])
-    return Exported(text=text, fields=fields, runs=flags.runs, warnings=flags.warnings, beside=beside)
+    return Exported(text=text, fields=fields, runs=flags.runs, warnings=flags.warnings, also=also)
 
 
 def can_run(model: ModelSpec, _pp: int) -> Expressible:

@@ -148,7 +148,7 @@ def _can_run(model: ModelSpec, _pp: int) -> Expressible:
 
     def ladders(stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
         without_tower = next(iter(megatron_ladders(model, stages)))
-        yield [_with_towers_share(model, rung) for rung in without_tower]
+        yield [_with_towers_share(model, stages) for stages in without_tower]
 
     def tiers(layer: LayerSpec) -> Collection[str]:
         return full_blocks(layer) if layer.tower == "language" or model.family in COPIES_RECOMPUTE else ()
@@ -199,7 +199,7 @@ def export_swift(plan: Decided, price: float | None) -> Exported:
     """Arguments of `megatron sft`, with those whose defaults would add something to the plan.
 
     ms-swift recomputes core attention, the vision tower, shards the optimizer, freezes tower and projector and shuffles
-    unless told otherwise. With packing, its batch sizes count packs; `export swift-packs` writes these packs and the
+    unless its settings say otherwise. With packing, its batch sizes count packs; `export swift-packs` writes these packs and the
     plug-in that keeps them. The model is the user's own.
     """
     flags = megatron_flags(plan, price)
@@ -236,7 +236,7 @@ def export_swift(plan: Decided, price: float | None) -> Exported:
 
 
 def _lora_fields(model: ModelSpec, lora: Lora) -> dict[str, object]:
-    """Freezing says which towers get adapters; all-linear takes experts too, so beside these layers are named."""
+    """Freezing says which towers get adapters; all-linear takes experts too, so with them layers are named."""
     layers = joined_layers(model, lora, "ms-swift")
     return {
         "tuner_type": "lora",

@@ -119,7 +119,7 @@ class Exported:
     fields: Mapping[str, object]  # the same, or the parts of it, for JSON
     runs: tuple[Stage, ...]  # what the framework makes of the plan
     warnings: tuple[str, ...] = ()  # where the run will differ from the plan
-    beside: str | None = None  # something else to set, and why
+    also: str | None = None  # something else to set, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

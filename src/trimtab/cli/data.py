@@ -39,19 +39,19 @@ class ClusterOptions:
         str | None, Option("Ports of a node and their rate, as in 8x400Gb; default: as its vendor builds nodes.")
     ] = None
 
-    def parsed(self, *, beside: "DeviceSpec | None" = None, text: str | None = None) -> "ClusterSpec":
-        """The cluster, or one of several; `beside`: one more device to find, of a profile."""
+    def parsed(self, *, also: "DeviceSpec | None" = None, text: str | None = None) -> "ClusterSpec":
+        """The cluster, or one of several; `also`: one more device to find, of a profile."""
         from trimtab.costs.devices import parse_cluster
 
         how = {"devices_per_node": self.devices_per_node, "node_link": self.node_link}
-        return parse_cluster(text or self.cluster, beside=beside, **how)  # type: ignore[arg-type]  # by name
+        return parse_cluster(text or self.cluster, also=also, **how)  # type: ignore[arg-type]  # by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
     """How a model's images are counted, where its own files do not say it, or not what the user wants."""
 
-    preprocessor: Annotated[Path | None, Option("preprocessor_config.json, where it does not lie beside CONFIG.")] = (
+    preprocessor: Annotated[Path | None, Option("preprocessor_config.json, where it does not lie next to CONFIG.")] = (
         None
     )
     max_pixels: Annotated[int | None, Option("Most pixels of an image.", least=1, common=True)] = None
@@ -102,8 +102,8 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
     reading = sizing.reading
     if reading.tokenizer is None and model.origin is not None and model.origin.config is not None:
         given = Path(model.origin.config)
-        beside = (given if given.is_dir() else given.parent) / "tokenizer.json"
-        reading = replace(reading, tokenizer=beside if beside.is_file() else None)
+        own = (given if given.is_dir() else given.parent) / "tokenizer.json"
+        reading = replace(reading, tokenizer=own if own.is_file() else None)
     with progress("sizing, bytes") as advance:
         result = size_samples(
             data,

@@ -140,8 +140,8 @@ def _export_framework(name: str, plan: Path, out: Path | None, fit: Path | None,
     log(f"checked with {target.checked_with}")
     if target.packs is not None:
         log(f"the plan's packs: {target.packs}")
-    if exported.beside is not None:
-        log(exported.beside)
+    if exported.also is not None:
+        log(exported.also)
     print(exported.text if out is None else out)
 
 

@@ -54,9 +54,9 @@ def plan(
     model = images.describe(config)
     narrowed = _Narrowed(options=options) if target is None else _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
-    beside = None if saved is None else saved.device
+    also = None if saved is None else saved.device
     names = [part.strip() for part in cluster.cluster.split(",")] if "," in cluster.cluster else [cluster.cluster]
-    clusters = {name: cluster.parsed(beside=beside, text=name) for name in names}
+    clusters = {name: cluster.parsed(also=also, text=name) for name in names}
     sized = size_data(model, data, sizing)
     sources = find_sources(data, sizing.reading.media_root, sizing.reading.allowed)
     if target == OWN_LOOP:
@@ -152,7 +152,7 @@ def replan(
         details = replan_rest(
             found,
             lesson,
-            cluster=None if cluster is None else parse_cluster(cluster, beside=found.case.cluster.device),
+            cluster=None if cluster is None else parse_cluster(cluster, also=found.case.cluster.device),
             options=narrowed.options,
             within=narrowed.within,
             progress=lambda _step, done, total: advance(done, total),

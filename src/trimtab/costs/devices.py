@@ -53,14 +53,14 @@ _VENDORS = "nvidia|geforce|rtx|amd|instinct|intel|huawei|google"
 _NO_PART = re.compile(rf"{_VENDORS}|generation|tensorcoregpu|sxm[0-9]?|hbm[0-9]?e?|(?<=[0-9])gi?b")
 
 
-def find_device(name: str, *, beside: DeviceSpec | None = None) -> DeviceSpec:
+def find_device(name: str, *, also: DeviceSpec | None = None) -> DeviceSpec:
     """The row of `DEVICES` that `name` means: case, dashes, blanks, a vendor's name, "SXM" and "GB" do not matter.
 
     Use it to look up memory (bytes), peaks (FLOP/s) and links (bytes/s) of a device.
 
     A beginning is enough where all devices that begin so are of one kind; of several, the first of the table is meant:
     "a100" is the one of 80 GB, "NVIDIA H100 80GB HBM3" the SXM board. A name that ends in .yaml or .json is a file
-    with a device's own figures (`read_device`). `beside`: one more device, known from a measurement.
+    with a device's own figures (`read_device`). `also`: one more device, known from a measurement.
 
     >>> find_device("a100").peak_flops / 1e12
     312.0
@@ -70,7 +70,7 @@ def find_device(name: str, *, beside: DeviceSpec | None = None) -> DeviceSpec:
         return read_device(name)
     # a whole name first, so that "H100-PCIe" is never taken for the beginning of another
     wanted = _squeeze(name)
-    for device in (*DEVICES.values(), *([] if beside is None else [beside])):
+    for device in (*DEVICES.values(), *([] if also is None else [also])):
         if _squeeze(device.name) == wanted:
             return device
     # then a beginning, if all that begin so are of one kind
@@ -109,14 +109,14 @@ def read_device(path: str | Path) -> DeviceSpec:
 
 
 def parse_cluster(
-    text: str, *, devices_per_node: int = 8, node_link: str | None = None, beside: DeviceSpec | None = None
+    text: str, *, devices_per_node: int = 8, node_link: str | None = None, also: DeviceSpec | None = None
 ) -> ClusterSpec:
     """Make a cluster of "32xA100-80GB", "4 x H200", "H100" (one device) or "8xmy.yaml" (see `find_device`).
 
     Use it for the cluster that `make_plan` takes. Raises `TrimtabError` for what is no cluster.
 
     Fewer devices than a node holds make one smaller node; more must fill their nodes. `node_link`: see
-    `parse_node_link`; without it, the ports of the node that the device's vendor describes. `beside`: see
+    `parse_node_link`; without it, the ports of the node that the device's vendor describes. `also`: see
     `find_device`.
 
     >>> cluster = parse_cluster("32xA100-80GB")
@@ -132,7 +132,7 @@ def parse_cluster(
     if match is None:
         raise TrimtabError(f"{text!r} names no cluster: write number and kind of its devices, as in 32xA100-80GB")
     # whole nodes, or one smaller node
-    device = find_device(match.group(2), beside=beside)
+    device = find_device(match.group(2), also=also)
     count = int(match.group(1) or 1)
     if count < 1 or devices_per_node < 1:
         raise TrimtabError(f"{text!r} in nodes of {devices_per_node} is empty: give a device and one a node")

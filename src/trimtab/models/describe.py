@@ -68,7 +68,7 @@ def stored_names(folder: Path) -> frozenset[str]:
 
 NO_FILES = (
     "images of this model cannot be counted: the files of its processor were not given: put preprocessor_config.json "
-    "or processor_config.json beside config.json, or pass --set preprocessor=FILE"
+    "or processor_config.json next to config.json, or pass --set preprocessor=FILE"
 )
 TEXT_ONLY = "this is a text model, which reads no images: leave samples with images out, or name the whole model"
 
@@ -179,7 +179,7 @@ def describe(
     `run_its_code`: the folder's own Python code builds the model, in a process without network and with your rights on
     files. Give it only for code that you trust.
 
-    `preprocessor` is the model's preprocessor_config.json (or its content); beside a config.json it is found by
+    `preprocessor` is the model's preprocessor_config.json (or its content); next to a config.json it is found by
     itself. It is needed where the configuration does not settle how images are cut, and for nothing else:
     without it such a model is described, and the error comes when an image is to be counted.
     `max_pixels` and `max_tiles` are the user's own limits on an image (`images.with_limits`).
@@ -190,7 +190,7 @@ def describe(
     (65, 8292166656, 1196)
     """
     path, config = _read_source(source)
-    settings, files = _read_processor(preprocessor, beside=path)
+    settings, files = _read_processor(preprocessor, near=path)
     if run_its_code and (path is None or "description_version" in config):
         raise ConfigError(f"{str(source)[:200]!r} is no folder with code: leave --run-its-code out")
     if "description_version" in config:
@@ -357,23 +357,23 @@ _OF_IMAGES = ("preprocessor_config.json", "processor_config.json")  # Transforme
 
 
 def _read_processor(
-    preprocessor: str | Path | Config | None, *, beside: Path | None
+    preprocessor: str | Path | Config | None, *, near: Path | None
 ) -> tuple[Config | None, dict[str, Config]]:
     """Return what image rules read, and by name all that Transformers makes the processor of.
 
-    That is the file given, else what lies beside config.json.
+    That is the file given, else what lies next to config.json.
     """
     if preprocessor is not None:
         given = _read_given(preprocessor)
         return given, {_OF_IMAGES["image_processor" in given]: given}
-    if beside is None:
+    if near is None:
         return None, {}
-    paths = [beside.parent / name for name in (*_OF_IMAGES, "video_preprocessor_config.json")]
+    paths = [near.parent / name for name in (*_OF_IMAGES, "video_preprocessor_config.json")]
     files = {path.name: _read_json(path) for path in paths if path.is_file()}
     settings = _image_settings(files)
     if settings is None:
         return None, {}
-    tokenizer = beside.parent / "tokenizer_config.json"
+    tokenizer = near.parent / "tokenizer_config.json"
     if tokenizer.is_file() and tokenizer.stat().st_size <= MAX_CONFIG_BYTES:
         content = _read_json(tokenizer)
         extra = content.get("extra_special_tokens")

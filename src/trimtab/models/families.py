@@ -79,7 +79,7 @@ class Fields:
         lacks = f"preprocessor_config.json lacks {own}, and no default is assumed"
         if self.has_file:
             raise ConfigError(f"{lacks}: add it to that file")
-        raise LackingFileError(f"{lacks}: pass --set preprocessor=FILE, or put it beside config.json")
+        raise LackingFileError(f"{lacks}: pass --set preprocessor=FILE, or put it next to config.json")
 
     def size(self, *names: str, maximum: int = MAX_SIZE) -> int:
         """Return a whole number of at least 1."""

@@ -256,7 +256,7 @@ def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices:
     costs = block_costs(times, schedule)
     S, M = times.forward_s.shape
     P = S if num_devices is None else num_devices
-    # ends of all blocks, wave by wave; then told device by device
+    # ends of all blocks, wave by wave; then device by device
     waves = _waves(schedule, S, P, M)
     end = np.zeros((3, S, M))
     end[waves.kind, waves.stage, waves.microbatch] = replay(waves, costs.seconds, costs.sends, np.arange(M)[None])[:, 0]

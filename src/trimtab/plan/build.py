@@ -49,7 +49,7 @@ def make_plan(
     progress: Progress | None = None,
     within: Within | None = None,
 ) -> PlanDetails:
-    """Decide packs, stages and recompute; say what they are expected to cost beside the unbalanced baseline.
+    """Decide packs, stages and recompute; say what they are expected to cost next to the unbalanced baseline.
 
     Use this for the whole decision, as `trimtab plan` does; `write_plan` saves what it returns.
 

@@ -37,14 +37,14 @@ from trimtab.units import format_degrees, three_lines
 # What a plan expects: every figure of its file's `estimates`, rounded; runtime and adapters read none of them.
 
 
-BASELINE = "baseline"  # the name of the variant that a plan is told against
+BASELINE = "baseline"  # the name of the variant that a plan is compared with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
     """One stage at the mean micro-batch (times), and its device at the limits (memory: the four parts add up).
 
-    `reserve_gib` is what is expected beside the counted bytes: context, the allocator's slack.
+    `reserve_gib` is what is expected on top of the counted bytes: context, the allocator's slack.
     """
 
     stage: int
@@ -188,17 +188,17 @@ class Estimates:
     tips: tuple[TipEstimate, ...] = ()  # none: no other setting is as fast as predictions can tell
 
     @property
-    def told(self) -> VariantEstimate:
-        """What gains are told against: the baseline, or the first row after it that fits; this plan if none does."""
+    def basis(self) -> VariantEstimate:
+        """What gains are compared with: the baseline, or the first row after it that fits; this plan if none does."""
         return next((row for row in self.compared if row.fits), self.variants[-1])
 
     def gain(self, row: VariantEstimate) -> float:
-        """Return how many times as fast as `told` a row is."""
-        return self.told.epoch_s / row.epoch_s
+        """Return how many times as fast as `basis` a row is."""
+        return self.basis.epoch_s / row.epoch_s
 
     @property
     def compared(self) -> tuple[VariantEstimate, ...]:
-        """The baseline that the plan is told against, then each decision added, this plan last."""
+        """The baseline that the plan is compared with, then each decision added, this plan last."""
         return self.variants[find_baseline([variant.name for variant in self.variants]) :]
 
 
@@ -254,7 +254,7 @@ class MixedSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataInput:
-    """The data set that was sized; `table` holds one row of sizes per sample and lies beside the plan."""
+    """The data set that was sized; `table` holds one row of sizes per sample and lies next to the plan."""
 
     files: tuple[DataFile, ...]
     num_samples: int
@@ -293,7 +293,7 @@ class TrainingInput:
     frozen_towers: tuple[Tower, ...]
     recompute: RecomputeMode  # what was asked for
     costs: str  # method of the profile: analytic, traced, timed, logged
-    profile: TableFile | None = None  # the profile that gave the seconds, beside the plan; null: formulas did
+    profile: TableFile | None = None  # the profile that gave the seconds, next to the plan; null: formulas did
     search: Literal["exact", "omnibal"] = "exact"  # of the stages
     radius: int = 3  # of OmniBal's search
     top: int = 10
@@ -360,7 +360,7 @@ class RecomputeDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableFile:
-    """A large table beside the plan file."""
+    """A large table next to the plan file."""
 
     file: str
     blake2b: str

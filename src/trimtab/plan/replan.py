@@ -21,7 +21,7 @@ from trimtab.specs import ClusterSpec, FloatArray, IntArray, Profile
 from trimtab.units import format_bytes, format_ratio, format_seconds
 
 _MOST_FITTED = 8  # steps, spread over the run
-_UNSETTLED = 0.5  # relative error of a factor, above which the parts are not told apart
+_UNSETTLED = 0.5  # relative error of a factor, above which the parts cannot be separated
 _OPEN = ("dp", "pp", "tp", "cp", "ep", "etp", "zero_stage", "num_microbatches", "max_patches", "max_tokens")
 
 

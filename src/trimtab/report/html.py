@@ -169,29 +169,29 @@ def _header(details: PlanDetails, *, beside_run: bool) -> str:
 
 def _tiles(details: PlanDetails) -> list[str]:
     estimates = details.plan.estimates
-    first, last = estimates.told, estimates.compared[-1]
+    first, last = estimates.basis, estimates.compared[-1]
     step, cap = time_scale([first.step_ms / 1e3, last.step_ms / 1e3]), memory_scale([details.memory_cap_bytes])
     rate = count_scale([last.samples_per_s])
     band = f'<span class="nw">± {percent(estimates.time_error, digits=0)}</span>'
     over = "" if last.fits else ' <span class="bad">does not fit:</span>'
     misfit = "" if estimates.compared[0].fits else ' <span class="bad">(the baseline does not fit)</span>'
 
-    def beside(words: str, told: str) -> str:
-        return f'{words}<br>{esc(first.name, 40)} <span class="nw">{told}</span>'
+    def compared(words: str, base: str) -> str:
+        return f'{words}<br>{esc(first.name, 40)} <span class="nw">{base}</span>'
 
     return [
         tile(
             "Samples per second, predicted",
             format_ratio(estimates.gain(last)),
-            beside(f"{rate.number(last.samples_per_s)} samples/s {band}", rate.number(first.samples_per_s)),
+            compared(f"{rate.number(last.samples_per_s)} samples/s {band}", rate.number(first.samples_per_s)),
             look="main" if estimates.gain(last) > 1 + GAIN_NOISE else "",
         ),
-        tile("Step time, predicted", step.text(last.step_ms / 1e3), beside(band, step.text(first.step_ms / 1e3))),
-        tile("Devices idle", percent(last.idle_share), beside("of their time", percent(first.idle_share))),
+        tile("Step time, predicted", step.text(last.step_ms / 1e3), compared(band, step.text(first.step_ms / 1e3))),
+        tile("Devices idle", percent(last.idle_share), compared("of their time", percent(first.idle_share))),
         tile(
             "Peak memory per device",
             f"{last.peak_memory_gib:.1f} GiB",
-            beside(
+            compared(
                 f"{over} of {cap.text(details.memory_cap_bytes)} that may be filled", f"{first.peak_memory_gib:.1f} GiB"
             )
             + misfit,

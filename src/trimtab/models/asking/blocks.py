@@ -151,8 +151,8 @@ def _read_attention(part: Any, around: Any, causal: bool, window: int | None) ->
         value_dim = head_dim if value is None else value.weight.shape[0] // kv_heads
         hidden, leaving = query.weight.shape[1], heads * value_dim
         if output is None:
-            beside = (x for x in around.modules() if is_matmul(x) and x not in (query, key, value))
-            output = next((x for x in beside if tuple(x.weight.shape) == (hidden, leaving)), None)
+            others = (x for x in around.modules() if is_matmul(x) and x not in (query, key, value))
+            output = next((x for x in others if tuple(x.weight.shape) == (hidden, leaving)), None)
         if output is None or output.weight.shape[1] != leaving:
             return None
         used = tuple(x for x in (query, key, value, output) if x is not None)

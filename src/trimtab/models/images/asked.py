@@ -134,7 +134,7 @@ MAX_CLIPS = 128  # clips of one question: 5 to 120 ms of CPU time each, and 40 K
 
 NO_CLIPS = (
     "the files of its processor were not given: name the model's folder, with preprocessor_config.json or "
-    "processor_config.json (and video_preprocessor_config.json) beside config.json"
+    "processor_config.json (and video_preprocessor_config.json) next to config.json"
 )
 
 

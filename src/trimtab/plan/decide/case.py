@@ -47,7 +47,7 @@ class MemoryBudget:
     total_bytes: int
     fill_bytes: float
     band: MemoryBand
-    slack: float = 0.0  # expected beside the counted bytes, as a share of them
+    slack: float = 0.0  # expected on top of the counted bytes, as a share of them
     outside_bytes: float = 0.0  # and whatever they are
 
     @staticmethod
@@ -98,11 +98,11 @@ class Phases:
     update_s: float  # of the tower's gradients and parameters, on every device
     state_bytes: float  # of the tower, on every device
     saved_bytes: float  # that it holds from the first phase to the last
-    moment_bytes: float  # beside them while it computes, when the pipeline holds nothing
+    moment_bytes: float  # on top of them while it computes, when the pipeline holds nothing
 
     @property
     def step_s(self) -> FloatArray:
-        """(num_steps, dp) seconds that a step takes beside its pipeline."""
+        """(num_steps, dp) seconds that a step takes outside of its pipeline."""
         return self.seconds + self.update_s
 
 

@@ -89,7 +89,7 @@ class Run:
     packs: str  # how micro-batches were made, in words
     work: FloatArray  # (num_packs, len(WORK_TERMS))
     schedule: Schedule
-    phases: Phases | None = None  # beside the pipelines
+    phases: Phases | None = None  # next to the pipelines
     held: FloatArray | None = None  # as `work`, before ranks share images; None: they do not
     stages: tuple[Stage, ...] = ()
     rules: tuple[str, str] = ("", "")  # how stages and recompute came about, in words

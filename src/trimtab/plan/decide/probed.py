@@ -110,7 +110,7 @@ def probed_profile(
     biggest = max(corrections)
     said = (
         f"{ABOUT_BYTES}{where}: those kept, layer kind by layer kind, state ({factor:.3g} x the formulas'), "
-        f"and up to {format_bytes(biggest)} more than both and a layer's backward explain, which is counted beside it.",
+        f"and up to {format_bytes(biggest)} more than both and a layer's backward explain, which is counted on top.",
     )
     return ProbedProfile(
         profile=replace(

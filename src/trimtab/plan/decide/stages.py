@@ -94,7 +94,7 @@ def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Evaluator]
 
 
 def _omnibal_split(case: Case) -> SplitChoice:
-    """The fastest of OmniBal's candidates; beside them, for the reader, what the exact search finds."""
+    """The fastest of OmniBal's candidates; with what the exact search finds."""
     problem, options = case.problem, case.options
     # the published search, and ours next to it, on the same clock
     found, clock = timed_near_anchor(case, options.top)
@@ -187,11 +187,11 @@ class Expressible:
     tiers: Callable[[LayerSpec], Collection[str]] | None = None
     """The recompute it has of a layer, as the plan means it; None: all that the plan has."""
     ladders: Callable[[Sequence[Stage]], Iterable[Sequence[Stages]]] = lambda stages: [[tuple(stages)]]
-    """Recompute settings in which it can run these stages, as stages: rungs recompute more and more, and hold less."""
+    """Recompute settings in which it can run these stages, as stages: each recomputes more, and hold less."""
     choices: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Fields of `PlanOptions` and the values that it can run: the first stands where the user left the field open."""
     tp_degrees: Callable[[int], bool] | None = None  # whether it runs this tensor-parallel degree; None: any
-    degrees: tuple[Literal["cp", "ep", "etp"], ...] = ()  # that it has beside dp, pp and tp
+    degrees: tuple[Literal["cp", "ep", "etp"], ...] = ()  # that it has next to dp, pp and tp
 
 
 _MOST_TP = 64
@@ -242,7 +242,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     """The fastest stages found that `can` be run and fit the memory, recompute as the framework would do it.
 
     Candidates are the exact split, the refined one and those with recompute nowhere and everywhere, or all of
-    `can.splits`; on each ladder the lowest rung that fits. Unless the splits are given, the best is improved by moving
+    `can.splits`; each with the least recompute that fits. Unless the splits are given, the best is improved by moving
     single cuts until none helps. Those with the least slowest stage are simulated over all packs. Heuristic where
     recompute is coarse: split and recompute are then not solved as one. None if nothing fits.
     """
@@ -257,7 +257,7 @@ def best_expressible(case: Case, can: Expressible) -> Stages | None:
     found: dict[tuple[int, ...], _Priced] = {}
 
     def price(cuts: tuple[int, ...], stages: Sequence[Stage]) -> None:
-        fitting = [way for ladder in can.ladders(stages) if (way := _lowest_rung(problem, ladder)) is not None]
+        fitting = [way for ladder in can.ladders(stages) if (way := _least_recompute(problem, ladder)) is not None]
         best = min(fitting, key=lambda way: way.bottleneck_s, default=None)
         if best is not None and (cuts not in found or best.bottleneck_s < found[cuts].bottleneck_s):
             found[cuts] = best
@@ -287,8 +287,8 @@ class _Priced:
     bottleneck_s: float
 
 
-def _lowest_rung(problem: SplitProblem, ladder: Sequence[Stages]) -> _Priced | None:
-    """The first that fits, by bisection: a rung holds no more than the one below it."""
+def _least_recompute(problem: SplitProblem, ladder: Sequence[Stages]) -> _Priced | None:
+    """The first that fits, by bisection: each holds no more than the one before it."""
     priced = [_as_priced(problem.profile, way) for way in ladder]
     ladder = [way for way in priced if _is_offered(problem.profile, way)]
     if problem.recompute == "none":

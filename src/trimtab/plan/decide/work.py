@@ -163,7 +163,7 @@ def one_tile(model: ModelSpec) -> ImageCounts:
     )
 
 
-# Seconds of packs on stages, of steps, and of what a step costs beside its micro-batches.
+# Seconds of packs on stages, of steps, and of what a step costs on top of its micro-batches.
 
 
 def stage_link(cluster: ClusterSpec) -> float:
@@ -186,7 +186,7 @@ def steps_of(
 ) -> FloatArray:
     """(num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer; nothing overlaps.
 
-    `phases_s` (num_steps, dp): what ranks do beside their pipelines.
+    `phases_s` (num_steps, dp): what ranks do outside of their pipelines.
     """
     return simulate_steps(
         times,

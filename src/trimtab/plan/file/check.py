@@ -199,7 +199,7 @@ def _old_claims(found: ReloadedPlan) -> Iterator[str]:
     ours, said = simulate_plan(case, found.stages), plan.estimates
     true = describe_estimates(case, case.problem.assess(found.stages), (ours, ours))
     own = ("step_ms", "epoch_s", "samples_per_s", "stage_imbalance", "stages", "balance")
-    other = [told for name in own for told in _differences(name, getattr(said, name), getattr(true, name))]
+    other = [problem for name in own for problem in _differences(name, getattr(said, name), getattr(true, name))]
     row, true_row = said.variants[-1], true.variants[-1]
     for name in ("step_ms", "epoch_s", "samples_per_s", "peak_memory_gib", "fits"):
         other += _differences(f"variants[-1].{name}", getattr(row, name), getattr(true_row, name))

@@ -85,7 +85,7 @@ class PlanDetails:
 
     @property
     def baseline(self) -> Variant:
-        """Return what the plan is told against."""
+        """Return what the plan is compared with."""
         return self.variants[find_baseline([variant.name for variant in self.variants])]
 
 
@@ -313,7 +313,7 @@ def summarise(inputs: Inputs, decisions: Decisions, estimates: Estimates, *, tra
     it, if not all that is not frozen.
     """
     cluster, packing = inputs.cluster, decisions.packing
-    base, ours = estimates.told, estimates.compared[-1]
+    base, ours = estimates.basis, estimates.compared[-1]
     sharded = ", ZeRO-3" if inputs.training.zero_stage == 3 else ""
     num_drawn = sum(source.num_drawn for source in inputs.data.mixture) or inputs.data.num_samples
     exact, mean = packing.global_batch, num_drawn / packing.num_steps

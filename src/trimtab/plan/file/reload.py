@@ -48,7 +48,7 @@ from trimtab.units import unfold_modules
 
 
 def sizes_file(plan: Plan) -> TableFile:
-    """The table of sizes beside the plan."""
+    """The table of sizes next to the plan."""
     return TableFile(file=plan.inputs.data.table, blake2b=plan.inputs.data.table_blake2b)
 
 
@@ -126,7 +126,7 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
     forbidden = model.forbidden_cuts | frozenset(c for c in inputs.model.forbidden_cuts if 0 < c < len(model.layers))
     model = replace(model, forbidden_cuts=forbidden)
     saved = load_saved_profile(plan, folder)
-    cluster = cluster or find_cluster(plan, beside=None if saved is None else saved.device)
+    cluster = cluster or find_cluster(plan, also=None if saved is None else saved.device)
     if device_fingerprint(cluster.device) != inputs.cluster.device_blake2b:
         raise PlanError(f"device {inputs.cluster.device} has other figures now: pass cluster=, or plan again")
     samples = read_samples(plan, folder)
@@ -156,15 +156,15 @@ def reload_plan(path: Path, *, model: ModelSpec | None = None, cluster: ClusterS
 
 
 def load_saved_profile(plan: Plan, folder: Path) -> Profile | None:
-    """The profile beside the plan that gave its seconds, if one did."""
+    """The profile next to the plan that gave its seconds, if one did."""
     table = plan.inputs.training.profile
     return None if table is None else profile_from_bytes(read_table(folder, table), origin=str(folder / table.file))
 
 
-def find_cluster(plan: Plan, *, beside: DeviceSpec | None = None) -> ClusterSpec:
+def find_cluster(plan: Plan, *, also: DeviceSpec | None = None) -> ClusterSpec:
     """The plan's cluster: its device from the plan itself, the table of published ones, or the plan's own profile."""
     given = plan.inputs.cluster
-    device = given.device_figures or find_device(given.device, beside=beside)
+    device = given.device_figures or find_device(given.device, also=also)
     return ClusterSpec(**same_fields(given, ClusterSpec) | {"device": device})
 
 
@@ -179,16 +179,16 @@ def find_model(plan: Plan, folder: Path) -> ModelSpec:
         other = folder / other
     for what, place in (("model", None if find_shipped(source) else source), ("preprocessor", other)):
         if place is not None and not is_there(Path(place), or_folder=True):
-            raise PlanError(f"{what} {place} is neither here nor beside the plan: run this where the plan was made")
+            raise PlanError(f"{what} {place} is neither here nor next to the plan: run this where the plan was made")
     return describe(source, preprocessor=other, name=given.name, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
 
 
 def find_config(config: str, folder: Path) -> str:
-    """The plan's model as its user named it, or what lies beside the plan under that name; it may be nowhere."""
-    beside = folder / config
-    if is_there(Path(config), or_folder=True) or not is_there(beside, or_folder=True):
+    """The plan's model as its user named it, or what lies next to the plan under that name; it may be nowhere."""
+    own = folder / config
+    if is_there(Path(config), or_folder=True) or not is_there(own, or_folder=True):
         return config
-    return str(beside)
+    return str(own)
 
 
 def options_of(plan: Plan) -> PlanOptions:

@@ -171,11 +171,11 @@ def load_checkpoint(
         torch.cuda.set_rng_state(target[own[1]])
 
 
-def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, beside: Path | None = None) -> None:
+def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, like: Path | None = None) -> None:
     """The whole model as Transformers loads it: config.json and one model.safetensors; collective.
 
     Written next to its name and renamed when it is whole; `folder` is new or empty. Tokenizer, preprocessor and chat
-    template of the folder `beside` are copied into it, so that it can be served.
+    template of the folder `like` are copied into it, so that it can be served.
     """
     with _written_aside(folder) as writing:
         writer = HuggingFaceStorageWriter(str(writing), save_distributed=True, enable_consolidation=True)
@@ -183,7 +183,7 @@ def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, be
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(writing / "sharded", ignore_errors=True)
-            for file in () if beside is None else sorted(beside.iterdir()):
+            for file in () if like is None else sorted(like.iterdir()):
                 if file.suffix in _TEXT_FILES and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, writing / file.name)
             config.save_pretrained(writing)

@@ -163,7 +163,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
                 settings.export,
                 tensors if lora is None else merged(tensors, lora),
                 run.pipeline.stages[0].model.config,
-                beside=settings.model,
+                like=settings.model,
             )
         return records
 

@@ -116,7 +116,7 @@ class GridFamily:
 
     frames: bool = True
     merge: str | None = "spatial_merge_size"  # field of the vision configuration: side of the block that one row leaves
-    beside: Mapping[Kind, tuple[str, ...]] | None = None  # further tensors with one row for each image or clip
+    more: Mapping[Kind, tuple[str, ...]] | None = None  # further tensors with one row for each image or clip
 
     def read(self, kind: Kind, given: dict[str, Any], config: Any) -> VisionInputs:
         pixels, grid_name = _pixels(kind, given), GRIDS[kind]
@@ -135,13 +135,13 @@ class GridFamily:
                 "the same images"
             )
         own = np.ones(len(atoms), np.int64)
-        beside = [
+        more = [
             Part(
                 name=name,
                 rows=torch.as_tensor(given.pop(name)).repeat_interleave(torch.from_numpy(clips), 0),
                 lengths=own,
             )
-            for name in (self.beside or {}).get(kind, ())
+            for name in (self.more or {}).get(kind, ())
             if given.get(name) is not None
         ]
         side = self.block_side(config)
@@ -149,7 +149,7 @@ class GridFamily:
             parts=(
                 Part(name=pixels.name, rows=pixels.rows, lengths=patches),
                 Part(name=grid_name, rows=torch.from_numpy(atoms).to(grid), lengths=own),
-                *beside,
+                *more,
             ),
             patches=patches,
             windowed=_windowed(atoms, config),
@@ -161,14 +161,14 @@ class GridFamily:
     def smallest(self, inputs: VisionInputs, config: Any) -> VisionInputs:
         """Return one block of zeros, where the family has blocks; else the cheapest image at hand."""
         cheapest, side = inputs.cheapest(), self.block_side(config)
-        pixels, grid, *beside = cheapest.parts
+        pixels, grid, *more = cheapest.parts
         if side is None or (not self.frames and int(grid.rows[0, 0]) > 1):
             return cheapest
         patches = np.array([side * side])
         block = Part(name=pixels.name, rows=pixels.rows.new_zeros(side**2, *pixels.rows.shape[1:]), lengths=patches)
         return replace(
             cheapest,
-            parts=(block, replace(grid, rows=grid.rows.new_tensor([[1, side, side]])), *beside),
+            parts=(block, replace(grid, rows=grid.rows.new_tensor([[1, side, side]])), *more),
             patches=patches,
             windowed=None if cheapest.windowed is None else patches**2,
             rows=None if cheapest.rows is None else np.ones(1, np.int64),
@@ -185,23 +185,23 @@ class GridFamily:
 class BatchFamily:
     """A batch of images of one shape: (images, ...), or (samples, images, ...) padded with images of zeros."""
 
-    beside: tuple[str, ...] = ()  # further tensors with one row for each image
+    more: tuple[str, ...] = ()  # further tensors with one row for each image
     padded: bool = False  # the second dimension counts images; all-zero ones are not encoded
     tiles: Callable[[Any, Any], IntArray] | None = None  # (image_sizes, config) -> tiles of each image
 
     def read(self, kind: Kind, given: dict[str, Any], config: Any) -> VisionInputs:
         pixels = _pixels(kind, given)
-        beside = [(name, torch.as_tensor(given.pop(name))) for name in self.beside if given.get(name) is not None]
+        more = [(name, torch.as_tensor(given.pop(name))) for name in self.more if given.get(name) is not None]
         rows, entries = pixels.rows, None
         if self.padded:
             real = (rows.flatten(2) != 0).any(-1)
             real.view(-1)[0] |= ~real.any()  # as the models have it: only black images leave one
             entries = real.sum(1).cpu().numpy().astype(np.int64)
-            beside = [(name, tensor[real][:, None]) for name, tensor in beside]
+            more = [(name, tensor[real][:, None]) for name, tensor in more]
             rows = rows[real][:, None]
         lengths, tiles = np.ones(len(rows), np.int64), np.ones(len(rows), np.int64)
         if self.tiles is not None:
-            tiles = self.tiles(dict(beside)["image_sizes"], config)
+            tiles = self.tiles(dict(more)["image_sizes"], config)
             if rows.ndim == 4:  # tiles of all images in a row
                 lengths = tiles
         own = np.ones(len(tiles), np.int64)
@@ -209,7 +209,7 @@ class BatchFamily:
         return VisionInputs(
             parts=(
                 Part(name=pixels.name, rows=rows, lengths=lengths),
-                *(Part(name=name, rows=tensor, lengths=own) for name, tensor in beside),
+                *(Part(name=name, rows=tensor, lengths=own) for name, tensor in more),
             ),
             patches=tiles * _patches_of_one(rows, config),
             entries=own if entries is None else entries,
@@ -255,12 +255,12 @@ def ask_family(config: Any, encode: Callable[..., Any]) -> Family:
     names = list(inspect.signature(inspect.unwrap(encode)).parameters)
     if not set(GRIDS.values()).isdisjoint(names):
         if any(name.endswith("merge_sizes") for name in names):  # a side of its own for each image
-            beside: dict[Kind, tuple[str, ...]] = {
+            more: dict[Kind, tuple[str, ...]] = {
                 "image": ("image_merge_sizes",),
                 "video": ("video_merge_sizes",),
                 "tower": ("merge_sizes",),
             }
-            return GridFamily(merge=None, beside=beside)
+            return GridFamily(merge=None, more=more)
         vision, fields = vision_config(config), ("spatial_merge_size", "merge_kernel_size")
         return GridFamily(
             frames=getattr(vision, "temporal_merge_size", 1) == 1,  # else several frames become one
@@ -268,10 +268,10 @@ def ask_family(config: Any, encode: Callable[..., Any]) -> Family:
         )
     if not any("pixel_values" in name for name in names):
         raise TrimtabError("it takes neither pixel_values nor a table of grids")
-    beside_names = tuple(x for x in names if _BESIDE.match(x) and x not in PIXELS.values())
+    more_names = tuple(x for x in names if _BESIDE.match(x) and x not in PIXELS.values())
     tiled = "image_sizes" in names and getattr(config, "image_grid_pinpoints", None)
     return BatchFamily(
-        beside=beside_names,
+        more=more_names,
         padded="pixel_attention_mask" in names and "spatial_shapes" not in names,
         tiles=_count_next_tiles if tiled else None,
     )
