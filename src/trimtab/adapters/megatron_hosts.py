@@ -199,8 +199,8 @@ def export_swift(plan: Decided, price: float | None) -> Exported:
     """Arguments of `megatron sft`, with those whose defaults would add something to the plan.
 
     ms-swift recomputes core attention, the vision tower, shards the optimizer, freezes tower and projector and shuffles
-    unless its settings say otherwise. With packing, its batch sizes count packs; `export swift-packs` writes these packs and the
-    plug-in that keeps them. The model is the user's own.
+    unless its settings say otherwise. With packing, its batch sizes count packs; `export swift-packs` writes these and
+    the plug-in that keeps them. The model is the user's own.
     """
     flags = megatron_flags(plan, price)
     refuse(plan.launch.problems("ms-swift", **_KNOWN))
