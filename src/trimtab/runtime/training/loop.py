@@ -152,8 +152,7 @@ def train(settings: TrainSettings) -> list[StepRecord]:
                 ranks.arrive()
                 progress = Progress(step=step, loader=run.loader.state_dict(), optimizer=settings.optimizer)
                 save_checkpoint(settings.out, run.parameters, run.buffers, run.optimizer, progress, keep=settings.keep)
-        num_fillers = sum(record.num_fillers for record in records)
-        if num_fillers:
+        if num_fillers := sum(record.num_fillers for record in records):
             tell(f"{num_fillers} samples could not be read, and fillers without weight took their places")
         if settings.export is not None:
             ranks.arrive()
