@@ -80,12 +80,12 @@ CAPABILITIES: dict[str, Callable[[Given], object]] = {
 REFUSED: dict[tuple[str, str], str] = {
     **{(x, "images counted without torch"): "no image rule" for x in ("shieldgemma2", "hunyuan_vl", "paligemma")},
     ("mllama", "images apart"): "its class has no get_image_features",
-    ("mllama", "work"): "which no cost formula prices: plan another family",
-    **{(x, "filler image"): "not known: give vision_in_every_pack" for x in ("mllama", "hunyuan_vl", "paligemma")},
-    ("internvl_chat", "batches for tracing and timing"): "has no such model",
-    ("internvl_chat", "packs"): "register its class",
-    ("internvl_chat", "filler image"): "register its class",
-    ("internvl_chat", "images apart"): "register its class",
+    ("mllama", "work"): "trimtab map",
+    **{(x, "filler image"): "vision_in_every_pack" for x in ("mllama", "hunyuan_vl", "paligemma")},
+    ("internvl_chat", "batches for tracing and timing"): "model_type",
+    ("internvl_chat", "packs"): "register it",
+    ("internvl_chat", "filler image"): "register it",
+    ("internvl_chat", "images apart"): "register it",
 }
 """What a family does not have, and words of the reason that is given; everything else has a value."""
 
