@@ -77,6 +77,7 @@ def test_from_one_on_the_first_gpu_holds_no_block_but_the_last(vit_alpha, counts
 
 
 def test_model_cards_leave_the_rotary_table_out():
+    pytest.importorskip("accelerate", reason="the name stands with what loads a model")
     repository, card = (
         trimtab.placement.split_model(48, world_size=4, variant=x) for x in ("repository", "model card")
     )

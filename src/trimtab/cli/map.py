@@ -96,7 +96,10 @@ def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Work
         real = build_on_meta(read_config(config), tied=bool(model.tied), dtype=workload.dtype)
         maps = {library: auto_map(real, machine, library=library) for library in ("accelerate", "transformers")}
     except (TrimtabError, ModuleNotFoundError) as error:
-        return [*found, Assessed(rule="Accelerate and Transformers auto", placement=None, problems=(str(error),))]
+        reason = str(error)
+        if isinstance(error, ModuleNotFoundError):
+            reason = f"{error.name} is not installed: pip install 'trimtab[torch]'"
+        return [*found, Assessed(rule="Accelerate and Transformers auto", placement=None, problems=(reason,))]
     return found + [
         assess_map(model, machine, workload, chosen, rule=f"{library.capitalize()} auto")
         for library, chosen in maps.items()
