@@ -18,7 +18,7 @@ from trimtab.plan.decide.members import default_global_batch
 from trimtab.plan.decide.search import Tiers, choose_setting
 from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced
 from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split
-from trimtab.plan.decide.towers import MUST_GAIN, VisionChosen, choose_vision, settings_apart
+from trimtab.plan.decide.towers import MUST_GAIN, VisionChosen, choose_vision, on_replica, settings_apart
 from trimtab.plan.decide.work import band_sentence, host_sentences
 from trimtab.plan.file.figures import PlanDetails, assemble_plan
 from trimtab.plan.file.yaml import plan_to_yaml
@@ -243,19 +243,8 @@ def _settle_apart(
 
 def _worth_it(settled: Sequence[_Settled]) -> list[_Settled]:
     """Those whose tower has the decoder's grid, and others that gain 2 % over the best of these."""
-    on_grid = [
-        x.epoch_s
-        for one in settled
-        for x in one.vision.tried
-        if x.case.vision is None or x.case.vision.decision.group != "replica"
-    ]
-    return [
-        x
-        for x in settled
-        if (vision := x.vision.best.case.vision) is None
-        or vision.decision.group != "replica"
-        or x.vision.best.epoch_s * MUST_GAIN <= min(on_grid)
-    ]
+    on_grid = min(x.epoch_s for one in settled for x in one.vision.tried if not on_replica(x.case))
+    return [x for x in settled if not on_replica(x.vision.best.case) or x.vision.best.epoch_s * MUST_GAIN <= on_grid]
 
 
 def batch_assumption(

@@ -92,13 +92,20 @@ def num_expert_params(layer: LayerSpec) -> int:
     return (3 if m.gated else 2) * layer.hidden_size * m.intermediate_size * m.num_experts
 
 
+def num_visited_params(layer: LayerSpec) -> int:
+    """Weights of the routed experts that one row visits, 0 where it has none."""
+    m = layer.mlp
+    if m is None or m.num_experts is None:
+        return 0
+    return num_expert_params(layer) // m.num_experts * (m.experts_per_token or 1)
+
+
 def has_expert_biases(layer: LayerSpec) -> bool:
     """Return whether experts have biases (GPT-OSS): no other parameters of a block, its matrices aside, are as many."""
     m = layer.mlp
     if m is None or m.num_experts is None:
         return False
-    chosen = num_expert_params(layer) // m.num_experts * (m.experts_per_token or 1)
-    rest = layer.num_params - num_expert_params(layer) - (layer.num_matmul_params - chosen)
+    rest = layer.num_params - num_expert_params(layer) - (layer.num_matmul_params - num_visited_params(layer))
     return rest >= m.num_experts * (layer.hidden_size + m.intermediate_size)
 
 

@@ -8,7 +8,7 @@ from math import ceil
 
 from trimtab.costs.formula.adapters import adapt_layer, quantised_params
 from trimtab.costs.formula.curves import Efficiency
-from trimtab.costs.formula.flops import layer_matmuls, num_expert_params
+from trimtab.costs.formula.flops import layer_matmuls, num_expert_params, num_visited_params
 from trimtab.costs.formula.settings import ITEM_BYTES, OPTIMIZER_BYTES, CostSettings
 from trimtab.lora import NF4_BYTES
 from trimtab.specs import DeviceSpec, LayerSpec
@@ -100,9 +100,8 @@ def local_params(layer: LayerSpec, tp: int) -> float:
     if layer.num_params == 0:
         return 0.0
     if layer.measured is not None:
-        m, experts = layer.mlp, num_expert_params(layer)
-        visited = experts / (m.num_experts or 1) * (m.experts_per_token or 1) if m is not None else 0.0
-        divided = layer.num_matmul_params - visited + experts if layer.kind == "block" else 0.0
+        weights = layer.num_matmul_params - num_visited_params(layer) + num_expert_params(layer)
+        divided = weights if layer.kind == "block" else 0
         return layer.num_params - divided + divided / tp
     if layer.kind == "embed" and layer.tower == "language":
         vocab = layer.num_params / layer.output_size

@@ -13,8 +13,7 @@ from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.decide.epoch import Epoch
 from trimtab.plan.decide.steps import fill_epoch, share_epoch
 from trimtab.plan.decide.work import (
-    PATCHES,
-    PATCHES_WINDOWED,
+    IMAGE_TERMS,
     join_samples,
     joins_samples,
     limit_work,
@@ -147,7 +146,7 @@ class Case:
         )
         model, phases, budget = self.model, self.phases, self.budget
         if self.vision is not None:
-            work_max[PATCHES : PATCHES_WINDOWED + 1] = self.vision.largest
+            work_max[IMAGE_TERMS] = self.vision.largest
             model = replace(model, forbidden_cuts=model.forbidden_cuts | tower_cuts(model))
         if phases is not None:  # on every device, whatever its stage
             everywhere = phases.state_bytes + phases.saved_bytes

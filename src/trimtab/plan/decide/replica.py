@@ -14,11 +14,10 @@ import numpy as np
 from trimtab.plan.decide.case import Case, Phases
 from trimtab.plan.decide.exchange import Exchange, Shares, num_trained
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import MICROBATCHES, PATCHES, PATCHES_WINDOWED
+from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES
 from trimtab.plan.plan import VisionDecision
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, LayerCost, ParallelDims, Profile, RecomputeTier
 
-_IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)
 _NOTHING = (0.0,) * NUM_WORK_TERMS
 
 
@@ -67,7 +66,7 @@ def encode_phases(case: Case, alone: Profile, decision: VisionDecision, found: S
     # 1. seconds of the slowest share of every step and replica
     shape = case.schedule.table.shape[:2]
     work = np.zeros((len(found.slowest), NUM_WORK_TERMS))
-    work[:, _IMAGE_TERMS] = found.slowest
+    work[:, IMAGE_TERMS] = found.slowest
     work[:, MICROBATCHES] = 1.0
     forward, backward = _sum([x.forward_s for x in towers]), _sum([x.backward_s for x in towers])
     extra = _sum([tier.extra_backward_s for tier in again])
@@ -78,7 +77,7 @@ def encode_phases(case: Case, alone: Profile, decision: VisionDecision, found: S
     exchange_s = (exchange.forward_s + exchange.backward_s) / shape[0]
     # 2. bytes: state, and the activations of the largest share, on every device
     most = np.zeros(NUM_WORK_TERMS)
-    most[_IMAGE_TERMS], most[MICROBATCHES] = found.largest.max(axis=0), 1.0
+    most[IMAGE_TERMS], most[MICROBATCHES] = found.largest.max(axis=0), 1.0
     saved = sum(max(0.0, float(most @ np.array(tier.saved_bytes))) for tier in again)
     moment = max(float(most @ np.array(layer.transient_bytes)) for layer in towers)
     if decision.recompute:

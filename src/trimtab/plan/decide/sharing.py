@@ -29,12 +29,11 @@ from trimtab.plan.decide.exchange import (
 from trimtab.plan.decide.groups import over_tp
 from trimtab.plan.decide.replica import encode_phases, features_held, tower_alone, without_tower
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import MICROBATCHES, PATCHES, PATCHES_WINDOWED, limit_work
+from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, limit_work
 from trimtab.plan.plan import VisionDecision, VisionEstimate, VisionRankEstimate
 from trimtab.specs import FloatArray, Profile, Stage
 from trimtab.units import MIB, round_digits, round_gib
 
-_IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)
 _GRADIENT_BYTES = 4  # as `profile_model` keeps gradients
 
 
@@ -58,16 +57,16 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
 
     # 2. seconds: of each call the slowest share, divided among the micro-batches that share it
     work = plain.work.copy()
-    work[:, _IMAGE_TERMS] = 0.0
+    work[:, IMAGE_TERMS] = 0.0
     in_slot = pools >= 0
     by_rank = in_slot.reshape(len(pools), -1, decision.pooling).sum(axis=2)  # each of a dispatch has slots of its own
     calls = np.repeat(np.maximum(by_rank, 1), decision.pooling, axis=1)
-    work[pools[in_slot], _IMAGE_TERMS] = (found.slowest[:, None, :] / calls[:, :, None])[in_slot]
+    work[pools[in_slot], IMAGE_TERMS] = (found.slowest[:, None, :] / calls[:, :, None])[in_slot]
 
     # 3. bytes: the largest share, held whole by each of them
     held = plain.work.copy()
-    held[:, _IMAGE_TERMS] = 0.0
-    held[pools[in_slot], _IMAGE_TERMS] = np.broadcast_to(found.largest[:, None, :], (*pools.shape, 3))[in_slot]
+    held[:, IMAGE_TERMS] = 0.0
+    held[pools[in_slot], IMAGE_TERMS] = np.broadcast_to(found.largest[:, None, :], (*pools.shape, 3))[in_slot]
 
     # 4. the exchange, and the limits' room over the largest pack that there is
     margin = _margin(plain)
@@ -98,7 +97,7 @@ def _share_replica(case: Case, decision: VisionDecision) -> Case:
     exchange = price_exchange(plain, decision, sizes, pools, margin=float(margin[0]))
     phases = encode_phases(plain, alone, decision, replace(found, largest=found.largest * margin), exchange)
     work = plain.work.copy()
-    work[:, _IMAGE_TERMS] = 0.0
+    work[:, IMAGE_TERMS] = 0.0
     profile = without_tower(plain.setting.profile, features_bytes=features_held(plain, exchange))
     return replace(
         plain,
@@ -118,8 +117,8 @@ def _share_replica(case: Case, decision: VisionDecision) -> Case:
 
 def _margin(case: Case) -> FloatArray:
     """(3,) of the limits over the largest pack that there is, by image terms; 1 or more."""
-    most = limit_work(case.work, case.setting.max_patches, case.setting.max_tokens)[_IMAGE_TERMS]
-    packed = case.work[:, _IMAGE_TERMS].max(axis=0)
+    most = limit_work(case.work, case.setting.max_patches, case.setting.max_tokens)[IMAGE_TERMS]
+    packed = case.work[:, IMAGE_TERMS].max(axis=0)
     ratio: FloatArray = np.divide(most, packed, out=np.ones(3), where=packed > 0)
     return np.maximum(ratio, 1.0)
 
@@ -127,16 +126,20 @@ def _margin(case: Case) -> FloatArray:
 # -- the tower of a rank --------------------------------------------------------------------------------------------
 
 
+def undivided_tower(case: Case) -> Profile:
+    """The profile of devices that each hold the whole tower, with the pipeline, cp and dp of the case."""
+    dims = replace(case.setting.dims, tp=1, ep=1, etp=None)  # a tower has no experts to divide
+    return profile_setting(case.model, case.cluster, case.options, dims)
+
+
 def _whole_towers(case: Case) -> Profile:
     """The profile with every rank of tp holding the whole tower; its gradients are summed over them once a step."""
     setting, tp = case.setting, case.setting.dims.tp
-    dims = replace(setting.dims, tp=1, ep=1, etp=None)  # a tower has no experts to divide
-    alone = profile_setting(case.model, case.cluster, case.options, dims)
     link = case.cluster.device.link_bytes_per_s * Efficiency().link
     reduce_s = 2.0 * (tp - 1) / tp * _GRADIENT_BYTES / link  # ring
     layers = tuple(
         ours if ours.tower == "language" else replace(whole, step_s=whole.step_s + num_trained(case, whole) * reduce_s)
-        for ours, whole in zip(setting.profile.layers, alone.layers, strict=True)
+        for ours, whole in zip(setting.profile.layers, undivided_tower(case).layers, strict=True)
     )
     return replace(setting.profile, layers=layers)
 
@@ -182,7 +185,7 @@ def _summarise(
         num_steps, groups, -1, decision.degree
     )  # (steps, groups, calls, N)
     # 2. the same where every rank encodes what it holds
-    without = tower_seconds(case.setting.profile).of_images(case.work[:, _IMAGE_TERMS])
+    without = tower_seconds(case.setting.profile).of_images(case.work[:, IMAGE_TERMS])
     plain = case.setting.profile
     without = np.where(without > 0, np.maximum(without + _constant_s(plain), _host_s(plain)), 0.0)
     per_step = np.where(table >= 0, without[np.maximum(table, 0)], 0.0).sum(axis=2)  # (steps, dp)

@@ -17,11 +17,11 @@ from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.options import VisionGroup
 from trimtab.plan.decide.case import Case, MemoryBudget
 from trimtab.plan.decide.groups import GROUPS, decision_problems, exchange_of, group_degree, over_tp, reduction_of
-from trimtab.plan.decide.search import Tiers, choose_setting
+from trimtab.plan.decide.search import choose_setting
 from trimtab.plan.decide.setting import Priced, profile_setting
-from trimtab.plan.decide.sharing import share_vision
+from trimtab.plan.decide.sharing import share_vision, undivided_tower
 from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
-from trimtab.plan.decide.work import PATCHES, PATCHES_WINDOWED
+from trimtab.plan.decide.work import IMAGE_TERMS, PATCHES
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import ScheduleDecision, VisionDecision
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
@@ -67,7 +67,7 @@ class VisionChosen:
                 "samples of three or more unlike images they are spread as log-normal sizes of such sums are: "
                 "`trimtab size` records them."
             )
-        if vision is not None and vision.decision.group == "replica":
+        if on_replica(self.best.case):
             about.append(ABOUT_REPLICA)
         if vision is not None and over_tp(vision.decision.group):
             tp = self.best.case.setting.dims.tp
@@ -193,9 +193,14 @@ def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], li
     return decisions, first_problems
 
 
+def on_replica(case: Case) -> bool:
+    """Whether the tower is on every device of a replica, apart from the pipeline."""
+    return case.vision is not None and case.vision.decision.group == "replica"
+
+
 def must_gain(case: Case) -> bool:
     """Whether its sharing is taken only for 2 %: it waits in ways that no simulated step does, or few can run it."""
-    return case.vision is not None and case.vision.decision.group in ("dp", "replica")
+    return on_replica(case) or (case.vision is not None and case.vision.decision.group == "dp")
 
 
 def _label(case: Case) -> str:
@@ -228,8 +233,6 @@ def settings_apart(
     cluster: ClusterSpec,
     options: PlanOptions,
     budget: MemoryBudget,
-    *,
-    tiers: Tiers | None = None,
 ) -> Iterator[Priced]:
     """The fastest pipelines of the decoder alone, with the whole model's costs; none where its costs were measured.
 
@@ -243,7 +246,7 @@ def settings_apart(
     )
     alone = replace(options, max_patches=None)
     try:
-        chosen = choose_setting(decoder_only(model), text, cluster, alone, budget, tiers=tiers)
+        chosen = choose_setting(decoder_only(model), text, cluster, alone, budget)
     except PartitionError:
         return
     per_token = float((samples.num_patches / np.maximum(samples.num_tokens, 1)).max())
@@ -258,12 +261,11 @@ def settings_apart(
 def describe_losses(case: Case, one_grid_s: float) -> str:
     """Say what of one grid's devices a grid of the tower's own could free: `one_grid_s` is its epoch."""
     plain, dims = case.without_vision(), case.setting.dims
-    images = plain.work[:, PATCHES : PATCHES_WINDOWED + 1]
+    images = plain.work[:, IMAGE_TERMS]
     cost = tower_seconds(plain.setting.profile)
     # device-seconds of an epoch: of the tower on all its devices, whole, and of everything
     tower = float(cost.of_images(images).sum()) * dims.tp * dims.cp
-    whole = profile_setting(plain.model, plain.cluster, plain.options, replace(dims, tp=1, ep=1, etp=None))
-    once = float(tower_seconds(whole).of_images(images).sum())
+    once = float(tower_seconds(undivided_tower(plain)).of_images(images).sum())
     layers = plain.setting.profile.layers
     busy = (
         sum(float((plain.work @ (np.array(x.forward_s) + np.array(x.backward_s))).sum()) for x in layers)

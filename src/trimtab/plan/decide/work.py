@@ -31,6 +31,7 @@ from trimtab.specs import (
 )
 
 MICROBATCHES, PATCHES, PATCHES_SQ, PATCHES_WINDOWED, TOKENS, TOKENS_SQ, TOKENS_WINDOWED = range(NUM_WORK_TERMS)
+IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)  # what images ask of the tower
 
 
 def packed_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
