@@ -24,14 +24,7 @@ import yaml
 
 from trimtab.adapters.frameworks import FRAMEWORKS
 
-MODELS = (
-    "Qwen2.5-VL-7B",
-    "Qwen3-VL-8B",
-    "Qwen3-VL-30B-A3B",
-    "Qwen3.5",
-    "InternVL3_5-8B",
-    "LLaVA-OneVision-7B",
-)
+MODELS = ("Qwen2.5-VL-7B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen3.5", "InternVL3_5-8B", "LLaVA-OneVision-7B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

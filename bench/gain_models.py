@@ -142,10 +142,7 @@ def _qwen(module: Any, scale: int, dtype: torch.dtype) -> GainModel:
 
     def images(tiles: int, draw: torch.Generator) -> dict[str, Any]:
         grid = torch.tensor([[1, side, side * tiles]])
-        return {
-            "pixel_values": torch.randn(tiles * patches, width, generator=draw).to(dtype),
-            "image_grid_thw": grid,
-        }
+        return {"pixel_values": torch.randn(tiles * patches, width, generator=draw).to(dtype), "image_grid_thw": grid}
 
     return GainModel(
         module=module,

@@ -28,15 +28,7 @@ from trimtab.adapters import megatron_hosts, mindspeed_mm, pai_megatron  # noqa:
 from trimtab.adapters.frameworks import find_target  # noqa: E402
 from trimtab.specs import ParallelDims, RecomputeChoice  # noqa: E402
 
-REGISTRY = (
-    "megatron-core",
-    "megatron-bridge",
-    "ms-swift",
-    "verl",
-    "megatron-energon",
-    "llamafactory",
-    "axolotl",
-)
+REGISTRY = ("megatron-core", "megatron-bridge", "ms-swift", "verl", "megatron-energon", "llamafactory", "axolotl")
 CLONES = ("pai", "roll", "mindspeed-mm")
 
 

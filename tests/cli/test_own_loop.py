@@ -72,10 +72,7 @@ def test_what_the_loop_cannot_run_is_refused_before_a_plan_is_written(
 
 
 def test_models_and_data_that_the_loop_cannot_read_are_refused(run: Run, drawn: Path, tmp_path: Path) -> None:
-    for model, message in (
-        ("InternVL-Chat-V1-5", "samples of internvl_chat"),
-        ("Qwen2.5-VL-7B", "--tokenizer"),
-    ):
+    for model, message in (("InternVL-Chat-V1-5", "samples of internvl_chat"), ("Qwen2.5-VL-7B", "--tokenizer")):
         refused = run("plan", model, drawn / "data.jsonl", *CLUSTER, "--out", tmp_path / "plan")
         assert refused.code == 2
         assert message in refused.err

@@ -26,13 +26,7 @@ from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupporte
 from trimtab.adapters.megatron_check import MegatronFlags, built_vision_layers, parse_megatron_flags, stage_counts
 from trimtab.adapters.running import Decided, blocks_of
 from trimtab.errors import PlanError, UnsupportedPlanError
-from trimtab.specs import (
-    MlpSpec,
-    ModelSpec,
-    ParallelDims,
-    RecomputeChoice,
-    Stage,
-)
+from trimtab.specs import MlpSpec, ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 pytestmark = pytest.mark.integration
 

@@ -35,11 +35,7 @@ def run_all(rank: int, families: str) -> None:
 
 def build(packs: TinyPacks, own: Any, *, pooling: int = 1, num: int = 4, **more: Any) -> Pipeline:
     layout = PipelineLayout(
-        stages=(packs.layers,),
-        schedule="1F1B",
-        num_microbatches=num,
-        images=dispatch_by(pooling),
-        **more,
+        stages=(packs.layers,), schedule="1F1B", num_microbatches=num, images=dispatch_by(pooling), **more
     )
     return build_pipeline(packs.model, layout, pp_group=own, dp_group=dist.group.WORLD)
 

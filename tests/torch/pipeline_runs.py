@@ -142,13 +142,7 @@ class Groups:
 
 def dispatch_by(pooling: int, dp: int = 2) -> VisionDecision:
     return VisionDecision(
-        group="dp",
-        degree=dp,
-        exchange="dispatch",
-        pooling=pooling,
-        rule="balanced",
-        objective="time",
-        reduction=None,
+        group="dp", degree=dp, exchange="dispatch", pooling=pooling, rule="balanced", objective="time", reduction=None
     )
 
 

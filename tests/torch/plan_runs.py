@@ -159,12 +159,7 @@ def train(
         remove_unused_columns=False,
         seed=1,
     )
-    trainer = Logged(
-        model=LlamaForCausalLM(config),
-        args=arguments,
-        train_dataset=Sentences(),
-        callbacks=[Killer()],
-    )
+    trainer = Logged(model=LlamaForCausalLM(config), args=arguments, train_dataset=Sentences(), callbacks=[Killer()])
     balanced(trainer, folder / "plan")
     trainer.train(resume_from_checkpoint=resume or None)
     if rank == 0:

@@ -171,11 +171,7 @@ DATA_SETS: dict[str, tuple[Written, Any, dict[str, Any]]] = {
     "shard of img2dataset": (shard(json={"caption": SAY, "url": "u", "width": 300, "sha256": "00"}), CAPTION, {}),
     "folder of images": (lines({"file_name": "a.png", "text": SAY}, name="metadata.jsonl"), CAPTION, {}),
     "InternVL's meta file": (meta, SEEN, {}),
-    "Alpaca": (
-        whole([{"instruction": ASK, "input": MORE, "output": SAY}]),
-        [user(f"{ASK}\n{MORE}"), said(SAY)],
-        {},
-    ),
+    "Alpaca": (whole([{"instruction": ASK, "input": MORE, "output": SAY}]), [user(f"{ASK}\n{MORE}"), said(SAY)], {}),
     "LLaMA-Factory, ShareGPT": (
         listed([{"talk": TAGGED, "pics": ["a.png"]}], **shared(messages="talk", images="pics"), tags=TAGS),
         SEEN,

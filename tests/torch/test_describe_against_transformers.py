@@ -31,8 +31,7 @@ def published(name: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x in HANDFUL else pytest.mark.integration) for x in shipped_models()],
+    "name", [pytest.param(x, marks=() if x in HANDFUL else pytest.mark.integration) for x in shipped_models()]
 )
 def test_what_is_shipped_is_what_transformers_answers(name):
     shipped, asked = describe(name), describe_fields(published(name))

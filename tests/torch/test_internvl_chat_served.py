@@ -78,10 +78,7 @@ def test_the_processors_inputs_give_the_answer_of_the_own_format(folder: Path) -
 
 @pytest.mark.parametrize(
     ("changed", "names"),
-    [
-        ({"template": "phi3-chat"}, ("template", "phi3-chat")),
-        ({"use_thumbnail": False}, ("thumbnail",)),
-    ],
+    [({"template": "phi3-chat"}, ("template", "phi3-chat")), ({"use_thumbnail": False}, ("thumbnail",))],
 )
 def test_what_the_processor_would_do_otherwise_is_refused(
     folder: Path, tmp_path: Path, changed: dict[str, Any], names: tuple[str, ...]

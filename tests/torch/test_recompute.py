@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from recompute_checks import (
-    assert_recompute_holds,
-    count_forwards,
-    gradients,
-    make_model,
-    switch_all_on,
-)
+from recompute_checks import assert_recompute_holds, count_forwards, gradients, make_model, switch_all_on
 from recompute_ranks import WAYS, run_ranks
 from tiny_packs import trainer_arguments
 from torch import nn

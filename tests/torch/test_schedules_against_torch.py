@@ -8,13 +8,7 @@ import pytest
 from torch.distributed.pipelining import PipelineStage, _schedule_visualizer, schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from trimtab.partition.schedules import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT,
-    block_order,
-    device_of_stage,
-)
+from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order, device_of_stage
 
 KINDS = {
     schedules._ComputationType.FORWARD: FORWARD,

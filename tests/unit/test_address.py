@@ -136,10 +136,7 @@ def test_lines_are_read_through_the_files_of_fsspec_itself(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        (
-            "absent://bucket/a.jsonl",
-            ("absent://bucket/a.jsonl", "absent://"),
-        ),
+        ("absent://bucket/a.jsonl", ("absent://bucket/a.jsonl", "absent://")),
         ("nowhere://bucket/a.jsonl", "nowhere://"),
         ("local://bucket/absent.jsonl", "local://bucket/absent.jsonl"),
     ],

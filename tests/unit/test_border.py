@@ -150,10 +150,7 @@ def write_columns(folder: Path) -> list[Path]:
         for n in range(30)
     ]
     table = pyarrow.Table.from_pylist(rows)
-    with (
-        pyarrow.OSFile(str(folder / "s.arrow"), "wb") as sink,
-        pyarrow.ipc.new_stream(sink, table.schema) as writer,
-    ):
+    with pyarrow.OSFile(str(folder / "s.arrow"), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=10)
     with pyarrow.OSFile(str(folder / "f.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=10)

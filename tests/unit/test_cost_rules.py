@@ -268,11 +268,7 @@ def test_a_stages_tiers_are_those_of_its_choices():
 
 @pytest.mark.parametrize(
     ("more", "named"),
-    [
-        ({"tp_overlap": True, "tp": 2}, "one part in 2"),
-        ({"zero_stage": 3, "dp": 2}, "ZeRO-3"),
-        ({"cp": 2}, "cp 2"),
-    ],
+    [({"tp_overlap": True, "tp": 2}, "one part in 2"), ({"zero_stage": 3, "dp": 2}, "ZeRO-3"), ({"cp": 2}, "cp 2")],
 )
 def test_what_a_launcher_must_switch_on_is_named_once(more, named):
     degrees = {name: more.pop(name) for name in ("tp", "dp", "cp") if name in more}

@@ -17,13 +17,7 @@ from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.partition.stages import split_stages
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.stages import (
-    Expressible,
-    best_expressible,
-    epoch_s,
-    overfull_ranks,
-    relative_time,
-)
+from trimtab.plan.decide.stages import Expressible, best_expressible, epoch_s, overfull_ranks, relative_time
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.options import PlanOptions

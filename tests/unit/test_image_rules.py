@@ -7,16 +7,7 @@ from dataclasses import replace
 
 import pytest
 from described_configs import edit
-from image_configs import (
-    GEMMA3,
-    INTERNVL,
-    INTERNVL_CHAT,
-    INTERNVL_FILE,
-    LLAVA,
-    NEXT,
-    QWEN25,
-    QWEN_FILE,
-)
+from image_configs import GEMMA3, INTERNVL, INTERNVL_CHAT, INTERNVL_FILE, LLAVA, NEXT, QWEN25, QWEN_FILE
 
 from refusals import refused
 from trimtab.errors import ConfigError

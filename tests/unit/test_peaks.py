@@ -27,12 +27,7 @@ class ReplayedPeak:
     dp_rank: int
 
 
-def replay_peaks(
-    problem,
-    stages,
-    work,
-    table,
-) -> tuple[ReplayedPeak, ...]:
+def replay_peaks(problem, stages, work, table) -> tuple[ReplayedPeak, ...]:
     """The peak of each pipeline rank when `table` (num_steps, dp, M) runs packs of `work` (num_packs, T).
 
     As `SplitProblem.assess` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers
