@@ -23,13 +23,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60  # of code; the house's own rule
 GOALS = {"src": 34_500, "characters a line": 42.0, "src files": 220, "tests": 25_000, "bench": 6_500}
 GOALS |= {"public names": 45, "options": 200}
 _NOTHING = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT),
+    *(tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER),
 }
 _OPTIONS = """
 import typer

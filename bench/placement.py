@@ -37,15 +37,8 @@ from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 
 MODELS = (
-    "Qwen2.5-VL-7B",
-    "Qwen2.5-VL-72B",
-    "InternVL3_5-8B-HF",
-    "InternVL3_5-38B-HF",
-    "InternVL3_5-241B-A28B-HF",
-    "LLaVA-OneVision-72B",
-    "Qwen3-VL-32B",
-    "Qwen3-VL-235B-A22B",
-    "Gemma3-27B",
+    *("Qwen2.5-VL-7B", "Qwen2.5-VL-72B", "InternVL3_5-8B-HF", "InternVL3_5-38B-HF", "InternVL3_5-241B-A28B-HF"),
+    *("LLaVA-OneVision-72B", "Qwen3-VL-32B", "Qwen3-VL-235B-A22B", "Gemma3-27B"),
 )
 IMAGE = (1024, 1024)
 WORKLOADS = {

@@ -67,16 +67,8 @@ def planned(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("planned") / "plan"
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json"]
     words += [
-        "--cluster",
-        "8xA100-80GB",
-        "--pp",
-        "2",
-        "--set",
-        "num_microbatches=4",
-        "--set",
-        "schedule=1F1B",
-        "--out",
-        out,
+        *("--cluster", "8xA100-80GB", "--pp", "2", "--set"),
+        *("num_microbatches=4", "--set", "schedule=1F1B", "--out", out),
     ]
     app([str(word) for word in words], standalone_mode=False)
     return out

@@ -49,13 +49,8 @@ def test_size_then_pack(run: Run, drawn: Path, tmp_path: Path) -> None:
     assert packed["num_oversize"] == 0
     assert packed["num_packs"] >= packed["lower_bound_packs"]
     names = [
-        "pad_ratio",
-        "dist_ratio_vit",
-        "dist_ratio_llm",
-        "dist_ratio_cost",
-        "utilisation",
-        "shuffle_chi2",
-        "seconds",
+        *("pad_ratio", "dist_ratio_vit", "dist_ratio_llm", "dist_ratio_cost"),
+        *("utilisation", "shuffle_chi2", "seconds"),
     ]
     assert all(name in packed for name in names)
     indices = np.load(tmp_path / "packs" / "indices.npy", allow_pickle=False)

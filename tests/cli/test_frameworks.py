@@ -105,16 +105,8 @@ def test_frameworks_without_stages_take_a_plan_without_pipeline(
     plan = tmp_path / "plan"
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--out", plan]
     words += [
-        "--for",
-        "transformers",
-        "--zero-stage",
-        "3",
-        "--cluster",
-        "8xA100-80GB",
-        "--memory",
-        "70GiB",
-        "--set",
-        "num_microbatches=2",
+        *("--for", "transformers", "--zero-stage", "3", "--cluster"),
+        *("8xA100-80GB", "--memory", "70GiB", "--set", "num_microbatches=2"),
     ]
     made = run(*words)
     assert made.code == 0, made.err

@@ -34,17 +34,8 @@ def test_formulas_as_json_add_up(run: Run, tmp_path: Path) -> None:
 def test_a_timed_profile_makes_a_plan_that_says_so(run: Run, tiny: Path, drawn: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="times real layers: pip install 'trimtab[torch]'")
     words = [
-        "profile",
-        tiny,
-        "--timed",
-        "--device",
-        "cpu",
-        "--dtype",
-        "fp32",
-        "--set",
-        "sizes=32,96",
-        "--set",
-        "repeats=2",
+        *("profile", tiny, "--timed", "--device", "cpu", "--dtype"),
+        *("fp32", "--set", "sizes=32,96", "--set", "repeats=2"),
     ]
     result = run(*words, "--out", tmp_path / "p.json", "--json")
     assert result.code == 0, result.err

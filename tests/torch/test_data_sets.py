@@ -35,10 +35,7 @@ TEMPLATE = (
 )
 SIZES = {"a.png": (300, 200), "b.png": (140, 420)}
 ASK, SAY, MORE, NO = (
-    "What is in the picture?",
-    "A small cat sits on the red mat.",
-    "and the sun shines",
-    "No cat at all",
+    *("What is in the picture?", "A small cat sits on the red mat.", "and the sun shines", "No cat at all"),
 )
 CALL = {"name": "look", "arguments": {"at": "mat"}}
 TOOLS = [{"type": "function", "function": {"name": "look"}}]

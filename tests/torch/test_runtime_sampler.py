@@ -177,10 +177,7 @@ def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole_and_says_so(
     with refused(PlanError, "11"):  # of another Trainer, or all torn
         host.train(resume_from_checkpoint=True)
     for name, weights in (
-        ("checkpoint-8", "abc"),
-        ("checkpoint-9", "abc"),
-        ("checkpoint-10", "ab"),
-        ("checkpoint-old", ""),
+        *(("checkpoint-8", "abc"), ("checkpoint-9", "abc"), ("checkpoint-10", "ab"), ("checkpoint-old", "")),
     ):
         (tmp_path / name / "trimtab_plan.json").write_text(json.dumps(state))
         (tmp_path / name / "weights").write_text(weights)

@@ -30,16 +30,8 @@ BATCHES: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]
     "images and clip": ([(1, 4, 4), (1, 8, 12)], [(3, 4, 8)]),
 }
 MODES = (
-    "plain",
-    "frozen",
-    "merger only",
-    "autocast",
-    "bf16",
-    "ddp",
-    "fsdp2",
-    "layer recompute",
-    "tower recompute",
-    "no_grad",
+    *("plain", "frozen", "merger only", "autocast", "bf16"),
+    *("ddp", "fsdp2", "layer recompute", "tower recompute", "no_grad"),
 )
 
 

@@ -238,11 +238,8 @@ def test_a_shared_expert_keeps_its_share_and_a_fused_head_two_gradients():
 @pytest.mark.parametrize(
     ("gated", "quick", "fused", "widths"),
     [
-        (True, False, False, 2),
-        (True, False, True, 2),
-        (False, False, False, 1),
-        (False, True, False, 2),
-        (False, True, True, 1),
+        *((True, False, False, 2), (True, False, True, 2), (False, False, False, 1)),
+        *((False, True, False, 2), (False, True, True, 1)),
     ],
 )
 def test_a_blocks_backward_works_beside_its_last_product_then_beside_its_activation(gated, quick, fused, widths):

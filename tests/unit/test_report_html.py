@@ -16,13 +16,8 @@ from trimtab.report.html import html_report
 
 VOID = {"meta", "br", "wbr", "link", "img", "hr", "input"}
 SECTIONS = [
-    "Before and after",
-    "Pipeline timeline",
-    "Memory of each pipeline rank",
-    "Stages",
-    "Packing",
-    "Plan file",
-    "Assumptions",
+    *("Before and after", "Pipeline timeline", "Memory of each pipeline rank", "Stages"),
+    *("Packing", "Plan file", "Assumptions"),
 ]
 
 
