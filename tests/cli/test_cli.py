@@ -127,9 +127,7 @@ def test_report_draws_again_from_the_files(run: Run, planned: Path, tmp_path: Pa
 PLAN = ["--cluster", "8xH100-80GB", "--pp", "2", "--set", "num_microbatches=4", "--set", "schedule=1F1B"]
 
 
-def test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash_seed(
-    drawn: Path, tmp_path: Path
-) -> None:
+def test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash_seed(drawn, tmp_path):
     contents = []
     for number, (workers, seed) in enumerate((("1", "0"), ("2", "1"), ("1", "2"))):
         out = tmp_path / str(number)

@@ -60,9 +60,7 @@ def test_planning_for_the_loop_imports_neither_torch_nor_the_runtime(drawn: Path
         (("--pp", "4", "--set", "num_microbatches=2", "--set", "schedule=1F1B"), ["1F1B", "4 stages", "2"]),
     ],
 )
-def test_what_the_loop_cannot_run_is_refused_before_a_plan_is_written(
-    run: Run, drawn: Path, model: Path, tmp_path: Path, words: tuple[str, ...], names: list[str]
-) -> None:
+def test_what_the_loop_cannot_run_is_refused_before_a_plan_is_written(run, drawn, model, tmp_path, words, names):
     cluster = CLUSTER[:4] if "num_microbatches=2" in words else CLUSTER
     refused = run("plan", model, drawn / "data.jsonl", *cluster, *words, "--out", tmp_path / "plan")
     assert refused.code == 2

@@ -54,9 +54,7 @@ def test_a_timed_profile_makes_a_plan_that_says_so(run: Run, tiny: Path, drawn: 
     assert all(name in unlike.json["error"] for name in ("dtype", "fp32", "bf16"))
 
 
-def test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked(
-    run: Run, tiny: Path, drawn: Path, tmp_path: Path
-) -> None:
+def test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked(run, tiny, drawn, tmp_path):
     pytest.importorskip("transformers", reason="traces real layers: pip install 'trimtab[torch]'")
     result = run("profile", tiny, "--traced", "--device", "H200", "--out", tmp_path / "p.json", "--json").json
     assert result["method"] == "traced"

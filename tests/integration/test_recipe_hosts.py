@@ -99,9 +99,7 @@ def settings(name: str, plan: Path) -> dict[str, Any]:
     return told
 
 
-def test_llama_factory_trains_the_packs_of_the_plan(
-    made: tuple[Path, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_factory_trains_the_packs_of_the_plan(made, tmp_path, monkeypatch):
     folder, meant = made
     monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")  # it asks for Transformers 5.6 at most
     if importlib.util.find_spec("torchaudio") is None:  # imported, and not used for images
@@ -131,9 +129,7 @@ def test_llama_factory_trains_the_packs_of_the_plan(
     assert losses(trainers[0]) == pytest.approx(meant, rel=1e-5)
 
 
-def test_axolotl_reads_our_settings_and_its_trainer_trains_the_packs(
-    made: tuple[Path, list[float]], tmp_path: Path
-) -> None:
+def test_axolotl_reads_our_settings_and_its_trainer_trains_the_packs(made, tmp_path):
     folder, meant = made
     pytest.importorskip("axolotl", reason="needs axolotl 0.21.0")
     from axolotl.core.trainers.base import AxolotlTrainer

@@ -272,9 +272,7 @@ def test_a_collator_that_packs_by_itself_is_refused(tmp_path: Path) -> None:
         next(iter(trainer.get_train_dataloader()))
 
 
-def test_an_image_that_stood_in_the_padding_is_left_out_and_long_packs_are_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_image_that_stood_in_the_padding_is_left_out_and_long_packs_are_said_once(tmp_path, caplog):
     from trimtab.runtime.data.dataset import AloneThenPacked
     from trimtab.runtime.data.packing import collator_of
 

@@ -80,9 +80,7 @@ def test_the_processors_inputs_give_the_answer_of_the_own_format(folder: Path) -
     ("changed", "names"),
     [({"template": "phi3-chat"}, ("template", "phi3-chat")), ({"use_thumbnail": False}, ("thumbnail",))],
 )
-def test_what_the_processor_would_do_otherwise_is_refused(
-    folder: Path, tmp_path: Path, changed: dict[str, Any], names: tuple[str, ...]
-) -> None:
+def test_what_the_processor_would_do_otherwise_is_refused(folder, tmp_path, changed, names):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changed))

@@ -165,9 +165,7 @@ def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder
         host_of(folder, plan_runs.Rows(), accumulation=2, reshuffle=False).train(resume_from_checkpoint=tmp_path)
 
 
-def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole_and_says_so(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole_and_says_so(folder, tmp_path, caplog):
     place = PlanBatchSampler(folder / "plan", dp=2, rank=0).state_dict(num_batches=2)
     state = {**place, "files": {"weights": 3}, "weights": {}}
     host = host_of(folder, plan_runs.Rows(), accumulation=2)

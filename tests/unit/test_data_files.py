@@ -73,9 +73,7 @@ def originals(drawn: Path) -> dict[str, dict[str, Any]]:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def test_every_planned_record_is_written_once_in_the_order_of_the_plan(
-    drawn: Path, planned: Path, tmp_path: Path
-) -> None:
+def test_every_planned_record_is_written_once_in_the_order_of_the_plan(drawn, planned, tmp_path):
     result = write_jsonl(planned, tmp_path / "ordered.jsonl")
     written, plan = read(tmp_path / "ordered.jsonl"), read_planned(planned)
     assert result.num_records == len(written) == 160
@@ -164,9 +162,7 @@ def test_json_lists_parquet_and_several_files_are_found_again(tmp_path: Path) ->
     st.lists(st.tuples(st.sampled_from(["good", "broken", "blank", "no id", "no image"]), st.integers(0, 40))),
     st.integers(1, 3),
 )
-def test_any_mixture_of_good_and_bad_lines_is_found_again(
-    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, int]], num_files: int
-) -> None:
+def test_any_mixture_of_good_and_bad_lines_is_found_again(tmp_path_factory, kinds, num_files):
     folder = tmp_path_factory.mktemp("mixture")
     good = records_of(num_files, start=1000)  # one per file, so that no file is empty of samples
     files = []

@@ -78,9 +78,7 @@ def test_a_run_of_the_shards_is_what_a_rank_runs_in_the_plan(plan: Path, tmp_pat
     assert (folder / (named if isinstance(named, str) else named[0])).read_bytes() in one.values()
 
 
-def test_shards_of_an_older_result_are_never_read_with_new_ones(
-    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_an_older_result_are_never_read_with_new_ones(plan, tmp_path, monkeypatch):
     write_energon_packs(plan, tmp_path, packs_per_shard=1)
     written = write_energon_packs(plan, tmp_path)
     assert list(tmp_path.glob("*.tar")) == [path for path in written.files if path.suffix == ".tar"]

@@ -77,9 +77,7 @@ CALL: Any = {"tool_calls": [{"function": {"name": "tide"}}]}
         (None, say("Q1", "A1", "Q2", "A2"), ["A1", "A2"]),
     ],
 )
-def test_the_assistants_turns_are_learnt_to_their_ends(
-    tmp_path: Path, template: str | None, messages: list[dict[str, Any]], expected: list[str]
-) -> None:
+def test_the_assistants_turns_are_learnt_to_their_ends(tmp_path, template, messages, expected):
     assert learnt(tmp_path, template, messages) == expected
 
 

@@ -29,9 +29,7 @@ SAMPLES = SampleTable.of(np.full(64, 1024), np.full(64, 500))
         ),
     ],
 )
-def test_each_change_that_is_named_makes_a_plan_fit(
-    name: str, devices: str, options: PlanOptions, helps: set[str]
-) -> None:
+def test_each_change_that_is_named_makes_a_plan_fit(name, devices, options, helps):
     model, cluster = describe(name), parse_cluster(devices)
     with pytest.raises(PartitionError) as refused:
         make_plan(model, SAMPLES, cluster, options)

@@ -191,9 +191,7 @@ def test_damaged_arrow_is_refused(tmp_path: Path) -> None:
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(tmp_path, monkeypatch):
     for name in ("train-0.parquet", "train-1.parquet", "test-0.parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([cauldron()]), tmp_path / name)
     (tmp_path / "README.md").write_text("x")

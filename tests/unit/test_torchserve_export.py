@@ -94,9 +94,7 @@ def test_exporting_needs_no_torch() -> None:
     assert result.stdout.strip() == "False"
 
 
-def test_the_command_prints_the_archive_and_what_serves_it(
-    folder: Path, tmp_path: Path, archiver: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_the_archive_and_what_serves_it(folder, tmp_path, archiver, capsys, monkeypatch):
     from trimtab.cli.main import main
 
     places = {"device_map": {"model": 0, "lm_head": "cpu"}, "runs_on": {"lm_head": 0}, "run_on_cpu": []}
