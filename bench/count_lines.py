@@ -5,8 +5,6 @@ and every function of more than 60 such lines.
 Run: python bench/count_lines.py [--against COMMIT]   (a few seconds; COMMIT: its figures stand first)
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

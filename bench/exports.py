@@ -7,8 +7,6 @@ it, by which the planner or the export refuses. Exit code 1 where an export of a
 Qwen3.5 is Transformers' default configuration, asked of Transformers (needs torch); the other models are shipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -4,8 +4,6 @@ A tile has 256 / scale tokens and 1024 / scale patches. InternVL is given each t
 one image of as many tiles side by side, with the same patches and tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

@@ -9,8 +9,6 @@ hosts) holds `NAME-VERSION.whl` from the registry (`--download` fetches the newe
 Exit code 1 where something drifted; a host without source is named and passed over.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

@@ -7,8 +7,6 @@ one layer of each kind), goes through `verify_packing`: texts, and images where 
 --json FILE writes the rows as a list of objects; --no-images leaves them out. No weights, no network; 90 CPU seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

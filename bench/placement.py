@@ -6,8 +6,6 @@ Needs torch and Transformers.
 Run: python bench/placement.py
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable

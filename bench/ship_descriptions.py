@@ -10,8 +10,6 @@ fields that a config.json may leave out. The same file and versions of torch and
 InternVL has two forms. A name with `-HF` is the same checkpoint under Transformers' names.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

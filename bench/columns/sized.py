@@ -9,8 +9,6 @@ that is asked never sees it.
 """
 # ruff: noqa: E402 - where torchvision lies comes before what imports it
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -5,8 +5,6 @@ corrected as `trimtab probe` corrects it, from two runs: everything recomputed, 
 peak is that of torch's allocator over a whole step, AdamW included; on a CPU live storages are counted.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

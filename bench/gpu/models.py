@@ -3,8 +3,6 @@
 InternVL's names remote code; its fields are translated into those of Transformers' own class.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -6,8 +6,6 @@ the same folder and answer the same request. `planned` is what the map counts: b
 `--tiny` runs on simulated devices, which count every copy between them.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A small drawn data set, and the command line run in this process. Needs the [data] extra."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every verb on real input: fixed JSON names, exit codes, the same bytes from the same input."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

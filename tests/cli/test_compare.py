@@ -1,7 +1,5 @@
 """`trimtab compare`, and `plan` on several clusters; report/ (compared). Needs the [data] extra."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

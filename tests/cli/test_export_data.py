@@ -1,7 +1,5 @@
 """`trimtab export` of data files, word by word. Needs the [data] extra."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

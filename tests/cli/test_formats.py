@@ -1,7 +1,5 @@
 """The command line on data as people have it: InternVL's meta file, shards of a sizing pass. Needs [data]."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

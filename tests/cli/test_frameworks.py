@@ -1,7 +1,5 @@
 """`trimtab export FRAMEWORK` and `trimtab check --for FRAMEWORK`, on plans and on bare Megatron flags."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

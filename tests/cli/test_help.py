@@ -1,7 +1,5 @@
 """Help that a reader of 80 columns sees whole, and messages that name only what is there."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tests of cli/ (output, demo): progress on a terminal and in a log, and the demo as text and as one JSON object."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """A plan that `trimtab train` runs: what the planner decides for it, what it refuses, and where its records are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`trimtab profile` and `trimtab plan --profile`; what is timed needs torch and Transformers."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

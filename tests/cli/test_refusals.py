@@ -1,7 +1,5 @@
 """`refusals.yaml`: commands and calls that end in one sentence with the names of the case, and write nothing."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every verb over hostile input, watched: no socket, no process but ours, no file outside. Needs [data]."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What people type and other programs write: tokenizers, chat templates, launchers' files, options with a grammar."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -6,8 +6,6 @@ Nothing here starts a process group: Megatron-Core's parser and configuration ar
 3.12, but its code runs on 3.11 from its unpacked wheel (`.ci/run frameworks`).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import sys

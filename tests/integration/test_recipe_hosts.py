@@ -5,8 +5,6 @@ pip install --no-deps --ignore-requires-python llamafactory==0.9.5 axolotl==0.21
 For LLaMA-Factory trl==0.24.0 in the place of 1.16.0.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import sys

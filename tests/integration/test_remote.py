@@ -3,8 +3,6 @@
 Needs [data], [remote] and aiohttp, fsspec's driver of http://.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -5,8 +5,6 @@ pip install torchserve==0.12.0 torch-model-archiver==0.12.0
 
 # ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -4,8 +4,6 @@ pip install datasets==5.2.0 peft modelscope modelscope_hub addict
 pip install --no-deps trl==1.16.0 llamafactory==0.9.5 ms-swift==4.6.0
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 from collections.abc import Callable

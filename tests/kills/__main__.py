@@ -6,8 +6,6 @@ never of both, and be read as a whole one or refused; and the verb that is let r
 nothing left beside them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

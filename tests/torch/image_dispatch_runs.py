@@ -1,7 +1,5 @@
 """Two data-parallel ranks with the whole model each, that share images in a pipeline of one stage. Needs torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Two-rank runs over a small plan, for the sampler's tests: functions that spawned processes call. Needs torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

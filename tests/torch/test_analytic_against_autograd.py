@@ -4,8 +4,6 @@ First layers beside a description made by hand, at a quarter of their published 
 small whole models beside what `describe` and `profile_model` say.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 

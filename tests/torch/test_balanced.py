@@ -3,8 +3,6 @@
 Under an older Transformers run this file alone: pip install 'transformers==4.57.6' && pytest THIS_FILE
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

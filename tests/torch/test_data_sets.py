@@ -3,8 +3,6 @@
 Each is written here, and its tokens and patches equal those of the model's real processor over what the record says.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Needs torch and Transformers: every layer's parameters equal those of the real model, built on the meta device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from real_parameters import assert_same_parameters, build, owner_of

@@ -1,7 +1,5 @@
 """Needs torch, Transformers and Accelerate: maps against the real models' modules and the libraries' own readers."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders of InternVL as first published (`internvl_chat`): loaded by Transformers' classes, the same answers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

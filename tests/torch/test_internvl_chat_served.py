@@ -1,7 +1,5 @@
 """`trimtab serve` over a folder of InternVL as first published: the processor made of its config.json, the answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

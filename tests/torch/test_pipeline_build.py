@@ -1,7 +1,5 @@
 """Flows, cuts, recompute and refusals, in one process. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod

@@ -1,7 +1,5 @@
 """Loading a folder by a device map: memory, offload, and what is refused. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

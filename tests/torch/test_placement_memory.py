@@ -1,7 +1,5 @@
 """Needs torch and Transformers: modelled bytes against bytes counted on the real modules, storage by storage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`trimtab probe` against a byte budget on the CPU: what it measures, chooses, and steps back from; needs torch."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Recompute switched on in real models: exactly the chosen layers, the same gradients. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The batch sampler, the loader and the Trainer's hook: needs torch, Transformers, Accelerate; gloo ranks on a CPU."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

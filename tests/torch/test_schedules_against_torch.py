@@ -1,7 +1,5 @@
 """Our orders of blocks are those of torch.distributed.pipelining's schedules, rank by rank. Needs torch."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """`trimtab train`: the same losses on any number of ranks and stages, and after a resume; needs torch."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

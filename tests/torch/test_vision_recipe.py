@@ -1,7 +1,5 @@
 """Tests of runtime/vision/recipe.py: the published calls on two and three ranks, and what they refuse."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models of the families that can be packed, and samples as their processors give them. Needs torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

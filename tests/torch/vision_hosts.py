@@ -1,7 +1,5 @@
 """What surrounds shared images: a sequence-parallel host, conventions, pooling, ranks that disagree. Needs torch."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each rank compares features and gradients with those of the same model alone; a case that fails is named.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

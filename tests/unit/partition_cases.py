@@ -1,7 +1,5 @@
 """Small profiles for the tests of partition/: layers whose every coefficient is constant per micro-batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

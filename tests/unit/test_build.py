@@ -1,7 +1,5 @@
 """plan/build.py: the whole flow without files, torch or a data set."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Units of a model and the orders in which they may be cut."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

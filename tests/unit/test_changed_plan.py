@@ -1,7 +1,5 @@
 """Tests of plan/file/check.py: a plan that was changed by hand, or whose tables or data were, is not run."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from dataclasses import replace

@@ -3,8 +3,6 @@
 costs/ (profile), costs/formula/ (activations, adapters, layers, state, exchange, curves, settings).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A plan as data files: every planned record once, in the plan's order, read back from what was written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

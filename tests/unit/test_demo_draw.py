@@ -1,7 +1,5 @@
 """The demo's data set: plain pictures of real sizes, conversations about them, a tokenizer trained on those."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

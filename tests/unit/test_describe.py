@@ -1,7 +1,5 @@
 """A name, a description file, or a configuration that says what a shipped one says, becomes a model without torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

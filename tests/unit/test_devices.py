@@ -1,7 +1,5 @@
 """costs/ (devices): devices and clusters by name."""
 
-from __future__ import annotations
-
 import pytest
 from plan_cases import tile_samples
 

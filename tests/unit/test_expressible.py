@@ -1,7 +1,5 @@
 """plan/decide/expressible.py: the best plan that a framework can run, within memory, priced against the plan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

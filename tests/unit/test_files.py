@@ -1,7 +1,5 @@
 """files.py: files written whole or not at all, and told apart."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """The house: a file imports from its own folder and from lower floors only; no torch below floor 5."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of partition/published.py: the published figures to the printed digit, and our optimum in the same model."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

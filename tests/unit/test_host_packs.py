@@ -1,7 +1,5 @@
 """Packs as shards for Energon: what lies in them, and in which order; ms-swift's: integration/test_pack_carriers.py."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from collections.abc import Iterator

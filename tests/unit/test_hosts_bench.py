@@ -1,7 +1,5 @@
 """`bench/hosts.py` on sources of our own: what has drifted is said, what has not is not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of balance/ (images, image_search): exact where promised, close to the bound, the same for everybody."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Image rules out of a model's own files, and every message that reading them can raise: `models/describe.py`."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

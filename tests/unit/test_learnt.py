@@ -1,7 +1,5 @@
 """What is learnt of a chat: what data and template say, found in the whole text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

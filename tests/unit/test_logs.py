@@ -1,7 +1,5 @@
 """Logged runs: reading them, fitting seconds through the simulated step, and saying what they do not settle."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

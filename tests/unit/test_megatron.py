@@ -1,7 +1,5 @@
 """Plans as Megatron-Core flags: what is said, what is refused, what is warned of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

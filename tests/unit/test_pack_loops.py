@@ -1,7 +1,5 @@
 """The loops under pack_samples (balance/: pair, rows, window, stream), by brute force or by their invariants."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from trimtab import compiled

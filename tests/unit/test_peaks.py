@@ -1,7 +1,5 @@
 """partition/assess.py: the peak of real micro-batches beside the peak that the limits allow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of plan/decide/advice.py: where nothing fits, each change that is named was tried and makes a plan fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """plan/decide/epoch.py: sources drawn by weight, in a plan and in what is read from it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

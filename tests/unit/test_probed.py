@@ -1,7 +1,5 @@
 """plan/decide/probed.py: what a probe measured, in a plan's profile."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """samples/records.py: where records are, and every line of a file by its byte offset."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Drawing helpers: round ticks, bounded timelines, columns and dots."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The HTML page: complete, self-contained, escaped, small, and the same for the same plan."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

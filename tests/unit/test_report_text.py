@@ -1,7 +1,5 @@
 """The terminal tables: they fit, they say what the plan says, and names cannot steer the terminal."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """docs/schemas: of the dataclasses as they are; the golden files of every version are what they describe."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

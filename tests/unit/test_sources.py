@@ -1,7 +1,5 @@
 """Data as people have it: every format read by sizing and by a plan's records, or refused by a sentence."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The TorchServe export: the recipe's file, the settings in the archive, and what is refused. Needs no torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
