@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--frameworks", nargs="*", default=list(FRAMEWORKS))
     parser.add_argument("--cluster", default="16xA100-80GB")
     given = parser.parse_args()
-    from trimtab.demo.draw import draw_dataset
+    from trimtab.demo import draw_dataset
 
     cells: dict[tuple[str, str], Cell] = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from timed_profile import make_cases
 from trimtab.balance.cost import LinearCost
-from trimtab.models.shipped import read_shipped
+from trimtab.models.description import read_shipped
 from trimtab.specs import SampleTable
 
 VOCABULARY, IMAGE_TOKEN, PATCH = 4096, 4095, 14

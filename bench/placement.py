@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import transformers
 
-from trimtab.adapters.accelerate import auto_map
 from trimtab.errors import PartitionError
 from trimtab.models.asking.model import complete
 from trimtab.models.describe import describe, read_config
@@ -33,6 +32,7 @@ from trimtab.placement.bytes import (
 from trimtab.placement.machine import CONTEXT_BYTES, Machine, Workload, machine_of
 from trimtab.placement.place import place
 from trimtab.placement.published import assess_map, split_model_map
+from trimtab.runtime.placing.load import auto_map
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 

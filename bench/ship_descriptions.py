@@ -23,10 +23,9 @@ from trimtab.models.asking.inputs import quietly
 from trimtab.models.asking.internvl_chat import chat_config, published_fields
 from trimtab.models.asking.model import complete, describe_fields
 from trimtab.models.describe import TEXT_ONLY, find_positions, image_rule, image_rule_by_processor
-from trimtab.models.description import description_bytes
+from trimtab.models.description import description_bytes, flat_fields, nested_fields
 from trimtab.models.families import REMOTE
 from trimtab.models.images.rules import UnsettledRule
-from trimtab.models.shipped import flat_fields, nested_fields
 from trimtab.specs import LayerSpec
 
 SOURCE = Path(__file__).parent / "data" / "model_zoo.json"

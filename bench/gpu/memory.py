@@ -18,7 +18,7 @@ from bench.gpu.training import Measured, Trainee, names_of, relative
 
 from timed_profile import make_cases
 from trimtab.models.describe import describe
-from trimtab.models.shipped import read_shipped
+from trimtab.models.description import read_shipped
 from trimtab.partition.stages import split_stages
 from trimtab.plan.decide.probed import freed_bytes
 from trimtab.specs import Profile, Stage, recomputing

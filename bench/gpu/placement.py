@@ -24,7 +24,7 @@ from bench.gpu.setting import Case, Setting
 
 from trimtab.models.asking.model import complete
 from trimtab.models.describe import describe
-from trimtab.models.shipped import read_shipped
+from trimtab.models.description import read_shipped
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import CONTEXT_BYTES, Gpu, Machine, Workload
 from trimtab.placement.place import place

@@ -54,7 +54,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 @pytest.fixture(scope="session")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a drawn data set: data.jsonl, images/, tokenizer.json."""
-    from trimtab.demo.draw import draw_dataset
+    from trimtab.demo import draw_dataset
 
     return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=240)
 
@@ -85,6 +85,6 @@ def planned(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's Qwen2.5-VL of one million parameters, with the drawn data's tokenizer."""
-    from trimtab.demo.draw import write_model
+    from trimtab.demo import write_model
 
     return write_model(tmp_path_factory.mktemp("tiny"), drawn)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trimtab.plan.file.yaml import load_plan
-from trimtab.report.compared import device_hours, differences
+from trimtab.report.plan_tables import device_hours, differences
 
 Run = Any
 

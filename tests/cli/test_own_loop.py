@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from refusals import refused as refuses
-from trimtab.demo.draw import SPECIAL_TOKENS, write_model
+from trimtab.demo import SPECIAL_TOKENS, write_model
 from trimtab.errors import PlanError, SampleError
 from trimtab.plan.file.records import find_data_files
 from trimtab.plan.file.yaml import load_plan

@@ -30,7 +30,7 @@ pytest.importorskip("datasets", reason="needs datasets 5.2.0")
 transformers = pytest.importorskip("transformers")
 
 from trimtab import balanced, open_conversations  # noqa: E402
-from trimtab.demo.draw import draw_dataset  # noqa: E402
+from trimtab.demo import draw_dataset  # noqa: E402
 from trimtab.torch import PackedCollator, PlanDataset  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 PIL = pytest.importorskip("PIL.Image")
 
 from trimtab import balanced  # noqa: E402
-from trimtab.demo.draw import draw_dataset  # noqa: E402
+from trimtab.demo import draw_dataset  # noqa: E402
 from trimtab.errors import PlanError  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "torch"), str(Path(__file__).parents[2] / "examples")]

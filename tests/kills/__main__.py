@@ -35,7 +35,7 @@ class Verb:
 
 
 def verbs(folder: Path) -> dict[str, Verb]:
-    from trimtab.demo.draw import draw_dataset
+    from trimtab.demo import draw_dataset
 
     data = draw_dataset(folder / "data", num_samples=300)
     size = ["size", str(data / "data.jsonl"), "--model", "Qwen2.5-VL-7B", "--tokenizer", str(data / "tokenizer.json")]

@@ -9,7 +9,7 @@ from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_mo
 
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe, read_config
-from trimtab.models.shipped import shipped_models
+from trimtab.models.description import shipped_models
 
 HANDFUL = ("InternVL2-8B", "InternVL3_5-8B-HF", "Qwen2.5-VL-3B", "Qwen3-VL-30B-A3B", "LLaVA-OneVision-7B", "Gemma3-4B")
 

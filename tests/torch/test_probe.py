@@ -18,7 +18,7 @@ from rich.console import Console
 
 import trimtab
 from refusals import refused
-from trimtab.cli.run import print_probe
+from trimtab.cli.profile import print_probe
 from trimtab.costs.measured.traced_step import trace_step
 from trimtab.costs.profile import load_profile
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError

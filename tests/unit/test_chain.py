@@ -8,9 +8,9 @@ import pytest
 from placement_cases import small_model
 
 from trimtab.models.describe import describe
+from trimtab.models.description import shipped_models
 from trimtab.models.families import family_of
 from trimtab.models.images.rules import UnsettledRule
-from trimtab.models.shipped import shipped_models
 from trimtab.placement.bytes import arrangements, modules_of, parts_of
 from trimtab.specs import LayerSpec, ModelSpec
 

@@ -38,7 +38,7 @@ pytest.importorskip("tokenizers", reason="the demo builds a tokenizer: pip insta
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drawn data set with lines that sizing leaves out: broken, blank, without its image."""
-    from trimtab.demo.draw import draw_dataset
+    from trimtab.demo import draw_dataset
 
     folder = draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=160)
     data = folder / "data.jsonl"

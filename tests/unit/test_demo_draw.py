@@ -14,7 +14,7 @@ pytest.importorskip("tokenizers", reason="the demo trains a tokenizer: pip insta
 
 from PIL import Image
 
-from trimtab.demo.draw import SPECIAL_TOKENS, draw_dataset
+from trimtab.demo import SPECIAL_TOKENS, draw_dataset
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,6 @@ INNER_FLOORS = {
     "models/images": 0,  # rules of counting
     "models/families": 1,
     "models/description": 2,
-    "models/shipped": 2,
     "models/describe": 3,
     "models/asking": 4,  # torch, in a child process
     "plan/options": 0,  # no NumPy: `--help` reads it

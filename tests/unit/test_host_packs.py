@@ -25,7 +25,7 @@ LIMITS = {"max_pixels": 501760, "max_tokens": 5000, "max_patches": 16384}
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from trimtab.demo.draw import draw_dataset
+    from trimtab.demo import draw_dataset
 
     return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=60) / "data.jsonl"
 

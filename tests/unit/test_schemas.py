@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from trimtab.models.describe import describe
-from trimtab.models.description import description_bytes
-from trimtab.models.shipped import shipped_models
+from trimtab.models.description import description_bytes, shipped_models
 from trimtab.typed_json import parse_yaml
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ pytest.importorskip("pyarrow.parquet")
 
 from trimtab.errors import SampleError  # noqa: E402
 from trimtab.plan.file.records import PlannedRecords  # noqa: E402
-from trimtab.samples.llama_factory import columns_beside  # noqa: E402
 from trimtab.samples.rows import read_conversation  # noqa: E402
+from trimtab.samples.shapes import columns_beside  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 from trimtab.samples.sources import find_sources, source_labels  # noqa: E402
 from trimtab.samples.table import SizingResult, load_sizing, save_sizing  # noqa: E402

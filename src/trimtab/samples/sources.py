@@ -16,10 +16,9 @@ from typing import Any
 from trimtab.address import Address, Allowed, place_inside, place_of
 from trimtab.errors import SampleError, join_problems, refuse_type
 from trimtab.files import read_small
-from trimtab.samples.llama_factory import INFO, columns_beside, is_info, listed_sets
 from trimtab.samples.problems import BadRecordError, parse_record, shorten
 from trimtab.samples.records import format_of_name
-from trimtab.samples.shapes import CONVERSATION_KEYS, Columns
+from trimtab.samples.shapes import CONVERSATION_KEYS, INFO, Columns, columns_beside, is_info, listed_sets
 from trimtab.samples.table import is_saved_table, source_names_of
 from trimtab.typed_json import parse_json, read_typed
 
