@@ -103,7 +103,7 @@ def test_training_loses_the_same_with_the_tower_on_every_rank(again, tmp_path):
     assert sum(max(step) for step in encoded) < sum(sum(step) for step in encoded)
     details = load_details(every.plan)
     words = " ".join(run_sentences(details, read_run_of(details.plan, every.out / "run.jsonl")))
-    assert ', '.join(f'{sum(step[rank] for step in encoded):,}' for rank in range(2)) in words
+    assert ", ".join(f"{sum(step[rank] for step in encoded):,}" for rank in range(2)) in words
 
 
 def test_one_rank_alone_shares_nothing(runs, capsys):

@@ -70,9 +70,7 @@ def build_pipeline(
     several = dp_group is not None and dist.get_world_size(dp_group) > 1
     images = layout.images if several or layout.has_tower_everywhere else None
     tracer = Tracer(model)
-    check_layout(
-        layout, tracer.units, model, num_ranks=dist.get_world_size(pp_group), shares_images=images is not None
-    )
+    check_layout(layout, tracer.units, model, num_ranks=dist.get_world_size(pp_group), shares_images=images is not None)
 
     # the stages of this rank; all other weights are dropped
     cuts, rank, device = Cuts(model, layout.modules, tracer=tracer), dist.get_rank(pp_group), torch.device(device)
