@@ -56,7 +56,7 @@ class StepRecord:
     data_s: float  # of it waiting for samples, slowest rank
     peak_memory_bytes: tuple[int, ...]  # of each pipeline device so far, the largest over its data-parallel ranks
     num_fillers: int = 0  # samples that could not be read, of all data-parallel ranks
-    # ViT patches in the packs of each data-parallel rank, or of each rank of the first pipeline; () where none are shared
+    # ViT patches in the packs of each rank that shares images: of dp, or of the first pipeline; () where none does
     patches_held: tuple[int, ...] = ()
     patches_encoded: tuple[int, ...] = ()  # of them, those that it encoded, with others' images
 
