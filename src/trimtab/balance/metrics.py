@@ -107,7 +107,7 @@ def _pairs_bound(sizes: IntArray, limits: tuple[int, ...], least: int) -> int:
     for part in (0.5, 0.0, 1.0):
         large = part * shares[:, 0] + (1 - part) * shares[:, 1] > (1 + 1e-9) / 3
         if large.sum() > least:
-            from trimtab.balance.pairing import match_pairs
+            from trimtab.balance.pair import match_pairs
 
             own = sizes[large].astype(np.float64)
             own = own[(own <= limits).all(axis=1)]
