@@ -25,6 +25,7 @@ class Gpu:
 
     index: int
     free_bytes: int  # what a process may take of it, its own context included
+    name: str | None = None  # a row of `costs.devices.DEVICES`
     memory_bytes_per_s: float | None = None  # None: unknown, and then as fast as any other unknown one
 
     def __post_init__(self) -> None:
@@ -111,7 +112,7 @@ def _parse_gpu(kind: str, free: str | None) -> Gpu:
     free_bytes = device.memory_bytes if free is None else _parse_size(free)
     if free_bytes > device.memory_bytes:
         raise PartitionError(f"{kind}:{free} has more free than a {device.name} holds: give less after the colon")
-    return Gpu(index=0, free_bytes=free_bytes, memory_bytes_per_s=device.memory_bytes_per_s)
+    return Gpu(index=0, free_bytes=free_bytes, name=device.name, memory_bytes_per_s=device.memory_bytes_per_s)
 
 
 def machine_of(free_bytes: Sequence[int], *, cpu_bytes: int = 0, disk: bool = False) -> Machine:
