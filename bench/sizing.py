@@ -9,8 +9,6 @@ sizes must be equal to ours. A core's rate is samples per second of CPU time, of
 it does not change when others use the machine too, as the wall clock does.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Needs torch and Transformers: which layers our lines switch on in a real model."""
 
-from __future__ import annotations
-
 from real_parameters import build
 from tiny_models import QWEN25_VIT, describe_here, odd_config, preprocessor_of
 

@@ -3,8 +3,6 @@
 costs/ (profile), costs/formula/ (activations, adapters, layers, state, exchange, curves, settings).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -238,11 +236,8 @@ def test_a_shared_expert_keeps_its_share_and_a_fused_head_two_gradients():
 @pytest.mark.parametrize(
     ("gated", "quick", "fused", "widths"),
     [
-        (True, False, False, 2),
-        (True, False, True, 2),
-        (False, False, False, 1),
-        (False, True, False, 2),
-        (False, True, True, 1),
+        *((True, False, False, 2), (True, False, True, 2), (False, False, False, 1)),
+        *((False, True, False, 2), (False, True, True, 1)),
     ],
 )
 def test_a_blocks_backward_works_beside_its_last_product_then_beside_its_activation(gated, quick, fused, widths):
@@ -268,11 +263,7 @@ def test_a_stages_tiers_are_those_of_its_choices():
 
 @pytest.mark.parametrize(
     ("more", "named"),
-    [
-        ({"tp_overlap": True, "tp": 2}, "one part in 2"),
-        ({"zero_stage": 3, "dp": 2}, "ZeRO-3"),
-        ({"cp": 2}, "cp 2"),
-    ],
+    [({"tp_overlap": True, "tp": 2}, "one part in 2"), ({"zero_stage": 3, "dp": 2}, "ZeRO-3"), ({"cp": 2}, "cp 2")],
 )
 def test_what_a_launcher_must_switch_on_is_named_once(more, named):
     degrees = {name: more.pop(name) for name in ("tp", "dp", "cp") if name in more}

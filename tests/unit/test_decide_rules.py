@@ -1,7 +1,5 @@
 """plan/decide/ (advice, case, compare, exchange, search, sharing, simplest, steps, work): rules as rows of tables."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """No plan is slower than the run it is told against, and a row of its table that is slower says why."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans as lines for Transformers: every layer by its tier, and each host's steps and sharding."""
 
-from __future__ import annotations
-
 import pytest
 
 from export_cases import by_counts, decide, first_block, make_model

@@ -1,7 +1,5 @@
 """Every figure of BalanceReport against a case worked out by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

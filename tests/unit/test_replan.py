@@ -1,7 +1,5 @@
 """A run's log refits the costs of its plan, and a new plan goes on in its place. (plan/replan.py, plan/runs.py)"""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

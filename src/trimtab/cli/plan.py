@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimtab.cli.check import OWN_LOOP, Framework, PlanArgument
 from trimtab.cli.data import ClusterOptions, ConfigArgument, DataArgument, ImageOptions, SizingOptions, size_data
 from trimtab.cli.output import JsonOption, console, given_command, log, print_json
+from trimtab.cli.report import OWN_LOOP, Framework, PlanArgument
 from trimtab.cli.settings import verb
 from trimtab.errors import PartitionError, TrimtabError, join_problems
 from trimtab.options import Option
@@ -95,7 +95,7 @@ def plan(
 def _plan_each(clusters: Iterable[str], plan_on: Callable[[str], "PlanDetails"], out: Path, *, as_json: bool) -> None:
     """Write a plan for each cluster, and print what each takes; those that none fits are named."""
     from trimtab.cli.report import print_compared, write_all
-    from trimtab.report.compared import device_hours
+    from trimtab.report.plan_tables import device_hours
 
     made: dict[str, Plan] = {}
     problems = []
