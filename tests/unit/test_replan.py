@@ -80,9 +80,7 @@ def test_a_run_settles_the_factors_that_made_it(found: ReloadedPlan) -> None:
     assert lesson.memory_ratio == pytest.approx(1.0)
     learnt = replace(found.case.setting, profile=lesson.calibration.profile).profile
     case = found.case
-    again = steps_of(
-        case.work, case.schedule.table, found.stages, replace(case.problem, profile=learnt), case.cluster
-    )
+    again = steps_of(case.work, case.schedule.table, found.stages, replace(case.problem, profile=learnt), case.cluster)
     np.testing.assert_allclose(again[1:9], taken[1:], rtol=0.06)
     assert abs(seconds_under(found)[1:9] / taken[1:] - 1).max() > 0.1, "the plan's own costs are far off"
 
