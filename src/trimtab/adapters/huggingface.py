@@ -8,8 +8,6 @@ layer (`trimtab.torch.apply_recompute`). Transformers' own switch stays off: it 
 both towers alike.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial

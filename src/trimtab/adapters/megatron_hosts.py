@@ -5,8 +5,6 @@ it cannot say either. Written for 0.4 to 0.6; `bench/hosts.py` reads fields, fam
 sources of the newest release.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Symbols as in the OmniBal paper (arXiv 2407.20761): t_i the length of sample i, 
 T_i the work of rank i in one step, T_max the largest of the N ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

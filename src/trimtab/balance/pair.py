@@ -4,8 +4,6 @@ Symbols: D columns per sample, the limited ones first and the cost last (its lim
 its samples' columns added up. Packs are linked lists (`head`, `after`, -1 ends), so no pack has a largest count.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

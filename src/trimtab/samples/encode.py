@@ -1,7 +1,5 @@
 """A conversation as the token ids that sizing counted, and which of them are to be learnt."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
