@@ -7,8 +7,6 @@ numbers as they stand; and the dist ratios of the cost and of the worse of patch
 fitted distributions (bench/data/fitted_lengths.json) or generated. What moves neither in any case can go.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields, replace
 from typing import Any

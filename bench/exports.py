@@ -7,8 +7,6 @@ it, by which the planner or the export refuses. Exit code 1 where an export of a
 Qwen3.5 is Transformers' default configuration, asked of Transformers (needs torch); the other models are shipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -24,14 +22,7 @@ import yaml
 
 from trimtab.adapters.frameworks import FRAMEWORKS
 
-MODELS = (
-    "Qwen2.5-VL-7B",
-    "Qwen3-VL-8B",
-    "Qwen3-VL-30B-A3B",
-    "Qwen3.5",
-    "InternVL3_5-8B",
-    "LLaVA-OneVision-7B",
-)
+MODELS = ("Qwen2.5-VL-7B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen3.5", "InternVL3_5-8B", "LLaVA-OneVision-7B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +109,7 @@ def main() -> int:
     parser.add_argument("--frameworks", nargs="*", default=list(FRAMEWORKS))
     parser.add_argument("--cluster", default="16xA100-80GB")
     given = parser.parse_args()
-    from trimtab.demo.draw import draw_dataset
+    from trimtab.demo import draw_dataset
 
     cells: dict[tuple[str, str], Cell] = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -4,8 +4,6 @@ A tile has 256 / scale tokens and 1024 / scale patches. InternVL is given each t
 one image of as many tiles side by side, with the same patches and tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
@@ -17,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from timed_profile import make_cases
 from trimtab.balance.cost import LinearCost
-from trimtab.models.shipped import read_shipped
+from trimtab.models.description import read_shipped
 from trimtab.specs import SampleTable
 
 VOCABULARY, IMAGE_TOKEN, PATCH = 4096, 4095, 14
@@ -142,10 +140,7 @@ def _qwen(module: Any, scale: int, dtype: torch.dtype) -> GainModel:
 
     def images(tiles: int, draw: torch.Generator) -> dict[str, Any]:
         grid = torch.tensor([[1, side, side * tiles]])
-        return {
-            "pixel_values": torch.randn(tiles * patches, width, generator=draw).to(dtype),
-            "image_grid_thw": grid,
-        }
+        return {"pixel_values": torch.randn(tiles * patches, width, generator=draw).to(dtype), "image_grid_thw": grid}
 
     return GainModel(
         module=module,

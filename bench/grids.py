@@ -6,8 +6,6 @@ seconds a sample. Settings were committed before their predictions were looked a
 as a stand-in, and such a row counts by its order alone. Pairs whose tower has devices of its own are not planned.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ hosts) holds `NAME-VERSION.whl` from the registry (`--download` fetches the newe
 Exit code 1 where something drifted; a host without source is named and passed over.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re
@@ -28,15 +26,7 @@ from trimtab.adapters import megatron_hosts, mindspeed_mm, pai_megatron  # noqa:
 from trimtab.adapters.frameworks import find_target  # noqa: E402
 from trimtab.specs import ParallelDims, RecomputeChoice  # noqa: E402
 
-REGISTRY = (
-    "megatron-core",
-    "megatron-bridge",
-    "ms-swift",
-    "verl",
-    "megatron-energon",
-    "llamafactory",
-    "axolotl",
-)
+REGISTRY = ("megatron-core", "megatron-bridge", "ms-swift", "verl", "megatron-energon", "llamafactory", "axolotl")
 CLONES = ("pai", "roll", "mindspeed-mm")
 
 

@@ -4,8 +4,6 @@ The files of real lengths are not shipped. Where they are missing, lengths are d
 to them (`draw_lengths`, bench/data/fitted_lengths.json; `python bench/lengths.py [--data ../shared/data]` fits them).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from importlib.util import find_spec

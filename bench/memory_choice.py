@@ -8,8 +8,6 @@ are the formulas'; a step is 1F1B at equal micro-batches, without sends.
 Run: python bench/memory_choice.py   (a minute, most of it the first run's compilation)
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@
 A column is a script in bench/columns: for every family a yes, or the reason of a no.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -14,8 +14,6 @@ Run: python bench/mutation.py [--rooms costs/formula plan/decide] [--per-room 12
      [--minutes 25] [--files compiled|uncompiled] [--then further|marked|nothing]
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import compileall

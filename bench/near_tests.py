@@ -7,8 +7,6 @@ else. A changed test file is its own; of its helpers (no `test_` before the name
 Run: python bench/near_tests.py [FILES; else what git says has changed since the branch left main]
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

@@ -6,8 +6,6 @@ answer compared with the whole model's. No GPU is needed, and nothing is said ab
 Needs torch, Transformers and Accelerate. Run: python bench/offload_bytes.py
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import tempfile

@@ -4,8 +4,6 @@ One small model with a real one's proportions: a vocabulary that outweighs layer
 Both get the same memory for weights, which is all that Accelerate knows of. Needs torch and Transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ one layer of each kind), goes through `verify_packing`: texts, and images where 
 --json FILE writes the rows as a list of objects; --no-images leaves them out. No weights, no network; 90 CPU seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -96,13 +94,7 @@ def print_rows(rows: list[Row]) -> None:
             "-" if x is None else f"{x:.1e}" if x < 1e-2 else f"{x:.2f}"
             for x in (row.logits_error, row.gradient_error, row.seconds)
         ]
-        cells = [
-            row.family,
-            words[row.packed_exact],
-            words[row.images_exact],
-            *figures,
-            row.reason,
-        ]
+        cells = [row.family, words[row.packed_exact], words[row.images_exact], *figures, row.reason]
         print(f"| {' | '.join(cells)} |")
     packed, images = sum(row.packed_exact for row in rows), sum(bool(row.images_exact) for row in rows)
     slowest = max((row.seconds for row in rows if row.seconds is not None), default=0.0)

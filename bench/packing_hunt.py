@@ -7,8 +7,6 @@ counted in whole rows. Rows of packs are compared in random order and sorted by 
 fewest packs: one that makes a pack of each sample has even rows, and twice as many.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

@@ -13,8 +13,6 @@ scale      --samples drawn into mapped int32 columns: CPU seconds and resident m
 of one thread, compiled loops warm.
 """
 
-from __future__ import annotations
-
 import argparse
 import bisect
 import heapq

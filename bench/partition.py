@@ -5,8 +5,6 @@ L layers. Micro-batches: 9 tiles of 448 x 448 and 4096 tokens, each drawn betwee
 Seconds are of the processor. Run: python bench/partition.py   (a minute, most of it the first run's compilation)
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ Needs torch and Transformers.
 Run: python bench/placement.py
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable
@@ -17,7 +15,6 @@ import numpy as np
 import torch
 import transformers
 
-from trimtab.adapters.accelerate import auto_map
 from trimtab.errors import PartitionError
 from trimtab.models.asking.model import complete
 from trimtab.models.describe import describe, read_config
@@ -33,19 +30,13 @@ from trimtab.placement.bytes import (
 from trimtab.placement.machine import CONTEXT_BYTES, Machine, Workload, machine_of
 from trimtab.placement.place import place
 from trimtab.placement.published import assess_map, split_model_map
+from trimtab.runtime.placing.load import auto_map
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 
 MODELS = (
-    "Qwen2.5-VL-7B",
-    "Qwen2.5-VL-72B",
-    "InternVL3_5-8B-HF",
-    "InternVL3_5-38B-HF",
-    "InternVL3_5-241B-A28B-HF",
-    "LLaVA-OneVision-72B",
-    "Qwen3-VL-32B",
-    "Qwen3-VL-235B-A22B",
-    "Gemma3-27B",
+    *("Qwen2.5-VL-7B", "Qwen2.5-VL-72B", "InternVL3_5-8B-HF", "InternVL3_5-38B-HF", "InternVL3_5-241B-A28B-HF"),
+    *("LLaVA-OneVision-72B", "Qwen3-VL-32B", "Qwen3-VL-235B-A22B", "Gemma3-27B"),
 )
 IMAGE = (1024, 1024)
 WORKLOADS = {

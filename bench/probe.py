@@ -7,8 +7,6 @@ optimizer's state are part of the peaks: at real sizes they are the larger part,
 Run: python bench/probe.py   (two minutes of CPU)
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import time

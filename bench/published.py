@@ -135,11 +135,7 @@ def samples_of(row: Row) -> SampleTable:
     tiles = given.get("tiles", 0)
     patches, images = given.get("patches", tiles * _TILE_ROWS), given.get("images", tiles)
     squared = given.get("squares", patches * patches // images if images else 0)
-    column = {
-        "num_images": images,
-        "patches_sq": squared,
-        "patches_windowed": given.get("windowed", squared),
-    }
+    column = {"num_images": images, "patches_sq": squared, "patches_windowed": given.get("windowed", squared)}
     return SampleTable.of(
         np.full(n, patches), np.full(n, given["tokens"]), **{name: np.full(n, x) for name, x in column.items()}
     )

@@ -6,8 +6,6 @@ Seconds of a product of N rows, K columns entering and M leaving: 2 (N M + outpu
 linear in four products of sizes, so least absolute relative errors are a few small least squares.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ shipped InternVL-Chat-V1-5. Language models: the config.json of the Hub's intern
 meta-llama/Meta-Llama-3-*; no head is tied.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

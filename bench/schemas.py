@@ -3,8 +3,6 @@
 `python -m bench.schemas` writes docs/schemas; `typed_json.read_typed`, which `check` reads with, takes what they say.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import Field, fields

@@ -10,8 +10,6 @@ fields that a config.json may leave out. The same file and versions of torch and
 InternVL has two forms. A name with `-HF` is the same checkpoint under Transformers' names.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,10 +21,9 @@ from trimtab.models.asking.inputs import quietly
 from trimtab.models.asking.internvl_chat import chat_config, published_fields
 from trimtab.models.asking.model import complete, describe_fields
 from trimtab.models.describe import TEXT_ONLY, find_positions, image_rule, image_rule_by_processor
-from trimtab.models.description import description_bytes
+from trimtab.models.description import description_bytes, flat_fields, nested_fields
 from trimtab.models.families import REMOTE
 from trimtab.models.images.rules import UnsettledRule
-from trimtab.models.shipped import flat_fields, nested_fields
 from trimtab.specs import LayerSpec
 
 SOURCE = Path(__file__).parent / "data" / "model_zoo.json"

@@ -9,8 +9,6 @@ sizes must be equal to ours. A core's rate is samples per second of CPU time, of
 it does not change when others use the machine too, as the wall clock does.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -26,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trimtab.samples.media import image_size
 from trimtab.samples.size import size_samples
-from trimtab.samples.template import compile_template
+from trimtab.samples.tokens import compile_template
 from trimtab.specs import ImageCounts
 
 NUM_IMAGES = 500

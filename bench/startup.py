@@ -1,7 +1,5 @@
 """CPU seconds of `import trimtab` and `trimtab --help`, next to an empty interpreter. `python bench/startup.py`."""
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

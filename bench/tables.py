@@ -4,8 +4,6 @@
 the figures of `bench/exports.py`. Titles and versions come from the adapters, devices from the device table.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

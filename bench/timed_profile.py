@@ -7,8 +7,6 @@ The error is predicted / measured - 1; what stages have and layers have not (pos
 among tokens) is part of it. On the CPU the models are small; on CUDA they have the layers of real ones, four of each.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -18,8 +18,6 @@ Columns `dp N` are no run on N devices: they take each micro-batch's measured se
 does, and let each step last as long as its slowest rank. Communication is not in them.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import time

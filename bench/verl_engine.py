@@ -10,8 +10,6 @@ own extension point; the engine is otherwise registered for cuda and npu alone),
 verl calls a flash kernel.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

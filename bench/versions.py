@@ -8,8 +8,6 @@ A version is installed beside the environment that runs this (`pip install --tar
 example that ends without an error within `--limit-s` works. Else the page has the last line that it wrote, shortened.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ these atoms passes. `pooled` shares the images of four batches at a time.
 Run: python bench/vision_load.py   (a minute on one core)
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

@@ -6,8 +6,6 @@ Run: python bench/words.py            everything
      python bench/words.py --refused  exit code 1 where a refused word stands in src or docs: part of lint
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

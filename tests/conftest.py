@@ -1,7 +1,5 @@
 """For all tests: a thread of torch a process, for workers share the cores; kernels compiled once; a fault of torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small models with named towers, and stages over them, for the tests of adapters/."""
 
-from __future__ import annotations
-
 import itertools
 
 from trimtab.adapters.running import Decided

@@ -5,8 +5,6 @@ rest in its section `processes`. A test of more than 4 s belongs here, unless it
 README.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

@@ -7,8 +7,6 @@ listed, and decide nothing, for wording is no test. `pytest --rewrite-refusals` 
 that it ran, so that a change of wording is read in one place.
 """
 
-from __future__ import annotations
-
 import builtins
 import math
 import os

@@ -5,8 +5,6 @@ A column is a module beside this one with `check(family) -> Cell`. Its main call
 cell with its reason and never the end of the sweep.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ python bench/columns/described.py                  # all, about two minutes of C
 python bench/columns/described.py qwen3_5 aria     # some, printed alone
 """
 
-from __future__ import annotations
-
 from cell import Cell, sweep
 
 from trimtab.errors import ConfigError

@@ -6,8 +6,6 @@ and eight greedy tokens are those of the plain model in one piece, for text and,
 Run: python bench/columns/loaded.py [FAMILY ...]
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import tempfile

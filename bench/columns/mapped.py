@@ -7,8 +7,6 @@ tensors that the map puts there. Text alone: images need no device of their own.
 Run: python bench/columns/mapped.py [FAMILY ...]
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 python bench/columns/packed.py [--images] [FAMILY ...]      # all: 90 CPU seconds; see bench/packing_exact.py
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

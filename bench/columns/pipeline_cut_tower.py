@@ -5,8 +5,6 @@ and gradients of every parameter are those of the whole model's own forward, for
 Run as `PYTHONPATH=src python bench/columns/pipeline_cut_tower.py [FAMILY ...]`.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@ are those of the whole model's own forward, for samples of text and, where the f
 Run as `PYTHONPATH=src python bench/columns/pipeline_whole_tower.py [FAMILY ...]`.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -9,8 +9,6 @@ that is asked never sees it.
 """
 # ruff: noqa: E402 - where torchvision lies comes before what imports it
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -185,7 +183,7 @@ class Child:
 
     def __init__(self) -> None:
         code = (
-            "import json, sys\nfrom trimtab.models.asking.child import find_work\nfind_work('images')\n"
+            "import json, sys\nfrom trimtab.models.asking import find_work\nfind_work('images')\n"
             "for line in sys.stdin:\n    question, config = json.loads(line)\n"
             "    try:\n        print('\\n@' + json.dumps(find_work(question)(config)), flush=True)\n"
             "    except ValueError as error:\n        print('\\n!' + str(error), flush=True)"

@@ -3,8 +3,6 @@
 python bench/columns/timed.py [FAMILY ...]      # all: 5 CPU minutes
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -10,8 +10,6 @@ Of a small model of each family: the saved bytes of random subsets of recomputed
 what autograd keeps on the real module; every tower but the audio one runs; and a traced profile is made of it.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

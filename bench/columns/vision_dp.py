@@ -5,8 +5,6 @@ images, of different sizes where it takes such, in one call and one by one: feat
 Run as `PYTHONPATH=src python bench/columns/vision_dp.py [FAMILY ...]`.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

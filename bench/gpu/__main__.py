@@ -10,8 +10,6 @@ run is cut off. A suite is a process of its own and gets at most --suite-minutes
 `python -m bench.gpu.page` writes docs/tables/on-gpu.md from the lines.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

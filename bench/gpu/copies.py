@@ -1,7 +1,5 @@
 """Copies between host and device: bytes as torch's operations make them, and how many the device's own trace shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ has them, too: collectives are neither timed nor predicted. `python -m bench.gpu
 the device from these lines.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import statistics

@@ -6,8 +6,6 @@ padded batches fit, too. MFU counts the real tokens' forward and backward, and n
 does not fit, tiles shrink and the language model is cut: the case's name says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from typing import Any

@@ -5,8 +5,6 @@ parallel 1, 2, 4 and 8. Attention: sdpa, forward and backward, over packs of one
 norm and activation. Launch: an empty kernel's time on the host and on the device.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

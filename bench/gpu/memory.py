@@ -5,8 +5,6 @@ corrected as `trimtab probe` corrects it, from two runs: everything recomputed, 
 peak is that of torch's allocator over a whole step, AdamW included; on a CPU live storages are counted.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from bench.gpu.training import Measured, Trainee, names_of, relative
 
 from timed_profile import make_cases
 from trimtab.models.describe import describe
-from trimtab.models.shipped import read_shipped
+from trimtab.models.description import read_shipped
 from trimtab.partition.stages import split_stages
 from trimtab.plan.decide.probed import freed_bytes
 from trimtab.specs import Profile, Stage, recomputing

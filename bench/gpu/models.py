@@ -3,14 +3,12 @@
 InternVL's names remote code; its fields are translated into those of Transformers' own class.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 from trimtab.models.asking.internvl_chat import chat_config
 from trimtab.models.describe import describe
-from trimtab.models.shipped import read_shipped
+from trimtab.models.description import read_shipped
 from trimtab.specs import ModelSpec
 
 _TILES = {"min_patches": 1, "max_patches": 12, "size": {"height": 448, "width": 448}}

@@ -1,7 +1,5 @@
 """docs/tables/on-gpu.md from the lines that `python -m bench.gpu` wrote. Run: python -m bench.gpu.page"""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ the same folder and answer the same request. `planned` is what the map counts: b
 `--tiny` runs on simulated devices, which count every copy between them.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from bench.gpu.setting import Case, Setting
 
 from trimtab.models.asking.model import complete
 from trimtab.models.describe import describe
-from trimtab.models.shipped import read_shipped
+from trimtab.models.description import read_shipped
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import CONTEXT_BYTES, Gpu, Machine, Workload
 from trimtab.placement.place import place

@@ -6,8 +6,6 @@ tower all or none, the least n that fits. Every n-th: the largest n that fits. M
 steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """JSON lines that survive being cut off: every repetition of every case is on the disk as soon as it is known."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

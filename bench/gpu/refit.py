@@ -6,8 +6,6 @@ the counted bytes, and what the allocator reserved beside the peak. From `kernel
 names the place of each default in src/trimtab; `efficiency` can also be given to `profile_model` at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import statistics

@@ -1,7 +1,5 @@
 """What a suite is run with, and a case of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

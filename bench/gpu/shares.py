@@ -5,8 +5,6 @@ first words. The rank is handed whole rows and computes what a rank computes bet
 `local_heads`: as many as the formulas count, padding included.
 """
 
-from __future__ import annotations
-
 from math import ceil
 
 import torch

@@ -5,8 +5,6 @@ and backward of one micro-batch, then AdamW: weights in bf16, gradients added up
 copy and two moments in fp32, 18 bytes a parameter; on the CPU all in fp32.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

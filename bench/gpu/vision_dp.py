@@ -7,8 +7,6 @@ are the waits for the device that torch's own watch counts in one call, `copies`
 and pageable, in the device's trace of one.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

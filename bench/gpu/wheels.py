@@ -6,8 +6,6 @@ Wheels are of this project's requirements for planning, training and serving, at
 Transformers and other large packages are left to the machine, where CUDA builds of them lie. `--also` names more.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The child has no network, no weights, no code of a model's folder, 8 GiB and one minute; this module has no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -25,7 +23,7 @@ Question = Literal["describe", "images", "clips", "own code"]
 MAX_CPU_S = 60  # largest published models take under 10
 MAX_MEMORY_BYTES = 8 * 2**30  # torch and Transformers take 0.6 GiB
 MAX_ANSWER_BYTES = 2**23
-ANSWER = "trimtab.models.asking.child:answer"
+ANSWER = "trimtab.models.asking:answer"
 ANSWERS = 5  # raise it when answers to the same question change: remembered ones are then asked again
 
 UNASKED = re.compile(

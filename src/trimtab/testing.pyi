@@ -1,8 +1,8 @@
 """Data and models to try things on, and checks that a set-up is exact."""
 
 # Small data and models
-from trimtab.demo.draw import draw_dataset as draw_dataset
-from trimtab.demo.draw import write_model as write_demo_model
+from trimtab.demo import draw_dataset as draw_dataset
+from trimtab.demo import write_model as write_demo_model
 
 # Checks
 from trimtab.runtime.data.packing import verify_packing as verify_packing

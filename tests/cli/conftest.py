@@ -1,7 +1,5 @@
 """A small drawn data set, and the command line run in this process. Needs the [data] extra."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -54,7 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 @pytest.fixture(scope="session")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a drawn data set: data.jsonl, images/, tokenizer.json."""
-    from trimtab.demo.draw import draw_dataset
+    from trimtab.demo import draw_dataset
 
     return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=240)
 
@@ -67,16 +65,8 @@ def planned(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("planned") / "plan"
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json"]
     words += [
-        "--cluster",
-        "8xA100-80GB",
-        "--pp",
-        "2",
-        "--set",
-        "num_microbatches=4",
-        "--set",
-        "schedule=1F1B",
-        "--out",
-        out,
+        *("--cluster", "8xA100-80GB", "--pp", "2", "--set"),
+        *("num_microbatches=4", "--set", "schedule=1F1B", "--out", out),
     ]
     app([str(word) for word in words], standalone_mode=False)
     return out
@@ -85,6 +75,6 @@ def planned(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's Qwen2.5-VL of one million parameters, with the drawn data's tokenizer."""
-    from trimtab.demo.draw import write_model
+    from trimtab.demo import write_model
 
     return write_model(tmp_path_factory.mktemp("tiny"), drawn)

@@ -1,7 +1,5 @@
 """Messages name only options and verbs that exist: every text in the source, beside the command line's own tree."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Bounded runs of `tests.fuzz` and `tests.kills`, and the real command line on full disks and closed pipes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every verb on real input: fixed JSON names, exit codes, the same bytes from the same input."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -49,13 +47,8 @@ def test_size_then_pack(run: Run, drawn: Path, tmp_path: Path) -> None:
     assert packed["num_oversize"] == 0
     assert packed["num_packs"] >= packed["lower_bound_packs"]
     names = [
-        "pad_ratio",
-        "dist_ratio_vit",
-        "dist_ratio_llm",
-        "dist_ratio_cost",
-        "utilisation",
-        "shuffle_chi2",
-        "seconds",
+        *("pad_ratio", "dist_ratio_vit", "dist_ratio_llm", "dist_ratio_cost"),
+        *("utilisation", "shuffle_chi2", "seconds"),
     ]
     assert all(name in packed for name in names)
     indices = np.load(tmp_path / "packs" / "indices.npy", allow_pickle=False)
@@ -132,9 +125,7 @@ def test_report_draws_again_from_the_files(run: Run, planned: Path, tmp_path: Pa
 PLAN = ["--cluster", "8xH100-80GB", "--pp", "2", "--set", "num_microbatches=4", "--set", "schedule=1F1B"]
 
 
-def test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash_seed(
-    drawn: Path, tmp_path: Path
-) -> None:
+def test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash_seed(drawn, tmp_path):
     contents = []
     for number, (workers, seed) in enumerate((("1", "0"), ("2", "1"), ("1", "2"))):
         out = tmp_path / str(number)

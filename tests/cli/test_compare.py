@@ -1,14 +1,12 @@
 """`trimtab compare`, and `plan` on several clusters; report/ (compared). Needs the [data] extra."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trimtab.plan.file.yaml import load_plan
-from trimtab.report.compared import device_hours, differences
+from trimtab.report.plan_tables import device_hours, differences
 
 Run = Any
 

@@ -1,7 +1,5 @@
 """`trimtab export` of data files, word by word. Needs the [data] extra."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,7 @@ NUM_SAMPLES = 240
 
 
 def test_each_data_format_is_written_and_told(run: Run, planned: Path, tmp_path: Path) -> None:
-    for verb, out, files in (
-        ("jsonl", tmp_path / "ordered.jsonl", 1),
-        ("qwen-packs", tmp_path / "packs.jsonl", 1),
-    ):
+    for verb, out, files in (("jsonl", tmp_path / "ordered.jsonl", 1), ("qwen-packs", tmp_path / "packs.jsonl", 1)):
         result = run("export", verb, planned, "--out", out, "--json")
         assert result.code == 0, result.err
         assert result.json["num_records"] == NUM_SAMPLES

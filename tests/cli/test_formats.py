@@ -1,7 +1,5 @@
 """The command line on data as people have it: InternVL's meta file, shards of a sizing pass. Needs [data]."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -31,14 +29,8 @@ def meta(drawn: Path, tmp_path: Path) -> Path:
 
 def test_a_plan_of_a_meta_file_knows_repeats_and_roots(run: Run, drawn: Path, meta: Path, tmp_path: Path) -> None:
     words = [
-        "--tokenizer",
-        drawn / "tokenizer.json",
-        "--cluster",
-        "8xA100-80GB",
-        "--pp",
-        "2",
-        "--set",
-        "num_microbatches=2",
+        *("--tokenizer", drawn / "tokenizer.json", "--cluster", "8xA100-80GB"),
+        *("--pp", "2", "--set", "num_microbatches=2"),
     ]
     made = run("plan", "Qwen2.5-VL-7B", meta, *words, "--allow-outside", "--out", tmp_path / "plan")
     assert made.code == 0, made.err

@@ -1,7 +1,5 @@
 """`trimtab export FRAMEWORK` and `trimtab check --for FRAMEWORK`, on plans and on bare Megatron flags."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -58,9 +56,7 @@ def split(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["megatron", "ms-swift", "pai-megatron"])
-def test_a_plan_that_megatron_cannot_run_is_refused_and_fitted(
-    run: Run, split: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_plan_that_megatron_cannot_run_is_refused_and_fitted(run, split, tmp_path, name):
     refused = run("export", name, split, "--json")
     assert refused.code == 2
     assert "x as long a step" in refused.json["error"]
@@ -79,9 +75,7 @@ def test_a_plan_that_megatron_cannot_run_is_refused_and_fitted(
     assert again == {key: value for key, value in {**fitted.json, "notes": []}.items() if key != "file"}
 
 
-def test_the_vision_trap_fails_the_check_until_the_launcher_is_said_to_clear_it(
-    run: Run, split: Path, tmp_path: Path
-) -> None:
+def test_the_vision_trap_fails_the_check_until_the_launcher_is_said_to_clear_it(run, split, tmp_path):
     assert run("export", "megatron", split, "--fit", tmp_path / "fit").code == 0
     caught = run("check", tmp_path / "fit", "--for", "megatron")
     assert caught.code == 1
@@ -98,23 +92,13 @@ def test_the_other_frameworks_take_every_cut(run: Run, split: Path, tmp_path: Pa
     compile(module.read_text(encoding="utf-8"), module, "exec")
 
 
-def test_frameworks_without_stages_take_a_plan_without_pipeline(
-    run: Run, drawn: Path, split: Path, tmp_path: Path
-) -> None:
+def test_frameworks_without_stages_take_a_plan_without_pipeline(run, drawn, split, tmp_path):
     assert run("check", split, "--for", "transformers").code == 1
     plan = tmp_path / "plan"
     words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--out", plan]
     words += [
-        "--for",
-        "transformers",
-        "--zero-stage",
-        "3",
-        "--cluster",
-        "8xA100-80GB",
-        "--memory",
-        "70GiB",
-        "--set",
-        "num_microbatches=2",
+        *("--for", "transformers", "--zero-stage", "3", "--cluster"),
+        *("8xA100-80GB", "--memory", "70GiB", "--set", "num_microbatches=2"),
     ]
     made = run(*words)
     assert made.code == 0, made.err
@@ -153,9 +137,7 @@ def test_an_export_of_a_plan_made_for_it_warns_of_nothing(run: Run, drawn: Path,
         ("InternVL3_5-8B", "mindspeed-mm", "internvl_chat"),
     ],
 )
-def test_real_models_are_exported_without_a_warning_or_refused_in_a_sentence(
-    drawn: Path, tmp_path: Path, model: str, name: str, refusal: str | None
-) -> None:
+def test_real_models_are_exported_without_a_warning_or_refused_in_a_sentence(drawn, tmp_path, model, name, refusal):
     cell = exports.try_export(model, name, drawn, tmp_path, "16xA100-80GB")
     assert cell.warnings == ()
     assert (cell.step_ms is None) == (refusal is not None)
@@ -191,9 +173,7 @@ def test_an_unknown_framework_is_exit_code_two(run: Run) -> None:
         ("pai-megatron", 0, r"warning: the scripts recompute.*pai-megatron can run it"),
     ],
 )
-def test_a_check_for_a_framework_tells_what_differs_and_what_is_refused(
-    run: Run, planned: Path, name: str, code: int, told: str
-) -> None:
+def test_a_check_for_a_framework_tells_what_differs_and_what_is_refused(run, planned, name, code, told):
     result = run("check", planned, "--for", name)
     assert result.code == code, result.err
     assert re.search(told, result.out.strip(), re.DOTALL | re.IGNORECASE), result.out

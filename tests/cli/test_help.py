@@ -1,7 +1,5 @@
 """Help that a reader of 80 columns sees whole, and messages that name only what is there."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -69,9 +67,7 @@ def test_settings_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         assert offered in capsys.readouterr().out.split()
 
 
-def test_a_package_that_is_missing_or_of_another_version_is_named(
-    run: Run, drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_missing_or_of_another_version_is_named(run, drawn, tmp_path, monkeypatch):
     own: list[Any] = []  # a child that waits already has the real one
     monkeypatch.setattr("trimtab.limited._idle", lambda _: own)
     monkeypatch.syspath_prepend(tmp_path)
@@ -122,9 +118,7 @@ def test_pack_advises_options_that_it_has(run: Run, tmp_path: Path) -> None:
         read_lengths([bad])
 
 
-def test_progress_without_a_terminal_is_plain_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_without_a_terminal_is_plain_lines(monkeypatch, capsys):
     clock = iter((0.0, 1.0, 10.5, 10.5, 12.0))
     monkeypatch.setattr("trimtab.cli.output.time.monotonic", lambda: next(clock))
     with progress("sizing") as advance:

@@ -1,7 +1,5 @@
 """`trimtab size --set resume` killed with SIGKILL at random moments: sizes and packs to the last byte. Needs [data]."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """`trimtab map` and the exports of a placement, as a user types them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of cli/ (output, demo): progress on a terminal and in a log, and the demo as text and as one JSON object."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -45,9 +43,7 @@ def test_a_terminal_shows_a_bar_of_long_work_alone(monkeypatch: pytest.MonkeyPat
     assert ("sizing" in terminal.written, "12/12" in terminal.written) == (show_after_s == 0.0,) * 2
 
 
-def test_a_log_has_lines_of_work_and_none_of_work_that_is_soon_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_has_lines_of_work_and_none_of_work_that_is_soon_done(monkeypatch, capsys):
     with output.progress("sizing") as advance:
         advance(1, 2000)
     assert capsys.readouterr().err == ""
@@ -73,9 +69,7 @@ def test_the_demo_is_drawn_sized_planned_and_told(run: Run, tmp_path: Path) -> N
     assert run("check", tmp_path / "json" / "plan").code == 0
 
 
-def test_what_further_ranks_of_a_machine_find_wrong_is_told_by_its_first(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_further_ranks_of_a_machine_find_wrong_is_told_by_its_first(run, monkeypatch):
     for words in (["describe", "no-such-model"], ["describe", "--no-such-option"]):
         monkeypatch.setenv("LOCAL_RANK", "0")
         first = run(*words)

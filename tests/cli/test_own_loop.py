@@ -1,7 +1,5 @@
 """A plan that `trimtab train` runs: what the planner decides for it, what it refuses, and where its records are."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from refusals import refused as refuses
-from trimtab.demo.draw import SPECIAL_TOKENS, write_model
+from trimtab.demo import SPECIAL_TOKENS, write_model
 from trimtab.errors import PlanError, SampleError
 from trimtab.plan.file.records import find_data_files
 from trimtab.plan.file.yaml import load_plan
@@ -60,9 +58,7 @@ def test_planning_for_the_loop_imports_neither_torch_nor_the_runtime(drawn: Path
         (("--pp", "4", "--set", "num_microbatches=2", "--set", "schedule=1F1B"), ["1F1B", "4 stages", "2"]),
     ],
 )
-def test_what_the_loop_cannot_run_is_refused_before_a_plan_is_written(
-    run: Run, drawn: Path, model: Path, tmp_path: Path, words: tuple[str, ...], names: list[str]
-) -> None:
+def test_what_the_loop_cannot_run_is_refused_before_a_plan_is_written(run, drawn, model, tmp_path, words, names):
     cluster = CLUSTER[:4] if "num_microbatches=2" in words else CLUSTER
     refused = run("plan", model, drawn / "data.jsonl", *cluster, *words, "--out", tmp_path / "plan")
     assert refused.code == 2
@@ -72,10 +68,7 @@ def test_what_the_loop_cannot_run_is_refused_before_a_plan_is_written(
 
 
 def test_models_and_data_that_the_loop_cannot_read_are_refused(run: Run, drawn: Path, tmp_path: Path) -> None:
-    for model, message in (
-        ("InternVL-Chat-V1-5", "samples of internvl_chat"),
-        ("Qwen2.5-VL-7B", "--tokenizer"),
-    ):
+    for model, message in (("InternVL-Chat-V1-5", "samples of internvl_chat"), ("Qwen2.5-VL-7B", "--tokenizer")):
         refused = run("plan", model, drawn / "data.jsonl", *CLUSTER, "--out", tmp_path / "plan")
         assert refused.code == 2
         assert message in refused.err

@@ -1,7 +1,5 @@
 """`trimtab profile` and `trimtab plan --profile`; what is timed needs torch and Transformers."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -34,17 +32,8 @@ def test_formulas_as_json_add_up(run: Run, tmp_path: Path) -> None:
 def test_a_timed_profile_makes_a_plan_that_says_so(run: Run, tiny: Path, drawn: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="times real layers: pip install 'trimtab[torch]'")
     words = [
-        "profile",
-        tiny,
-        "--timed",
-        "--device",
-        "cpu",
-        "--dtype",
-        "fp32",
-        "--set",
-        "sizes=32,96",
-        "--set",
-        "repeats=2",
+        *("profile", tiny, "--timed", "--device", "cpu", "--dtype"),
+        *("fp32", "--set", "sizes=32,96", "--set", "repeats=2"),
     ]
     result = run(*words, "--out", tmp_path / "p.json", "--json")
     assert result.code == 0, result.err
@@ -63,9 +52,7 @@ def test_a_timed_profile_makes_a_plan_that_says_so(run: Run, tiny: Path, drawn: 
     assert all(name in unlike.json["error"] for name in ("dtype", "fp32", "bf16"))
 
 
-def test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked(
-    run: Run, tiny: Path, drawn: Path, tmp_path: Path
-) -> None:
+def test_a_traced_profile_counts_bytes_and_makes_a_plan_that_is_checked(run, tiny, drawn, tmp_path):
     pytest.importorskip("transformers", reason="traces real layers: pip install 'trimtab[torch]'")
     result = run("profile", tiny, "--traced", "--device", "H200", "--out", tmp_path / "p.json", "--json").json
     assert result["method"] == "traced"

@@ -1,7 +1,5 @@
 """`refusals.yaml`: commands and calls that end in one sentence with the names of the case, and write nothing."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -20,9 +18,7 @@ CALLS = [case for case in CASES if "call" in case]
 
 @pytest.mark.filterwarnings("always::UserWarning")
 @pytest.mark.parametrize("case", COMMANDS, ids=show)
-def test_a_command_ends_in_one_sentence(
-    run: Run, drawn: Path, planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
-) -> None:
+def test_a_command_ends_in_one_sentence(run, drawn, planned, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     for name, content in case.get("files", {}).items():
         write(tmp_path / name, content, planned)

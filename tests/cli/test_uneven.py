@@ -1,7 +1,5 @@
 """Tests of `trimtab uneven`: the notebook's split of a described model, what it says, and bad input."""
 
-from __future__ import annotations
-
 import pytest
 
 from trimtab.cli.describe import megatron_flags

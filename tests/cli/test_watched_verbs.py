@@ -1,7 +1,5 @@
 """Every verb over hostile input, watched: no socket, no process but ours, no file outside. Needs [data]."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -91,9 +89,7 @@ def command_of(verb: str, hostile: dict[str, Path], drawn: Path, planned: Path, 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("verb", sorted(COMMANDS))
-def test_no_verb_connects_or_reads_outside(
-    verb: str, hostile: dict[str, Path], drawn: Path, planned: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_no_verb_connects_or_reads_outside(verb, hostile, drawn, planned, tiny, tmp_path):
     command = command_of(verb, hostile, drawn, planned, tiny, tmp_path)
     environment, log = watched_environment(tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=hostile["out"], env=environment)
@@ -305,9 +301,7 @@ def test_a_planted_connect_is_seen(tmp_path: Path) -> None:
 @STRACE
 @pytest.mark.integration
 @pytest.mark.parametrize("verb", sorted(COMMANDS))
-def test_no_library_connects_or_opens_what_data_name(
-    verb: str, hostile: dict[str, Path], drawn: Path, planned: Path, tiny: Path, tmp_path: Path
-) -> None:
+def test_no_library_connects_or_opens_what_data_name(verb, hostile, drawn, planned, tiny, tmp_path):
     """In the folder of the videos, where those that name their neighbours would find them.
 
     `serve` looks whether its port is free.

@@ -1,7 +1,5 @@
 """`--set weights`: sources drawn in proportion, packed, planned, written and read. Needs the [data] extra."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md: its table of places is true; docs/developers/extending.md: its three diffs apply and work."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ Needs the [data] extra. A block that cannot run says why in a comment above it, 
 languages hold output. The README's blocks that train and serve are run by the integration tests alone.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Every `>>>` example of the source runs, and every public name has one or a file under examples/ that shows it."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Ten questions of a new user: each is answered by a heading at most three clicks from the site's front page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -5,8 +5,6 @@ wrong answer, more than 5 CPU seconds, or more than 2 GB of memory; its seed is 
 which `tests/cli/test_attacks.py` tries again. The first line says which seed comes first, for a process that dies.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import random

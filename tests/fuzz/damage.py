@@ -1,7 +1,5 @@
 """Damage of files and of values: random, and by the seed the same again."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Data files, plans, placements, profiles, descriptions and logs; and what is packed."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Device maps that `trimtab serve` and `load_placed` read."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -1,7 +1,5 @@
 """Images and videos: their sizes against Pillow's and PyAV's, or an error of ours."""
 
-from __future__ import annotations
-
 import io
 import math
 import random

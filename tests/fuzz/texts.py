@@ -1,7 +1,5 @@
 """What people type and other programs write: tokenizers, chat templates, launchers' files, options with a grammar."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -13,10 +11,10 @@ from typing import Any
 from tests.fuzz.damage import damaged, reshaped
 
 from trimtab.adapters.launch_files import from_megatron
+from trimtab.cli.data import parse_filters
 from trimtab.cli.describe import read_size
-from trimtab.cli.pack import parse_filters
 from trimtab.costs.devices import parse_cluster, parse_node_link
-from trimtab.demo.draw import train_tokenizer
+from trimtab.demo import train_tokenizer
 from trimtab.errors import TrimtabError
 from trimtab.lora import parse_lora
 from trimtab.models.describe import describe

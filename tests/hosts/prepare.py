@@ -3,8 +3,6 @@
 Run: python tests/hosts/prepare.py make FOLDER | on_cpu FILE.yaml | same LOG LOG | trained LOG.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

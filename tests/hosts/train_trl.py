@@ -1,7 +1,5 @@
 """TRL's `SFTTrainer` on the data of `prepare.py`: accelerate launch train_trl.py FOLDER plain|balanced."""
 
-from __future__ import annotations
-
 import sys
 
 import datasets

@@ -1,7 +1,5 @@
 """Compiled loops of the packer never leave their arrays: the property tests once more, compiled with bounds checked."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

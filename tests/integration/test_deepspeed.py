@@ -6,8 +6,6 @@ A plan with a cut inside the vision tower, an uneven one inside the language mod
 process must hold the plan's layers, train them as one process would, and recompute those that the plan names.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -6,8 +6,6 @@ Nothing here starts a process group: Megatron-Core's parser and configuration ar
 3.12, but its code runs on 3.11 from its unpacked wheel (`.ci/run frameworks`).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import sys
@@ -26,13 +24,7 @@ from trimtab.adapters.megatron import MegatronExport, megatron_flags, unsupporte
 from trimtab.adapters.megatron_check import MegatronFlags, built_vision_layers, parse_megatron_flags, stage_counts
 from trimtab.adapters.running import Decided, blocks_of
 from trimtab.errors import PlanError, UnsupportedPlanError
-from trimtab.specs import (
-    MlpSpec,
-    ModelSpec,
-    ParallelDims,
-    RecomputeChoice,
-    Stage,
-)
+from trimtab.specs import MlpSpec, ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 pytestmark = pytest.mark.integration
 

@@ -7,8 +7,6 @@ of, and Megatron-Core's own configuration takes the model's part. ms-swift: the 
 and Transformers' parser, which ms-swift uses, reads our command with them.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib.metadata

@@ -4,8 +4,6 @@ pip install megatron-energon==7.4.1
 pip install --no-deps ms-swift==4.6.0
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -5,8 +5,6 @@ pip install --no-deps --ignore-requires-python llamafactory==0.9.5 axolotl==0.21
 For LLaMA-Factory trl==0.24.0 in the place of 1.16.0.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import sys
@@ -30,7 +28,7 @@ pytest.importorskip("datasets", reason="needs datasets 5.2.0")
 transformers = pytest.importorskip("transformers")
 
 from trimtab import balanced, open_conversations  # noqa: E402
-from trimtab.demo.draw import draw_dataset  # noqa: E402
+from trimtab.demo import draw_dataset  # noqa: E402
 from trimtab.torch import PackedCollator, PlanDataset  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -99,9 +97,7 @@ def settings(name: str, plan: Path) -> dict[str, Any]:
     return told
 
 
-def test_llama_factory_trains_the_packs_of_the_plan(
-    made: tuple[Path, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_factory_trains_the_packs_of_the_plan(made, tmp_path, monkeypatch):
     folder, meant = made
     monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")  # it asks for Transformers 5.6 at most
     if importlib.util.find_spec("torchaudio") is None:  # imported, and not used for images
@@ -131,9 +127,7 @@ def test_llama_factory_trains_the_packs_of_the_plan(
     assert losses(trainers[0]) == pytest.approx(meant, rel=1e-5)
 
 
-def test_axolotl_reads_our_settings_and_its_trainer_trains_the_packs(
-    made: tuple[Path, list[float]], tmp_path: Path
-) -> None:
+def test_axolotl_reads_our_settings_and_its_trainer_trains_the_packs(made, tmp_path):
     folder, meant = made
     pytest.importorskip("axolotl", reason="needs axolotl 0.21.0")
     from axolotl.core.trainers.base import AxolotlTrainer

@@ -3,8 +3,6 @@
 Runs the tests of tests/torch/test_recompute.py in an environment that has it; needs torch and transformers==5.17.*.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Needs [data], [remote] and aiohttp, fsspec's driver of http://.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile
@@ -95,9 +93,7 @@ NAMES = ["data.jsonl", "list.json", "rows.parquet", "stream.arrow", "file.feathe
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_format_is_sized_behind_http_as_on_the_disk(
-    folder: Path, server: tuple[str, list[str]], name: str
-) -> None:
+def test_every_format_is_sized_behind_http_as_on_the_disk(folder, server, name):
     address, asked = server
     near, far = size(folder / name), size(f"{address}/{name}", workers=2)
     assert table_bytes(near.table) == table_bytes(far.table)
@@ -119,9 +115,7 @@ def test_lengths_are_read_behind_http(server: tuple[str, list[str]], name: str) 
     assert read_lengths(place_of(f"{server[0]}/{name}")).num_tokens.tolist() == list(range(1, 51))
 
 
-def test_a_list_of_data_sets_opens_an_address_when_that_is_allowed(
-    tmp_path: Path, server: tuple[str, list[str]]
-) -> None:
+def test_a_list_of_data_sets_opens_an_address_when_that_is_allowed(tmp_path, server):
     address, asked = server
     meta = tmp_path / "meta.json"
     meta.write_text(json.dumps({"a": {"annotation": f"{address}/data.jsonl", "root": address, "repeat_time": 1}}))

@@ -5,8 +5,6 @@ npm install @sparticuz/chromium@131 puppeteer-core@23
 in a folder that TRIMTAB_CHROME names, or globally. TRIMTAB_SHOTS names a folder for screenshots.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ pip install torchserve==0.12.0 torch-model-archiver==0.12.0
 
 # ruff: noqa: E402 - what may be absent is asked for first, so that the file is skipped with a reason
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -16,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,9 +94,7 @@ MAPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=list(MAPS))
-def server(
-    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def server(request, model_dir, tmp_path_factory):
     port, home = free_ports(), tmp_path_factory.mktemp("server")
     recipe = Recipe(model_name="tiny", model_path=str(model_dir), max_length=30, **MAPS[request.param])
     with pytest.MonkeyPatch.context() as patch:

@@ -4,8 +4,6 @@ pip install datasets==5.2.0 peft modelscope modelscope_hub addict
 pip install --no-deps trl==1.16.0 llamafactory==0.9.5 ms-swift==4.6.0
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 from collections.abc import Callable
@@ -22,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 PIL = pytest.importorskip("PIL.Image")
 
 from trimtab import balanced  # noqa: E402
-from trimtab.demo.draw import draw_dataset  # noqa: E402
+from trimtab.demo import draw_dataset  # noqa: E402
 from trimtab.errors import PlanError  # noqa: E402
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "torch"), str(Path(__file__).parents[2] / "examples")]

@@ -3,8 +3,6 @@
 An environment of its own, as verl asks for Transformers below 5.11: bench/verl_engine.py says how.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import json

@@ -6,8 +6,6 @@ never of both, and be read as a whole one or refused; and the verb that is let r
 nothing left beside them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
@@ -35,7 +33,7 @@ class Verb:
 
 
 def verbs(folder: Path) -> dict[str, Verb]:
-    from trimtab.demo.draw import draw_dataset
+    from trimtab.demo import draw_dataset
 
     data = draw_dataset(folder / "data", num_samples=300)
     size = ["size", str(data / "data.jsonl"), "--model", "Qwen2.5-VL-7B", "--tokenizer", str(data / "tokenizer.json")]

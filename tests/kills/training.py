@@ -1,7 +1,5 @@
 """`trimtab train` ended by SIGKILL at random moments, and resumed: losses to the bit, as if nobody had ended it."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -6,8 +6,6 @@ Use it as `PYTHONPATH=tests/other_processor python -m pytest ...`: Python import
 that a test starts. The same product repeated gives the same bits, as on every real machine.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from importlib.abc import Loader, MetaPathFinder

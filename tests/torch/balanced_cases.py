@@ -3,8 +3,6 @@
 No description is made and no other helper imported, so that older releases of Transformers can run this.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

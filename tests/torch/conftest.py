@@ -1,7 +1,5 @@
 """Every test of this folder needs the extras [data,torch]: it is marked so, and skipped with a reason without them."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path

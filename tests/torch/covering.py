@@ -3,8 +3,6 @@
 The plain test command runs the covering cases, the tests marked `integration` all the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 

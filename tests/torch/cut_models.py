@@ -1,7 +1,5 @@
 """A small model of any family, its stages and its samples, for `verify_pipeline`. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Sequence

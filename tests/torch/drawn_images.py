@@ -1,7 +1,5 @@
 """Images of random numbers in the shape that a small model of any family takes, and samples with them. Needs torch."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

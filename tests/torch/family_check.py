@@ -1,7 +1,5 @@
 """Does a family's declaration hold: are images encoded apart what they are encoded together?"""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Functions run on gloo ranks, for all tests of several processes. Needs torch."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

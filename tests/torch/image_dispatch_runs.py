@@ -1,7 +1,5 @@
 """Two data-parallel ranks with the whole model each, that share images in a pipeline of one stage. Needs torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,11 +33,7 @@ def run_all(rank: int, families: str) -> None:
 
 def build(packs: TinyPacks, own: Any, *, pooling: int = 1, num: int = 4, **more: Any) -> Pipeline:
     layout = PipelineLayout(
-        stages=(packs.layers,),
-        schedule="1F1B",
-        num_microbatches=num,
-        images=dispatch_by(pooling),
-        **more,
+        stages=(packs.layers,), schedule="1F1B", num_microbatches=num, images=dispatch_by(pooling), **more
     )
     return build_pipeline(packs.model, layout, pp_group=own, dp_group=dist.group.WORLD)
 

@@ -1,7 +1,5 @@
 """Bytes that are live while a model runs on the CPU, counted storage by storage. Needs torch."""
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Counts resident memory beyond what simulated devices hold, as theirs is not host memory, and beyond what is there first.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

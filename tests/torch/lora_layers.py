@@ -1,7 +1,5 @@
 """Adapters beside the linear layers of a real module. Needs torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Folders of tiny models as they are published, drawn data, and plans of them; needs torch and Transformers."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

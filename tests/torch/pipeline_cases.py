@@ -113,4 +113,38 @@ CASES = [
         shared=1,
         frozen=("model.vision_tower",),
     ),
+    # the tower on every rank of a pipeline: four stages, or two beside data parallelism; fewer images than ranks; a
+    # replica of text alone; frozen towers; videos; several stages a device
+    Case(family="qwen2_5_vl", schedule="1F1B", cuts=(layer(0), layer(1), layer(2)), ranks=4, replica="kept"),
+    Case(family="internvl tied", schedule="GPipe", cuts=(EMBED, layer(0), layer(1)), ranks=4, replica="again"),
+    Case(family="qwen3_vl", schedule="1F1B", cuts=(layer(0), layer(1), NORM), ranks=4, replica="kept"),
+    Case(
+        family="gemma3",
+        schedule="1F1B",
+        cuts=(layer(0), layer(1), NORM),
+        ranks=4,
+        replica="again",
+        packs=(((0,), (1, 5), (5,), (1,)),),
+    ),
+    Case(
+        family="qwen2_5_vl",
+        schedule="1F1B",
+        cuts=(layer(1),),
+        dp=2,
+        packs=(MICROBATCHES, TEXT_ALONE),
+        replica="again",
+    ),
+    Case(family="qwen3_vl", schedule="1F1B", cuts=(layer(1),), dp=2, packs=(MICROBATCHES, WITH_VIDEO), replica="kept"),
+    Case(family="internvl", schedule="1F1B", cuts=(layer(1),), replica="kept", frozen=("model.vision_tower",)),
+    Case(family="qwen2_5_vl", schedule="GPipe", cuts=(layer(1),), replica="kept", frozen=("model.visual",)),
+    Case(
+        family="qwen2_5_vl",
+        schedule="1F1B",
+        cuts=(layer(1),),
+        replica="kept",
+        frozen=("model.language_model", "lm_head"),
+    ),
+    Case(family="gemma3", schedule="1F1B", cuts=(layer(1),), replica="kept"),
+    Case(family="internvl", schedule="1F1B", cuts=(layer(1),), replica="kept", packs=(TEXT_ALONE,)),
+    *both("qwen3_vl tied", layer(0), layer(1), layer(2), replica="kept"),
 ]

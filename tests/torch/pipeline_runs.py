@@ -19,6 +19,7 @@ from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.data.collate import PackedCollator, label_weights, packed_loss
 from trimtab.runtime.pipeline.build import build_pipeline
 from trimtab.runtime.pipeline.pipeline import Pipeline
+from trimtab.runtime.pipeline.replica import ReplicaTower
 
 WORLD = 4
 MICROBATCHES = ((0,), (1, 5), (2,), (3, 4))  # samples of `make_tiny_packs`; 1 and 5 have no image
@@ -35,6 +36,7 @@ FAMILIES = {
     "llava tied": "llava llama, biases, tied, mha, own head_dim",
     "qwen2_vl tied": "qwen2_vl tied, sliding",
     "qwen3_vl": "qwen3_vl",
+    "gemma3": "gemma3",
     "qwen3_vl_moe": "qwen3_vl_moe some dense",
     "qwen3_vl tied": "qwen3_vl tied, biased, taps out of order",
 }
@@ -55,6 +57,7 @@ class Case:
     dtype: str = "float32"
     packs: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of each data-parallel rank
     shared: int | None = None  # data-parallel ranks share the images of so many micro-batches at a time
+    replica: str | None = None  # every rank of a pipeline has the tower, whose activations are "kept" or made "again"
 
     @property
     def name(self) -> str:
@@ -63,7 +66,9 @@ class Case:
         words += [f"recompute {self.recompute}"] if self.recompute else []
         words += [self.dtype] if self.dtype != "float32" else []
         words += [f"images of {self.shared} shared"] if self.shared else []
+        words += [f"tower on every rank, {self.replica}"] if self.replica else []
         words += ["video"] if WITH_VIDEO in self.packs else []
+        words += ["text"] if self.packs and set(self.packs) == {TEXT_ALONE} else []
         return "; ".join(words)
 
 
@@ -142,13 +147,20 @@ class Groups:
 
 def dispatch_by(pooling: int, dp: int = 2) -> VisionDecision:
     return VisionDecision(
-        group="dp",
-        degree=dp,
-        exchange="dispatch",
-        pooling=pooling,
+        group="dp", degree=dp, exchange="dispatch", pooling=pooling, rule="balanced", objective="time", reduction=None
+    )
+
+
+def on_replica(num_ranks: int, num_microbatches: int, recompute: str | None = None) -> VisionDecision:
+    return VisionDecision(
+        group="replica",
+        degree=num_ranks,
+        exchange="gather",
+        pooling=num_microbatches,
         rule="balanced",
         objective="time",
         reduction=None,
+        recompute=recompute,
     )
 
 
@@ -161,12 +173,18 @@ def build(packs: TinyPacks, case: Case, num_microbatches: int, rank: int, groups
         num_microbatches=num_microbatches,
         num_chunks=case.chunks,
         recompute=(Recompute(modules=tuple(blocks[::2]), granularity=case.recompute),) if case.recompute else (),
-        images=None if case.shared is None else dispatch_by(case.shared),
+        images=_images_of(case, num_microbatches),
     )
     group = {3: groups.three, 4: groups.four}.get(case.ranks, groups.pairs[rank // 2])
     return build_pipeline(
         packs.model, layout, pp_group=group, dp_group=groups.crossed[rank % 2] if case.dp == 2 else None
     )
+
+
+def _images_of(case: Case, num_microbatches: int) -> VisionDecision | None:
+    if case.replica is not None:
+        return on_replica(case.ranks, num_microbatches, "full" if case.replica == "again" else None)
+    return None if case.shared is None else dispatch_by(case.shared)
 
 
 def run_case(case: Case, rank: int, groups: Groups, reference: dict[Any, Any]) -> dict[str, Any]:
@@ -206,6 +224,8 @@ def run_case(case: Case, rank: int, groups: Groups, reference: dict[Any, Any]) -
     errors["names"] = sorted(whole.symmetric_difference(name for names in gathered for name in names))
     dropped = [p for p in packs.model.parameters() if p.is_meta]
     held = {id(p) for p in pipeline.parameters()}
+    if isinstance(pipeline.images, ReplicaTower):
+        held |= {id(p) for p in pipeline.images.parameters}
     errors["held"] = sum(not p.is_meta and id(p) not in held for p in packs.model.parameters()), len(dropped)
     return errors
 

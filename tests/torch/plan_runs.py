@@ -1,7 +1,5 @@
 """Two-rank runs over a small plan, for the sampler's tests: functions that spawned processes call. Needs torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -159,12 +157,7 @@ def train(
         remove_unused_columns=False,
         seed=1,
     )
-    trainer = Logged(
-        model=LlamaForCausalLM(config),
-        args=arguments,
-        train_dataset=Sentences(),
-        callbacks=[Killer()],
-    )
+    trainer = Logged(model=LlamaForCausalLM(config), args=arguments, train_dataset=Sentences(), callbacks=[Killer()])
     balanced(trainer, folder / "plan")
     trainer.train(resume_from_checkpoint=resume or None)
     if rank == 0:

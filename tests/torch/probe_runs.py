@@ -1,7 +1,5 @@
 """A plan of one stage for a tiny model, and the bench that a probe runs it on, for the probe's tests. Needs torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

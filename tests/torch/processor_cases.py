@@ -3,8 +3,6 @@
 The processors are the PIL ones (`*ImageProcessorPil`, what `AutoImageProcessor` picks without torchvision).
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The inverse of what transformers/models/internvl/convert_internvl_weights_to_hf.
 alone. Needs torch.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

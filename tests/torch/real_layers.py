@@ -1,7 +1,5 @@
 """Real Transformers layers beside the LayerSpecs that describe them, at any size. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

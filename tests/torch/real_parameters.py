@@ -1,7 +1,5 @@
 """A described model beside the real one of Transformers: every parameter in exactly one layer. Needs torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What has to hold of a model under recompute, whichever Transformers is installed. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Two gloo ranks under DDP and FSDP2, with and without recompute; spawned processes call `one_rank`. Needs torch."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ processes). Products of other shapes and sums in another order round differently
 `PYTHONPATH=tests/other_processor` simulates one that does it on purpose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Any family of Transformers as a model of a few small layers: configurations shrunk by field name. Needs torch."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings

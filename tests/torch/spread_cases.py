@@ -1,7 +1,5 @@
 """Shrunk models of 13 families to spread over devices: folders with several shards, inputs, and maps. Needs torch."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

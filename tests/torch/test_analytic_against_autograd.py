@@ -4,8 +4,6 @@ First layers beside a description made by hand, at a quarter of their published 
 small whole models beside what `describe` and `profile_model` say.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -112,13 +110,7 @@ def test_head_bytes_equal_autograd_and_the_peak_of_backward():
         gc.collect()
         held = tracker.live
         loss.backward()
-    cost = cost_layer(
-        spec,
-        find_gradients([spec, spec], frozenset())[1],
-        DEVICES["H200"],
-        chosen,
-        group=0,
-    )
+    cost = cost_layer(spec, find_gradients([spec, spec], frozenset())[1], DEVICES["H200"], chosen, group=0)
     saved = sum(cost.tiers[0].saved_bytes) * ROWS
     transient = sum(cost.transient_bytes) * ROWS
     weight_gradient = 2 * H * V
@@ -244,13 +236,7 @@ def test_described_layers_keep_what_autograd_keeps(case, dtype):
     assert checked >= {"block", "norm"}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *DESCRIBED,
-        "internvl phi3, two states back",
-    ],
-)
+@pytest.mark.parametrize("case", [*DESCRIBED, "internvl phi3, two states back"])
 def test_unread_layers_are_those_that_no_gradient_reaches_and_keep_nothing(case):
     torch.manual_seed(0)
     tiny = make_tiny_model(case)

@@ -1,7 +1,5 @@
 """Needs torch and Transformers: what the library says of its own models becomes a description, to the parameter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -17,7 +15,8 @@ from trimtab import ask
 from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
-from trimtab.models.asking import child, model
+from trimtab.models import asking
+from trimtab.models.asking import model
 from trimtab.models.asking.model import complete, describe_fields
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan
@@ -265,8 +264,8 @@ def test_a_child_that_does_not_end_is_ended(cache, monkeypatch):
 @pytest.mark.parametrize("event", ["subprocess.Popen", "os.fork", "pickle.find_class"])
 def test_the_child_refuses_what_describing_does_not_need(event):
     with refused(PermissionError, event):
-        child._watch(event, ())
-    child._watch("open", ())
+        asking._watch(event, ())
+    asking._watch("open", ())
 
 
 @pytest.mark.parametrize(
@@ -285,4 +284,4 @@ def test_what_transformers_does_not_have_is_refused_in_one_sentence(fields, name
     assert len(str(error.value)) < 600
     assert "\n" not in str(error.value)
     with refused(type(error.value), str(error.value)):
-        child.find_work("describe")(fields)
+        asking.find_work("describe")(fields)

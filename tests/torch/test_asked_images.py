@@ -1,7 +1,5 @@
 """Needs torch and Transformers: images that the processor is asked for count as it really makes them."""
 
-from __future__ import annotations
-
 import json
 import random
 

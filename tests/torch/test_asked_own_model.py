@@ -1,7 +1,5 @@
 """Needs torch and Transformers: a model of one's own is described as the library's are."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,8 +3,6 @@
 Under an older Transformers run this file alone: pip install 'transformers==4.57.6' && pytest THIS_FILE
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -312,9 +310,7 @@ def test_a_collator_that_packs_by_itself_is_refused(tmp_path: Path) -> None:
         next(iter(trainer.get_train_dataloader()))
 
 
-def test_an_image_that_stood_in_the_padding_is_left_out_and_long_packs_are_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_image_that_stood_in_the_padding_is_left_out_and_long_packs_are_said_once(tmp_path, caplog):
     from trimtab.runtime.data.dataset import AloneThenPacked
     from trimtab.runtime.data.packing import collator_of
 

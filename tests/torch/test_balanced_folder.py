@@ -1,7 +1,5 @@
 """Tests of runtime/training/balanced.py (a whole plan folder: recompute, and what the folder asks of the model)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of training/checkpoint.py: what is no whole checkpoint is not resumed; needs torch."""
 
-from __future__ import annotations
-
 import resource
 from itertools import pairwise
 

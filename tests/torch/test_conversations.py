@@ -1,7 +1,5 @@
 """Rows of a plan as processed samples, for every packed family, from files on disk to a forward; needs torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

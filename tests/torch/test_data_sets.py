@@ -3,8 +3,6 @@
 Each is written here, and its tokens and patches equal those of the model's real processor over what the record says.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -35,10 +33,7 @@ TEMPLATE = (
 )
 SIZES = {"a.png": (300, 200), "b.png": (140, 420)}
 ASK, SAY, MORE, NO = (
-    "What is in the picture?",
-    "A small cat sits on the red mat.",
-    "and the sun shines",
-    "No cat at all",
+    *("What is in the picture?", "A small cat sits on the red mat.", "and the sun shines", "No cat at all"),
 )
 CALL = {"name": "look", "arguments": {"at": "mat"}}
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
@@ -171,11 +166,7 @@ DATA_SETS: dict[str, tuple[Written, Any, dict[str, Any]]] = {
     "shard of img2dataset": (shard(json={"caption": SAY, "url": "u", "width": 300, "sha256": "00"}), CAPTION, {}),
     "folder of images": (lines({"file_name": "a.png", "text": SAY}, name="metadata.jsonl"), CAPTION, {}),
     "InternVL's meta file": (meta, SEEN, {}),
-    "Alpaca": (
-        whole([{"instruction": ASK, "input": MORE, "output": SAY}]),
-        [user(f"{ASK}\n{MORE}"), said(SAY)],
-        {},
-    ),
+    "Alpaca": (whole([{"instruction": ASK, "input": MORE, "output": SAY}]), [user(f"{ASK}\n{MORE}"), said(SAY)], {}),
     "LLaMA-Factory, ShareGPT": (
         listed([{"talk": TAGGED, "pics": ["a.png"]}], **shared(messages="talk", images="pics"), tags=TAGS),
         SEEN,

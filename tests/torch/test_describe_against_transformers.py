@@ -1,7 +1,5 @@
 """Needs torch and Transformers: every layer's parameters equal those of the real model, built on the meta device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from real_parameters import assert_same_parameters, build, owner_of
@@ -9,7 +7,7 @@ from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_mo
 
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe, read_config
-from trimtab.models.shipped import shipped_models
+from trimtab.models.description import shipped_models
 
 HANDFUL = ("InternVL2-8B", "InternVL3_5-8B-HF", "Qwen2.5-VL-3B", "Qwen3-VL-30B-A3B", "LLaVA-OneVision-7B", "Gemma3-4B")
 
@@ -31,8 +29,7 @@ def published(name: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x in HANDFUL else pytest.mark.integration) for x in shipped_models()],
+    "name", [pytest.param(x, marks=() if x in HANDFUL else pytest.mark.integration) for x in shipped_models()]
 )
 def test_what_is_shipped_is_what_transformers_answers(name):
     shipped, asked = describe(name), describe_fields(published(name))
@@ -45,16 +42,8 @@ def test_what_is_shipped_is_what_transformers_answers(name):
 # -- what the layers do: order, rows, windows -----------------------------------------------------------------------
 
 RUN_CASES = [
-    "llava llama",
-    "llava_next",
-    "llava_onevision",
-    "internvl qwen2",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl tied, biased, taps out of order",
-    "gemma3",
-    "glm4v_moe",
-    "mllama",
+    *("llava llama", "llava_next", "llava_onevision", "internvl qwen2", "qwen2_vl"),
+    *("qwen2_5_vl", "qwen3_vl tied, biased, taps out of order", "gemma3", "glm4v_moe", "mllama"),
 ]
 
 

@@ -1,7 +1,5 @@
 """Families that are described by asking are mapped and loaded as the others are. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rounding import assert_close

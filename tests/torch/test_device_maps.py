@@ -1,7 +1,5 @@
 """Needs torch, Transformers and Accelerate: maps against the real models' modules and the libraries' own readers."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -11,11 +9,11 @@ from accelerate.utils.modeling import check_device_map
 from tiny_models import BARE, ODD_CONFIGS, describe_here, preprocessor_of
 from transformers.integrations.accelerate import expand_device_map
 
-from trimtab.adapters.accelerate import auto_map, build_on_meta, max_memory
 from trimtab.models.describe import describe
 from trimtab.placement.machine import Gpu, Machine, Workload, machine_of
 from trimtab.placement.place import place
 from trimtab.placement.published import assess_map
+from trimtab.runtime.placing.load import auto_map, build_on_meta, max_memory
 from trimtab.units import GIB
 
 

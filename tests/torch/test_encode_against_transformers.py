@@ -1,7 +1,5 @@
 """Encoded conversations against Transformers 5.23: processors' ids, assistant masks of templates; needs torch."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 Needs torch and Transformers.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

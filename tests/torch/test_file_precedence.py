@@ -1,7 +1,5 @@
 """Needs torch and Transformers: of several files in a folder, images are counted by the one that the library reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

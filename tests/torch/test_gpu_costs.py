@@ -1,7 +1,5 @@
 """What `python -m bench.gpu` times and fits: a rank's share of a layer, and curves that are found again. On a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

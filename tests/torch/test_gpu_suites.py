@@ -1,7 +1,5 @@
 """`python -m bench.gpu` on a CPU: what is cut off goes on, and the page is what the lines say."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from typing import Any
 
 import image_dispatch_runs
 import pytest
 from gloo_ranks import on_ranks
-from pipeline_runs import dispatch_by
+from pipeline_runs import dispatch_by, on_replica
 from train_runs import run_on_ranks, settings_of, values_of, write_run, write_variant
 
 from refusals import refused
 from trimtab.errors import UnsupportedPlanError
+from trimtab.models.describe import describe
 from trimtab.plan.file.reload import load_details
-from trimtab.plan.file.yaml import load_plan
+from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.layout import read_layout
+from trimtab.plan.plan import StageDecision
 from trimtab.plan.runs import read_run_of
 from trimtab.report.run import run_sentences
 from trimtab.runtime.training.loop import train
 from trimtab.runtime.training.settings import TrainSettings
+from trimtab.units import fold_modules
 
 
 @pytest.mark.parametrize("families", ["qwen2_5_vl internvl", "llava qwen3_vl"])
@@ -70,6 +74,36 @@ def test_the_log_and_the_report_say_what_each_rank_encoded(runs):
     assert f"alone; by rank {totals}." in words
     off = read_run_of(load_details(runs["off"].plan).plan, runs["off"].out / "run.jsonl")
     assert "shared their images" not in " ".join(run_sentences(details, off))
+
+
+@pytest.mark.parametrize("again", [None, "full"])
+def test_training_loses_the_same_with_the_tower_on_every_rank(again, tmp_path):
+    """Two stages: weights that the first rank updated reach the copy, and a checkpoint resumes with them."""
+    write_run(tmp_path, "qwen3_vl", dp=1)
+    plain = write_variant(tmp_path, "plain", num_stages=2)
+    plan = load_plan(plain)
+    # the same layers in the tower, which lies whole on the first stage
+    layers = [x.name for x in describe(tmp_path / "model").layers]
+    text = next(i for i, name in enumerate(layers) if "language_model.layers.1" in name)
+    stages = tuple(
+        StageDecision(stage=i, modules=fold_modules(part)) for i, part in enumerate((layers[:text], layers[text:]))
+    )
+    images = on_replica(2, plan.decisions.schedule.num_microbatches, again)
+    decisions = replace(plan.decisions, stages=stages, vision_data_parallel=images)
+    everywhere = tmp_path / "everywhere"
+    shutil.copytree(plain, everywhere)
+    (everywhere / "plan.yaml").write_text(plan_to_yaml(replace(plan, decisions=decisions)))
+    usual: dict[str, Any] = {"optimizer": "AdamW", "learning_rate": 0.01}
+    one = settings_of(tmp_path, plain, "one", **usual)
+    every = settings_of(tmp_path, everywhere, "every", save_every=2, **usual)
+    run_on_ranks([one, replace(every, steps=2), replace(every, resume=True)], 2)
+    assert values_of(every) == pytest.approx(values_of(one), rel=1e-6)
+    assert values_of(every, "grad_norm") == pytest.approx(values_of(one, "grad_norm"), rel=1e-5)
+    encoded = values_of(every, "patches_encoded")
+    assert sum(max(step) for step in encoded) < sum(sum(step) for step in encoded)
+    details = load_details(every.plan)
+    words = " ".join(run_sentences(details, read_run_of(details.plan, every.out / "run.jsonl")))
+    assert ", ".join(f"{sum(step[rank] for step in encoded):,}" for rank in range(2)) in words
 
 
 def test_one_rank_alone_shares_nothing(runs, capsys):

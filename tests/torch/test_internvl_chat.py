@@ -1,7 +1,5 @@
 """Folders of InternVL as first published (`internvl_chat`): loaded by Transformers' classes, the same answers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -114,10 +112,7 @@ def test_what_was_loaded_is_saved_in_transformers_own_format(case, tmp_path):
     [
         ({"ps_version": "v1"}, ("ps_version", "InternVL", "1.5")),
         ({"use_llm_lora": 16}, ("use_llm_lora", "16", "0")),
-        (
-            {"quantization_config": {"quant_method": "awq"}},
-            (),
-        ),
+        ({"quantization_config": {"quant_method": "awq"}}, ()),
         ({"llm_config": {"model_type": "internlm"}}, ("internlm",)),
     ],
 )

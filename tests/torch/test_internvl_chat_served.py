@@ -1,7 +1,5 @@
 """`trimtab serve` over a folder of InternVL as first published: the processor made of its config.json, the answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -78,14 +76,9 @@ def test_the_processors_inputs_give_the_answer_of_the_own_format(folder: Path) -
 
 @pytest.mark.parametrize(
     ("changed", "names"),
-    [
-        ({"template": "phi3-chat"}, ("template", "phi3-chat")),
-        ({"use_thumbnail": False}, ("thumbnail",)),
-    ],
+    [({"template": "phi3-chat"}, ("template", "phi3-chat")), ({"use_thumbnail": False}, ("thumbnail",))],
 )
-def test_what_the_processor_would_do_otherwise_is_refused(
-    folder: Path, tmp_path: Path, changed: dict[str, Any], names: tuple[str, ...]
-) -> None:
+def test_what_the_processor_would_do_otherwise_is_refused(folder, tmp_path, changed, names):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | changed))

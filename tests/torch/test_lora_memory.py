@@ -1,7 +1,5 @@
 """What layers with adapters keep for backward, and what their backward holds at most, beside real modules."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -3,8 +3,6 @@
 pip install peft bitsandbytes
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

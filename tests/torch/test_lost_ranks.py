@@ -3,8 +3,6 @@
 Each run is `torchrun ... trimtab train`, of a tiny InternVL. What is waited for is an event, never a moment.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

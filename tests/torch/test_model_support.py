@@ -1,7 +1,5 @@
 """docs/tables/model-support.md is the page of the sweeps, and a sample of each sweep is run again."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tests of runtime/training/ (online): samples of a step shared among ranks, against one process. Needs torch, gloo."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

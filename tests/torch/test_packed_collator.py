@@ -1,7 +1,5 @@
 """What the packed collator puts in a batch, what it refuses, what its Trainer does. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 from typing import Any

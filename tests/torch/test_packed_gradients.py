@@ -1,7 +1,5 @@
 """Gradients of packs on two ranks equal those of samples alone in one process. Needs torch, gloo, Transformers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

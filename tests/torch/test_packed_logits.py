@@ -1,7 +1,5 @@
 """A packed sample computes what it computes alone, in every family. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Flows, cuts, recompute and refusals, in one process. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -132,13 +130,7 @@ def test_sizes_are_foretold_once_micro_batches_of_several_sizes_were_seen(monkey
 # -- one stage --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("schedule", "cuts"),
-    [
-        ("1F1B", ()),
-        ("ZBVZeroBubble", (f"{TEXT}.layers.0",)),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "cuts"), [("1F1B", ()), ("ZBVZeroBubble", (f"{TEXT}.layers.0",))])
 def test_a_pipeline_on_one_device_is_the_model(alone, schedule, cuts):
     packs = make_packs("qwen2_5_vl tied")
     batches = collate(packs, [[0], [1], [2], [3, 4]])

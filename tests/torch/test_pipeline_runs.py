@@ -17,7 +17,7 @@ from pipeline_runs import WORLD
 from rounding import BOUNDS
 
 RELATIVE = BOUNDS[torch.float32]
-PLAIN = covering(CASES, ("schedule", "ranks", "dp", "frozen", "shared"))
+PLAIN = covering(CASES, ("schedule", "ranks", "dp", "frozen", "shared", "replica"))
 CASES_BY_NAME = others_integration(CASES, PLAIN, lambda case: case.name)
 
 

@@ -1,7 +1,5 @@
 """A model spread over simulated devices answers what it answers whole. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rounding import assert_close

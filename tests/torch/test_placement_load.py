@@ -1,7 +1,5 @@
 """Loading a folder by a device map: memory, offload, and what is refused. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -188,10 +186,7 @@ def test_a_written_map_runs_what_is_copied_where_the_plan_says(internvl, tmp_pat
         ({"lm_head": 8}, ("lm_head", "8", "0", "7")),
         ({"lm_head": "gpu"}, ("lm_head", "gpu")),
         ({"lm_head": -1}, ("lm_head",)),
-        (
-            {f"{LLM}.layers.3": 0},
-            ("model.language_model.layers.3", "InternVL"),
-        ),
+        ({f"{LLM}.layers.3": 0}, ("model.language_model.layers.3", "InternVL")),
     ],
 )
 def test_a_map_that_does_not_fit_is_refused(internvl, change, names):
@@ -295,10 +290,7 @@ def test_a_damaged_folder_is_refused(folder, what, names):
 
 @pytest.mark.parametrize(
     ("change", "names"),
-    [
-        ({"vocab_size": 230}, ("lm_head.weight", "config.json")),
-        ({"num_hidden_layers": "four"}, ("config.json",)),
-    ],
+    [({"vocab_size": 230}, ("lm_head.weight", "config.json")), ({"num_hidden_layers": "four"}, ("config.json",))],
 )
 def test_a_config_that_cannot_be_placed_is_refused(folder, change, names):
     config = json.loads((folder / "config.json").read_text())

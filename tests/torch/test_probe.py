@@ -1,7 +1,5 @@
 """`trimtab probe` against a byte budget on the CPU: what it measures, chooses, and steps back from; needs torch."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -18,7 +16,7 @@ from rich.console import Console
 
 import trimtab
 from refusals import refused
-from trimtab.cli.run import print_probe
+from trimtab.cli.profile import print_probe
 from trimtab.costs.measured.traced_step import trace_step
 from trimtab.costs.profile import load_profile
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError

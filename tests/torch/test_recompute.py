@@ -1,7 +1,5 @@
 """Recompute switched on in real models: exactly the chosen layers, the same gradients. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from recompute_checks import (
-    assert_recompute_holds,
-    count_forwards,
-    gradients,
-    make_model,
-    switch_all_on,
-)
+from recompute_checks import assert_recompute_holds, count_forwards, gradients, make_model, switch_all_on
 from recompute_ranks import WAYS, run_ranks
 from tiny_packs import trainer_arguments
 from torch import nn

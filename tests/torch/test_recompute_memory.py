@@ -1,7 +1,5 @@
 """Peak bytes of real layers' backward, recomputed or not, beside the formulas. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 import copy
 import gc
 

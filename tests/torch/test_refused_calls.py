@@ -1,7 +1,5 @@
 """`refusals.yaml` of this folder: calls that end in one sentence with the names of the case. Needs torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

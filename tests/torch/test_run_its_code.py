@@ -3,8 +3,6 @@
 Of models/ (describe) and `ask`. Needs torch and Transformers.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The batch sampler, the loader and the Trainer's hook: needs torch, Transformers, Accelerate; gloo ranks on a CPU."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -165,9 +163,7 @@ def test_a_checkpoint_of_steps_of_other_sizes_or_another_order_is_refused(folder
         host_of(folder, plan_runs.Rows(), accumulation=2, reshuffle=False).train(resume_from_checkpoint=tmp_path)
 
 
-def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole_and_says_so(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole_and_says_so(folder, tmp_path, caplog):
     place = PlanBatchSampler(folder / "plan", dp=2, rank=0).state_dict(num_batches=2)
     state = {**place, "files": {"weights": 3}, "weights": {}}
     host = host_of(folder, plan_runs.Rows(), accumulation=2)
@@ -177,10 +173,7 @@ def test_a_run_resumes_from_the_newest_checkpoint_that_is_whole_and_says_so(
     with refused(PlanError, "11"):  # of another Trainer, or all torn
         host.train(resume_from_checkpoint=True)
     for name, weights in (
-        ("checkpoint-8", "abc"),
-        ("checkpoint-9", "abc"),
-        ("checkpoint-10", "ab"),
-        ("checkpoint-old", ""),
+        *(("checkpoint-8", "abc"), ("checkpoint-9", "abc"), ("checkpoint-10", "ab"), ("checkpoint-old", "")),
     ):
         (tmp_path / name / "trimtab_plan.json").write_text(json.dumps(state))
         (tmp_path / name / "weights").write_text(weights)

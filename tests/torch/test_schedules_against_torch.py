@@ -1,20 +1,12 @@
 """Our orders of blocks are those of torch.distributed.pipelining's schedules, rank by rank. Needs torch."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
 from torch.distributed.pipelining import PipelineStage, _schedule_visualizer, schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from trimtab.partition.schedules import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT,
-    block_order,
-    device_of_stage,
-)
+from trimtab.partition.schedules import BACKWARD, FORWARD, WEIGHT, block_order, device_of_stage
 
 KINDS = {
     schedules._ComputationType.FORWARD: FORWARD,

@@ -160,9 +160,7 @@ def test_a_model_whose_modules_lie_on_disk_answers_as_the_whole_one(folder: Path
         ({}, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
     ],
 )
-def test_a_request_that_would_fetch_open_or_run_on_is_refused(
-    part: dict[str, Any], fields: dict[str, Any], name: str
-) -> None:
+def test_a_request_that_would_fetch_open_or_run_on_is_refused(part, fields, name):
     allow = fields.pop("allow_remote", False)
     for body in ({"messages": [{"content": [part]}]}, {"input": [part]}):
         with pytest.raises(HTTPException) as refused:
@@ -252,9 +250,7 @@ def test_a_folder_that_lacks_its_processor_is_refused(folder: Path, tmp_path: Pa
         ("config.json", "vision_config", [5]),
     ],
 )
-def test_a_field_of_another_kind_is_one_sentence_or_nothing(
-    folder: Path, tmp_path: Path, name: str, field: str, value: Any
-) -> None:
+def test_a_field_of_another_kind_is_one_sentence_or_nothing(folder, tmp_path, name, field, value):
     """`text_config: null` is a model of other sizes, which would be drawn at random."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     content = json.loads((copy / name).read_text()) if (copy / name).exists() else {}

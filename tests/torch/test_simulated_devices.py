@@ -1,7 +1,5 @@
 """The simulated devices behave as GPUs where it matters: they raise on mixed devices, and count copies. Needs torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from simulated_devices import counted, simulated

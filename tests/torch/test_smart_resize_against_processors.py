@@ -1,7 +1,5 @@
 """Image rules of Qwen and GLM against the processors of Transformers 5.23: on 20,000 sizes, and on drawn images."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

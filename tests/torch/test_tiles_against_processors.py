@@ -1,7 +1,5 @@
 """Image rules of InternVL, LLaVA, Gemma 3 and Mllama against the processors of Transformers 5.23. Needs torch."""
 
-from __future__ import annotations
-
 import functools
 import random
 

@@ -3,8 +3,6 @@
 Needs torch and Transformers.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -206,10 +204,7 @@ def test_a_family_of_remote_code_is_refused() -> None:
 
 def test_what_a_models_own_code_raises_is_one_sentence() -> None:
     model = describe("Qwen2.5-VL-7B")
-    with (
-        refused(UnknownModelError, "qwen2_5_vl", "RuntimeError") as caught,
-        refusing(model),
-    ):
+    with refused(UnknownModelError, "qwen2_5_vl", "RuntimeError") as caught, refusing(model):
         raise RuntimeError("a\nshape")
     assert "\n" not in str(caught.value)
     with pytest.raises(torch.OutOfMemoryError), refusing(model):

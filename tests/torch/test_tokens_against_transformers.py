@@ -4,8 +4,6 @@ Tokenizers are trained here, templates follow the public ones in shape (ChatML w
 InternVL). Processors run on drawn images, so that markers, crops and image tokens are counted where they are written.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

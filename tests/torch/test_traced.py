@@ -3,8 +3,6 @@
 Needs torch and Transformers.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

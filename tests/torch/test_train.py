@@ -1,21 +1,12 @@
 """`trimtab train`: the same losses on any number of ranks and stages, and after a resume; needs torch."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from train_runs import (
-    load_tensors,
-    run_on_ranks,
-    settings_of,
-    values_of,
-    write_run,
-    write_variant,
-)
+from train_runs import load_tensors, run_on_ranks, settings_of, values_of, write_run, write_variant
 
 from refusals import refused
 from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError

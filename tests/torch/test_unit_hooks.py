@@ -1,7 +1,5 @@
 """Tests of runtime/placing/device_units.py: tensors that meet outside of units go to one device. Needs torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from simulated_devices import counted, simulated

@@ -1,7 +1,5 @@
 """`verify_packing`: which models compute packs exactly, and which layer leaks elsewhere. Needs Transformers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

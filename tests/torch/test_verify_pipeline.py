@@ -1,7 +1,5 @@
 """Models of families without a line here, cut into stages that run in one process. Needs torch and Transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The workload function for verl and ROLL, against the cost table and the image rule. Needs torch."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Videos from a record to a pack: tokens, rows and ids are the real processor's. Needs torch; PyAV for files."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

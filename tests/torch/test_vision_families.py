@@ -2,8 +2,6 @@
 
 Needs torch and Transformers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from types import SimpleNamespace

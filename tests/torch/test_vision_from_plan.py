@@ -1,7 +1,5 @@
 """What of a plan's decision to share images reaches `vision_dp`, and what no group can carry out. Needs torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 Of runtime/vision/ (apply, callback, control, exchange, gradients, heartbeat, inputs, outputs, pooled)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

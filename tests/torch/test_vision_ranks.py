@@ -4,8 +4,6 @@ Tests of runtime/vision/ (agree, apply, control, dispatch, exchange, gradients, 
 pooled, functions, verify). Each test starts its processes once and runs all cases of that many ranks in them.
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers", minversion="5", reason="holds the models")

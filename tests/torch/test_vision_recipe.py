@@ -1,7 +1,5 @@
 """Tests of runtime/vision/recipe.py: the published calls on two and three ranks, and what they refuse."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path
@@ -154,9 +152,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("host", ["verl", "roll"])
-def test_importing_a_hosts_plug_in_patches_the_towers_and_asks_the_hosts_group(
-    host: str, hosts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_importing_a_hosts_plug_in_patches_the_towers_and_asks_the_hosts_group(host, hosts, monkeypatch):
     tower = recipe._tower_classes()[0]
     plain = tower.forward  # type: ignore[attr-defined]
     monkeypatch.delitem(sys.modules, f"trimtab.runtime.vision.{host}", raising=False)

@@ -4,8 +4,6 @@ Needs torch and Transformers, 5 or 4.57: under the latter run this file alone.
 pip install 'transformers==4.57.6' && pytest tests/torch/test_vision_towers.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

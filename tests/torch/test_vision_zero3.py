@@ -3,8 +3,6 @@
 DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed==0.19.8'
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of runtime/ (watch) and training/ (ranks, resume) in one process: whom they name and how. Needs torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Needs torch, Transformers, Pillow and tokenizers.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Small models of every family: odd configurations, and inputs of one image to run them on. Needs torch."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Tiny models of the families that can be packed, and samples as their processors give them. Needs torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,9 @@ from tiny_models import IMAGE_TOKEN, TinyModel, make_tiny_model
 from trimtab.models.images.rules import rule_in_sample
 
 CASES = (
-    "qwen2_vl tied, sliding",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "internvl qwen2",
-    "llava mistral, window, three taps, siglip with head",
-    "llava_next",
-    "llava_onevision tied, sliding, head",
-    "gemma3",
+    *("qwen2_vl tied, sliding", "qwen2_5_vl", "qwen3_vl"),
+    *("qwen3_vl_moe", "internvl qwen2", "llava mistral, window, three taps, siglip with head"),
+    *("llava_next", "llava_onevision tied, sliding, head", "gemma3"),
 )
 VIDEO_TOKEN = 198
 Sample = dict[str, Any]

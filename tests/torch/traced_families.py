@@ -4,8 +4,6 @@
 Transformers.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

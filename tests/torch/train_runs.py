@@ -153,13 +153,8 @@ class Torchrun:
 def start_training(settings: TrainSettings, num_ranks: int, *more: str) -> Torchrun:
     given = [str(settings.plan), str(settings.model), "--out", str(settings.out), "--steps", str(settings.steps)]
     given += [
-        "--random-weights",
-        "--set",
-        f"dtype={settings.dtype}",
-        "--device",
-        "cpu",
-        "--lr",
-        str(settings.learning_rate),
+        *("--random-weights", "--set", f"dtype={settings.dtype}", "--device"),
+        *("cpu", "--lr", str(settings.learning_rate)),
     ]
     given += ["--save-every", str(settings.save_every)]
     return Torchrun(["train", *given, *more], settings.out, num_ranks)

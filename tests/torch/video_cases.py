@@ -1,7 +1,5 @@
 """Drawn videos and frames, and records of them in every spelling. Needs Pillow; PyAV for files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

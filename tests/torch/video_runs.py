@@ -8,8 +8,6 @@ With $TORCHVISION (a folder that holds an unpacked wheel) pixels are real, and c
 
 # ruff: noqa: E402 - torchvision comes before what imports it
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -4,8 +4,6 @@ The text is cut zig-zag, as hosts cut it, and every token's loss depends on its 
 the loss of its own tokens, and ranks of tp that of all their tokens each. All of it equals one process.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

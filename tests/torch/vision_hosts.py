@@ -1,7 +1,5 @@
 """What surrounds shared images: a sequence-parallel host, conventions, pooling, ranks that disagree. Needs torch."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -12,12 +10,7 @@ import transformers
 from rounding import BOUNDS, assert_close
 from torch import Tensor, nn
 from vision_context import run_context
-from vision_odd_uses import (
-    fail,
-    features,
-    run_odd_uses,
-    run_uses_of_one_model,
-)
+from vision_odd_uses import fail, features, run_odd_uses, run_uses_of_one_model
 from vision_runs import (
     Case,
     fully_shard_model,

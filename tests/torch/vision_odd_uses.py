@@ -1,7 +1,5 @@
 """Uses of shared images that nobody plans: ranks at different calls, copies, compilers, handles over handles."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stderr
 from typing import Any

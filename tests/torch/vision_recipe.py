@@ -1,7 +1,5 @@
 """The published recipe's calls on gloo ranks: functions that spawned processes call. Needs torch."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each rank compares features and gradients with those of the same model alone; a case that fails is named.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -30,16 +28,8 @@ BATCHES: dict[str, tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]
     "images and clip": ([(1, 4, 4), (1, 8, 12)], [(3, 4, 8)]),
 }
 MODES = (
-    "plain",
-    "frozen",
-    "merger only",
-    "autocast",
-    "bf16",
-    "ddp",
-    "fsdp2",
-    "layer recompute",
-    "tower recompute",
-    "no_grad",
+    *("plain", "frozen", "merger only", "autocast", "bf16"),
+    *("ddp", "fsdp2", "layer recompute", "tower recompute", "no_grad"),
 )
 
 

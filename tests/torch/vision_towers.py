@@ -1,7 +1,5 @@
 """Towers whose own forward is replaced, Transformers 4.57 and 5: functions that spawned processes call. Needs torch."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types

@@ -1,7 +1,5 @@
 """Shared images under DeepSpeed ZeRO-3 on gloo ranks; needs deepspeed built without its kernels."""
 
-from __future__ import annotations
-
 import importlib
 
 import torch

@@ -1,7 +1,5 @@
 """A model of one's own that follows Transformers' conventions, of which trimtab holds no line. Needs torch."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 from torch import nn

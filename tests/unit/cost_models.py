@@ -1,7 +1,5 @@
 """A small vision-language model written out by hand, for tests of costs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trimtab.options import Tower

@@ -1,7 +1,5 @@
 """Small models as description files, `describe` as on a machine without Transformers, and edits of nested data."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

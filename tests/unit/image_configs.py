@@ -1,7 +1,5 @@
 """Configurations and processor files of published models, as far as their image rules read them."""
 
-from __future__ import annotations
-
 from trimtab.models.describe import image_rule
 
 INTERNVL_CHAT = {

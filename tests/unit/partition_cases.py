@@ -1,7 +1,5 @@
 """Small profiles for the tests of partition/: layers whose every coefficient is constant per micro-batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +9,7 @@ from trimtab.specs import NUM_WORK_TERMS, DeviceSpec, LayerCost, ParallelDims, P
 
 ONE = np.eye(NUM_WORK_TERMS)[0]  # one micro-batch, every coefficient constant
 DEVICE = DeviceSpec(
-    name="test",
-    memory_bytes=10**9,
-    peak_flops=1e12,
-    memory_bytes_per_s=1e12,
-    link_bytes_per_s=1e10,
-    source="made up",
+    name="test", memory_bytes=10**9, peak_flops=1e12, memory_bytes_per_s=1e12, link_bytes_per_s=1e10, source="made up"
 )
 
 
@@ -27,17 +20,7 @@ def constant(value: float) -> tuple[float, ...]:
     return (float(value),) + (0.0,) * (NUM_WORK_TERMS - 1)
 
 
-def layer(
-    i,
-    forward=1.0,
-    backward=2.0,
-    state=0.0,
-    saved=((0.0, 0.0),),
-    transient=0.0,
-    group=0,
-    sent=0.0,
-    params=1.0,
-):
+def layer(i, forward=1.0, backward=2.0, state=0.0, saved=((0.0, 0.0),), transient=0.0, group=0, sent=0.0, params=1.0):
     """`saved`: (extra seconds, bytes) of the tiers none, selective, full; the middle one may be missing."""
     names = {1: ("none",), 2: ("none", "full"), 3: TIERS}[len(saved)]
     return LayerCost(

@@ -1,7 +1,5 @@
 """Small models of several families for placement tests."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

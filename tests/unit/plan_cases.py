@@ -1,7 +1,5 @@
 """Sample sizes like a mixture of chats, photos and many-page documents; shuffled packs; plans that are read back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

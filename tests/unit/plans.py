@@ -1,7 +1,5 @@
 """Plans for tests: the small one of tests/golden, and those of data files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

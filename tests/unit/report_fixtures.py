@@ -1,7 +1,5 @@
 """Small plans with all their details, and a run's log, for the tests of the report."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from functools import cache

@@ -74,9 +74,7 @@ def test_columns_and_folders_are_read_behind_an_address(store: str, tmp_path: Pa
     assert far.table.source_names == ("set",)
 
 
-def test_finished_chunks_are_kept_behind_an_address(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_chunks_are_kept_behind_an_address(store, tmp_path, monkeypatch):
     kept = place_of("local://chunks")
     first = size(f"{store}/data.jsonl", resume_dir=kept)
     assert len(list(kept.iterdir())) == 1
@@ -136,17 +134,12 @@ def test_lines_are_read_through_the_files_of_fsspec_itself(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        (
-            "absent://bucket/a.jsonl",
-            ("absent://bucket/a.jsonl", "absent://"),
-        ),
+        ("absent://bucket/a.jsonl", ("absent://bucket/a.jsonl", "absent://")),
         ("nowhere://bucket/a.jsonl", "nowhere://"),
         ("local://bucket/absent.jsonl", "local://bucket/absent.jsonl"),
     ],
 )
-def test_an_address_that_cannot_be_read_is_quoted_whole(
-    address: str, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_that_cannot_be_read_is_quoted_whole(address, sentence, monkeypatch):
     absent = {"class": "trimtab_absent_driver.Files", "err": "Install it"}
     monkeypatch.setitem(importlib.import_module("fsspec.registry").known_implementations, "absent", absent)
     for given in (address, Path(address)):  # a Path has lost a slash

@@ -1,7 +1,5 @@
 """costs/formula/ (flops, activations, layers): hand-computed figures, and what must hold for every layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `--baseline`: its words, the runs they stand for, and which one a plan is told against."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of partition/published.py: the anchor, the candidates' ranking, what is timed."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -44,9 +44,7 @@ def size(data: Any, **options: Any) -> Any:
         ("a\0b", Allowed(outside=True, remote=True), None),
     ],
 )
-def test_a_name_leads_into_its_folder_or_is_refused(
-    tmp_path: Path, name: str, allowed: Allowed, found: str | None
-) -> None:
+def test_a_name_leads_into_its_folder_or_is_refused(tmp_path, name, allowed, found):
     (tmp_path / "in" / "sub").mkdir(parents=True)
     for file in ("in/a.txt", "out.txt"):
         (tmp_path / file).write_text(file)
@@ -75,9 +73,7 @@ def write_meta(folder: Path, annotation: str, root: str = "") -> Path:
     return meta
 
 
-def test_a_list_of_data_sets_makes_no_request_and_reads_nothing_outside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_of_data_sets_makes_no_request_and_reads_nothing_outside(tmp_path, monkeypatch):
     (tmp_path / "pic.png").write_bytes(png(40, 20))
     records = write_jsonl(tmp_path / "a.jsonl", [{"image": "pic.png", "conversations": talk("<image>")}])
     with served(tmp_path) as (port, asked):
@@ -208,10 +204,7 @@ def write_columns(folder: Path) -> list[Path]:
         for n in range(30)
     ]
     table = pyarrow.Table.from_pylist(rows)
-    with (
-        pyarrow.OSFile(str(folder / "s.arrow"), "wb") as sink,
-        pyarrow.ipc.new_stream(sink, table.schema) as writer,
-    ):
+    with pyarrow.OSFile(str(folder / "s.arrow"), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=10)
     with pyarrow.OSFile(str(folder / "f.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=10)

@@ -1,7 +1,5 @@
 """plan/build.py: the whole flow without files, torch or a data set."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -188,9 +186,7 @@ def test_no_variant_beats_the_plan() -> None:
 
 
 @pytest.mark.parametrize(("what", "missing"), [("model", "config"), ("preprocessor", "preprocessor")])
-def test_a_file_of_the_plan_that_is_not_here_is_said_to_come_from_the_plan(
-    made: PlanDetails, tmp_path: Path, what: str, missing: str
-) -> None:
+def test_a_file_of_the_plan_that_is_not_here_is_said_to_come_from_the_plan(made, tmp_path, what, missing):
     given = dataclasses.replace(made.plan.inputs.model, **{missing: "somewhere/model"})
     inputs = dataclasses.replace(made.plan.inputs, model=given)
     write_plan(dataclasses.replace(made, plan=dataclasses.replace(made.plan, inputs=inputs)), tmp_path)

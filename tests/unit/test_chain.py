@@ -1,16 +1,14 @@
 """Units of a model and the orders in which they may be cut."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 from placement_cases import small_model
 
 from trimtab.models.describe import describe
+from trimtab.models.description import shipped_models
 from trimtab.models.families import family_of
 from trimtab.models.images.rules import UnsettledRule
-from trimtab.models.shipped import shipped_models
 from trimtab.placement.bytes import arrangements, modules_of, parts_of
 from trimtab.specs import LayerSpec, ModelSpec
 

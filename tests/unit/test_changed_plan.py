@@ -1,7 +1,5 @@
 """Tests of plan/file/check.py: a plan that was changed by hand, or whose tables or data were, is not run."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from dataclasses import replace
@@ -48,11 +46,7 @@ def change_decisions(folder, **change):
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "message"),
-    [
-        ("indices.npy", lambda table: table[1], ()),
-        ("schedule.npy", lambda _: -7, ()),
-    ],
+    ("name", "first", "message"), [("indices.npy", lambda table: table[1], ()), ("schedule.npy", lambda _: -7, ())]
 )
 def test_a_table_whose_hash_was_changed_with_it_is_read(folder, name, first, message):
     table = np.load(folder / name)
@@ -69,10 +63,7 @@ def test_a_table_whose_hash_was_changed_with_it_is_read(folder, name, first, mes
     ("change", "message"),
     [
         (lambda d: {"parallel": replace(d.parallel, pp=2)}, ("4", "=", "2")),
-        (
-            lambda _: {"recompute": (RecomputeDecision(stage=5, granularity="full", modules=("lm_head",)),)},
-            "5",
-        ),
+        (lambda _: {"recompute": (RecomputeDecision(stage=5, granularity="full", modules=("lm_head",)),)}, "5"),
     ],
 )
 def test_decisions_that_contradict_one_another_are_refused(folder, change, message):

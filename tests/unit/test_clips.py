@@ -217,10 +217,7 @@ def test_a_frame_of_another_size_than_the_header_says_is_bad(tmp_path):
             for packet in codec.encode(frame):
                 packet.stream = stream
                 container.mux(packet)
-    with (
-        (tmp_path / "a.mkv").open("rb") as file,
-        refused(BadRecordError, "1", "32", "48"),
-    ):
+    with (tmp_path / "a.mkv").open("rb") as file, refused(BadRecordError, "1", "32", "48"):
         read_frames(file, "a", [0, 1])
 
 

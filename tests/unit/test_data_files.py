@@ -1,7 +1,5 @@
 """A plan as data files: every planned record once, in the plan's order, read back from what was written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +36,7 @@ pytest.importorskip("tokenizers", reason="the demo builds a tokenizer: pip insta
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drawn data set with lines that sizing leaves out: broken, blank, without its image."""
-    from trimtab.demo.draw import draw_dataset
+    from trimtab.demo import draw_dataset
 
     folder = draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=160)
     data = folder / "data.jsonl"
@@ -73,9 +71,7 @@ def originals(drawn: Path) -> dict[str, dict[str, Any]]:
 # -- what is written --------------------------------------------------------------------------------------------------
 
 
-def test_every_planned_record_is_written_once_in_the_order_of_the_plan(
-    drawn: Path, planned: Path, tmp_path: Path
-) -> None:
+def test_every_planned_record_is_written_once_in_the_order_of_the_plan(drawn, planned, tmp_path):
     result = write_jsonl(planned, tmp_path / "ordered.jsonl")
     written, plan = read(tmp_path / "ordered.jsonl"), read_planned(planned)
     assert result.num_records == len(written) == 160
@@ -164,9 +160,7 @@ def test_json_lists_parquet_and_several_files_are_found_again(tmp_path: Path) ->
     st.lists(st.tuples(st.sampled_from(["good", "broken", "blank", "no id", "no image"]), st.integers(0, 40))),
     st.integers(1, 3),
 )
-def test_any_mixture_of_good_and_bad_lines_is_found_again(
-    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, int]], num_files: int
-) -> None:
+def test_any_mixture_of_good_and_bad_lines_is_found_again(tmp_path_factory, kinds, num_files):
     folder = tmp_path_factory.mktemp("mixture")
     good = records_of(num_files, start=1000)  # one per file, so that no file is empty of samples
     files = []
@@ -246,14 +240,8 @@ def test_names_are_checked(planned: Path, tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_data_files_cannot_say_is_refused() -> None:
-    assert order_packs(Schedule(table=np.array([[[0, 2], [1, 3]], [[4, -1], [5, -1]]])), 6).tolist() == [
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
+    whole = Schedule(table=np.array([[[0, 2], [1, 3]], [[4, -1], [5, -1]]]))
+    assert order_packs(whole, 6).tolist() == [*range(6)]
     with refused(PlanError, "2", "3"):
         order_packs(Schedule(table=np.array([[[0], [1]]])), 3)
     with refused(PlanError):

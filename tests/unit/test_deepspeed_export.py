@@ -1,7 +1,5 @@
 """Plans as a module for DeepSpeed's PipelineModule: what it says, and what DeepSpeed cannot run."""
 
-from __future__ import annotations
-
 import ast
 
 from export_cases import by_counts, cut, decide, first_block, make_model

@@ -3,8 +3,6 @@
 costs/formula/ (exchange, activations, layers, flops), plan/decide/ (degrees).
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

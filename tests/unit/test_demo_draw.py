@@ -1,7 +1,5 @@
 """The demo's data set: plain pictures of real sizes, conversations about them, a tokenizer trained on those."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -14,7 +12,7 @@ pytest.importorskip("tokenizers", reason="the demo trains a tokenizer: pip insta
 
 from PIL import Image
 
-from trimtab.demo.draw import SPECIAL_TOKENS, draw_dataset
+from trimtab.demo import SPECIAL_TOKENS, draw_dataset
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """A name, a description file, or a configuration that says what a shipped one says, becomes a model without torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -18,8 +16,8 @@ from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError
 from trimtab.models.describe import read_config
+from trimtab.models.description import find_same, read_shipped, shipped_models
 from trimtab.models.images.rules import with_limits
-from trimtab.models.shipped import find_same, read_shipped, shipped_models
 from trimtab.specs import LayerSpec, ModelSpec
 
 LIMITS = {"min_pixels": 3136, "max_pixels": 1003520, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}

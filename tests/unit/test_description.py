@@ -15,9 +15,15 @@ from trimtab.costs.formula.flops import find_tp_problems, layer_matmuls
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.models.describe import describe, read_config
-from trimtab.models.description import RULES, VERSION, description_bytes, read_description, save_description
+from trimtab.models.description import (
+    RULES,
+    VERSION,
+    description_bytes,
+    read_description,
+    save_description,
+    shipped_models,
+)
 from trimtab.models.images.rules import UnsettledRule
-from trimtab.models.shipped import shipped_models
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload
 from trimtab.specs import NUM_WORK_TERMS, LayerSpec, Linear, MeasuredWork, ModelSpec, ParallelDims

@@ -1,7 +1,5 @@
 """costs/ (devices): devices and clusters by name."""
 
-from __future__ import annotations
-
 import pytest
 from plan_cases import tile_samples
 
@@ -78,8 +76,7 @@ def test_a_node_is_its_vendors_own_unless_said():
 
 
 @pytest.mark.parametrize(
-    ("degree", "stride", "gigabytes"),
-    [(8, 1, 450), (4, 2, 450), (16, 1, 400), (8, 2, 200), (4, 8, 50), (2, 16, 50)],
+    ("degree", "stride", "gigabytes"), [(8, 1, 450), (4, 2, 450), (16, 1, 400), (8, 2, 200), (4, 8, 50), (2, 16, 50)]
 )
 def test_a_ring_leaves_a_node_by_the_ports_of_its_members(degree, stride, gigabytes):
     cluster = parse_cluster("64xH100")

@@ -1,7 +1,5 @@
 """Layer counts of serving engines: of placements made for stages, and of training plans."""
 
-from __future__ import annotations
-
 import pytest
 from placement_cases import small_model
 

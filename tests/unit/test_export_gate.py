@@ -4,8 +4,6 @@ A reader knows its host's words and defaults, and nothing of the plan: what an e
 when nothing is said.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """plan/decide/expressible.py: the best plan that a framework can run, within memory, priced against the plan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +15,7 @@ from trimtab.errors import PartitionError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.partition.stages import split_stages
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.stages import (
-    Expressible,
-    best_expressible,
-    epoch_s,
-    overfull_ranks,
-    relative_time,
-)
+from trimtab.plan.decide.stages import Expressible, best_expressible, epoch_s, overfull_ranks, relative_time
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.options import PlanOptions

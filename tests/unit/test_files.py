@@ -1,7 +1,5 @@
 """files.py: files written whole or not at all, and told apart."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -90,9 +88,7 @@ def test_a_fingerprint_sees_size_head_and_tail(tmp_path: Path) -> None:
     assert fingerprint_file(file) != before
 
 
-def test_a_full_disk_a_file_limit_and_a_read_only_folder_name_the_file_and_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_a_file_limit_and_a_read_only_folder_name_the_file_and_leave_nothing(tmp_path, monkeypatch):
     target = tmp_path / "new" / "folder" / "plan.yaml"
     for number in (errno.ENOSPC, errno.EFBIG, errno.EROFS):
 
@@ -142,9 +138,7 @@ def test_files_written_together_appear_together_or_not_at_all(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("calls", range(5))
-def test_a_kill_while_files_take_their_names_mixes_no_old_with_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
-) -> None:
+def test_a_kill_while_files_take_their_names_mixes_no_old_with_new(tmp_path, monkeypatch, calls):
     """The process ends at any call that changes the folder's names."""
     for name in ("a", "b", "head"):
         write_atomically(tmp_path / name, "old")

@@ -1,7 +1,5 @@
 """The house: a file imports from its own folder and from lower floors only; no torch below floor 5."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess
@@ -62,7 +60,6 @@ INNER_FLOORS = {
     "models/images": 0,  # rules of counting
     "models/families": 1,
     "models/description": 2,
-    "models/shipped": 2,
     "models/describe": 3,
     "models/asking": 4,  # torch, in a child process
     "plan/options": 0,  # no NumPy: `--help` reads it

@@ -1,7 +1,5 @@
 """Tests of partition/published.py: the published figures to the printed digit, and our optimum in the same model."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -14,13 +12,7 @@ from refusals import refused
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.partition import pai_notebook
-from trimtab.partition.published import (
-    UnevenModel,
-    best_split,
-    flops_split,
-    stage_memory,
-    uneven_model,
-)
+from trimtab.partition.published import UnevenModel, best_split, flops_split, stage_memory, uneven_model
 
 REFERENCE = Path(__file__).parents[2] / "bench" / "data" / "uneven_pp_cases.json"
 NOTEBOOK = UnevenModel(

@@ -1,7 +1,5 @@
 """Cuts of a chain over unlike devices equal brute force over all cuts and all orders of devices."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """costs/formula/ (host, settings, layers): a pass is the slower of device and host; what a host does is priced."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

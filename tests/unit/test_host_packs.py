@@ -1,7 +1,5 @@
 """Packs as shards for Energon: what lies in them, and in which order; ms-swift's: integration/test_pack_carriers.py."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ LIMITS = {"max_pixels": 501760, "max_tokens": 5000, "max_patches": 16384}
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from trimtab.demo.draw import draw_dataset
+    from trimtab.demo import draw_dataset
 
     return draw_dataset(tmp_path_factory.mktemp("drawn"), num_samples=60) / "data.jsonl"
 
@@ -78,9 +76,7 @@ def test_a_run_of_the_shards_is_what_a_rank_runs_in_the_plan(plan: Path, tmp_pat
     assert (folder / (named if isinstance(named, str) else named[0])).read_bytes() in one.values()
 
 
-def test_shards_of_an_older_result_are_never_read_with_new_ones(
-    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_an_older_result_are_never_read_with_new_ones(plan, tmp_path, monkeypatch):
     write_energon_packs(plan, tmp_path, packs_per_shard=1)
     written = write_energon_packs(plan, tmp_path)
     assert list(tmp_path.glob("*.tar")) == [path for path in written.files if path.suffix == ".tar"]

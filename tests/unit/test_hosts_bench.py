@@ -1,7 +1,5 @@
 """`bench/hosts.py` on sources of our own: what has drifted is said, what has not is not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -61,9 +59,7 @@ def test_a_default_that_changed_and_a_field_that_went_have_drifted(freeze_vit: s
     assert len(said) == 1 + (freeze_vit == "False")
 
 
-def test_a_host_without_source_is_named_and_passed_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_source_is_named_and_passed_over(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hosts.py", "--hosts", str(tmp_path)])
     assert hosts.main() == 0
     assert f"verl: no source in {tmp_path}" in capsys.readouterr().out

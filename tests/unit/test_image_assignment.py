@@ -1,7 +1,5 @@
 """Tests of balance/ (images, image_search): exact where promised, close to the bound, the same for everybody."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -10,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.balance.cost import LinearCost
-from trimtab.balance.images import (
-    keep_at_home,
-    lower_bound,
-    share_images,
-    tower_bytes,
-    tower_seconds,
-)
+from trimtab.balance.images import keep_at_home, lower_bound, share_images, tower_bytes, tower_seconds
 from trimtab.costs.devices import find_device
 from trimtab.costs.profile import profile_model
 from trimtab.models.describe import describe

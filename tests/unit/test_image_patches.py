@@ -1,7 +1,5 @@
 """Sizes of single images in a sample table: from data to file and back, selected, joined, left out."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

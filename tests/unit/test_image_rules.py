@@ -1,22 +1,11 @@
 """Image rules out of a model's own files, and every message that reading them can raise: `models/describe.py`."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
 import pytest
 from described_configs import edit
-from image_configs import (
-    GEMMA3,
-    INTERNVL,
-    INTERNVL_CHAT,
-    INTERNVL_FILE,
-    LLAVA,
-    NEXT,
-    QWEN25,
-    QWEN_FILE,
-)
+from image_configs import GEMMA3, INTERNVL, INTERNVL_CHAT, INTERNVL_FILE, LLAVA, NEXT, QWEN25, QWEN_FILE
 
 from refusals import refused
 from trimtab.errors import ConfigError

@@ -1,7 +1,5 @@
 """Image rules at work against published counts and brute force: `models/images`."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Bytes that serving takes: weights by format, caches by layer, and what the phases of a layer keep alive."""
 
-from __future__ import annotations
-
 import pytest
 from placement_cases import small_model
 

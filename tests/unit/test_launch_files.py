@@ -1,7 +1,5 @@
 """Tests of adapters/launch_files.py: a run as its launcher's own files say it."""
 
-from __future__ import annotations
-
 import pytest
 
 from trimtab.adapters.launch_files import completed, from_megatron, megatron_flags

@@ -1,7 +1,5 @@
 """Megatron-Bridge, ms-swift and Pai-Megatron-Patch: what each of these launchers is told, and what none can be."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from pathlib import Path

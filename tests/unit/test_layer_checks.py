@@ -1,7 +1,5 @@
 """Tests of models/ (layer_checks) and of costs/flops: layers that cannot be, experts that cannot be shared."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

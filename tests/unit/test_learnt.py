@@ -1,7 +1,5 @@
 """What is learnt of a chat: what data and template say, found in the whole text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +75,7 @@ CALL: Any = {"tool_calls": [{"function": {"name": "tide"}}]}
         (None, say("Q1", "A1", "Q2", "A2"), ["A1", "A2"]),
     ],
 )
-def test_the_assistants_turns_are_learnt_to_their_ends(
-    tmp_path: Path, template: str | None, messages: list[dict[str, Any]], expected: list[str]
-) -> None:
+def test_the_assistants_turns_are_learnt_to_their_ends(tmp_path, template, messages, expected):
     assert learnt(tmp_path, template, messages) == expected
 
 

@@ -1,7 +1,5 @@
 """Logged runs: reading them, fitting seconds through the simulated step, and saying what they do not settle."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -29,10 +27,7 @@ from trimtab.specs import ParallelDims
 A100 = DEVICES["A100-80GB"]
 MODEL = small_model()  # 3 vision blocks, 4 language blocks
 WORK = {"patches": 4096, "patches_per_image": 1024, "tokens": 2048, "tokens_per_sample": 512}
-TRUTH = (
-    TermFit(name="language", value=1.7, error=None),
-    TermFit(name="vision", value=2.5, error=None),
-)
+TRUTH = (TermFit(name="language", value=1.7, error=None), TermFit(name="vision", value=2.5, error=None))
 
 
 def entry(*stages: tuple[int, int], **more: Any) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """costs/formula/ (adapters), LoRA as an option: what it trains and holds, what a plan keeps, which exports take it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

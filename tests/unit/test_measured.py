@@ -1,7 +1,5 @@
 """costs/measured/timed_fit.py: a profile of layers whose times are known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from cost_models import small_model

@@ -1,7 +1,5 @@
 """Plans as Megatron-Core flags: what is said, what is refused, what is warned of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -61,12 +59,7 @@ def test_one_stage_needs_no_layout():
 
 def test_degrees_batches_and_sharding_become_flags():
     model = make_model()
-    result = export(
-        model,
-        by_counts(model, 6, 6),
-        dims=ParallelDims(dp=4, pp=2, tp=2, cp=2),
-        num_microbatches=16,
-    )
+    result = export(model, by_counts(model, 6, 6), dims=ParallelDims(dp=4, pp=2, tp=2, cp=2), num_microbatches=16)
     assert value(result.flags, "--tensor-model-parallel-size") == "2"
     assert value(result.flags, "--pipeline-model-parallel-size") == "2"
     assert value(result.flags, "--context-parallel-size") == "2"

@@ -1,7 +1,5 @@
 """Megatron-LM flags checked against a model: what fails, what costs, and that both say what to try."""
 
-from __future__ import annotations
-
 import pytest
 
 from export_cases import first_block, make_model

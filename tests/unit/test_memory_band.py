@@ -1,7 +1,5 @@
 """The memory band: what may be filled at a risk, how likely a device fits, and which evidence it holds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

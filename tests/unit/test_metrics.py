@@ -1,7 +1,5 @@
 """Every figure of BalanceReport against a case worked out by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,7 +16,7 @@ from trimtab.balance.metrics import (
     utilisation,
 )
 from trimtab.balance.packing import pack_samples, report_packing
-from trimtab.balance.pairing import match_pairs
+from trimtab.balance.pair import match_pairs
 from trimtab.specs import Packing, SampleTable, Schedule
 
 

@@ -1,7 +1,5 @@
 """Mllama, as shipped: what serving it takes, where it may be cut, and that its training is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from refusals import refused

@@ -56,13 +56,7 @@ def test_what_is_not_typed_keeps_the_default_of_its_field() -> None:
 
 
 WHOLE = Knobs(
-    where="here",
-    count=3,
-    room_bytes=2 * 2**20,
-    names=("a", "b"),
-    loud=True,
-    careful=False,
-    inner=Inner(depth="high"),
+    where="here", count=3, room_bytes=2 * 2**20, names=("a", "b"), loud=True, careful=False, inner=Inner(depth="high")
 )
 
 

@@ -1,7 +1,5 @@
 """The loops under pack_samples (balance/: pair, rows, window, stream), by brute force or by their invariants."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from trimtab import compiled
@@ -110,11 +108,7 @@ def test_polishing_ends_once_few_packs_get_better():
     columns = np.column_stack([r.integers(1, 9, n), r.random(n)]).astype(float)
     found = []
     for num_polished, stuck, one_each in (
-        (0, 0.0, False),
-        (1, 0.0, False),
-        (40, 0.0, False),
-        (40, 1.1, False),
-        (40, 0.5, True),
+        *((0, 0.0, False), (1, 0.0, False), (40, 0.0, False), (40, 1.1, False), (40, 0.5, True)),
     ):
         packs, scratch, state = pair.make_packs(P, n, 2), pair.make_scratch(P, n, 2), compiled.make_stream(0)
         for i in range(P if one_each else n):

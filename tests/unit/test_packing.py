@@ -2,8 +2,6 @@
 
 pack_samples: every sample once, limits kept, whole steps, the same bits each time; quality on real lengths."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -4,8 +4,6 @@ Everywhere on lengths drawn from distributions that were fitted to the real ones
 ones themselves where ../shared/data has them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """partition/assess.py: the peak of real micro-batches beside the peak that the limits allow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,12 +25,7 @@ class ReplayedPeak:
     dp_rank: int
 
 
-def replay_peaks(
-    problem,
-    stages,
-    work,
-    table,
-) -> tuple[ReplayedPeak, ...]:
+def replay_peaks(problem, stages, work, table) -> tuple[ReplayedPeak, ...]:
     """The peak of each pipeline rank when `table` (num_steps, dp, M) runs packs of `work` (num_packs, T).
 
     As `SplitProblem.assess` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers

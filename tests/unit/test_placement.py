@@ -1,7 +1,5 @@
 """Placements: the exact optimum over all maps, complete and sound maps, spill, latency; what to say when none fits."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """placement.yaml: written the same everywhere, read back whole, refused with all its problems at once."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of plan/decide/advice.py: where nothing fits, each change that is named was tried and makes a plan fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -29,9 +27,7 @@ SAMPLES = SampleTable.of(np.full(64, 1024), np.full(64, 500))
         ),
     ],
 )
-def test_each_change_that_is_named_makes_a_plan_fit(
-    name: str, devices: str, options: PlanOptions, helps: set[str]
-) -> None:
+def test_each_change_that_is_named_makes_a_plan_fit(name, devices, options, helps):
     model, cluster = describe(name), parse_cluster(devices)
     with pytest.raises(PartitionError) as refused:
         make_plan(model, SAMPLES, cluster, options)

@@ -1,7 +1,5 @@
 """plan/file/yaml.py: plans as YAML, tables as .npy, hostile files."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

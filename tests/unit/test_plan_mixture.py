@@ -1,7 +1,5 @@
 """plan/decide/epoch.py: sources drawn by weight, in a plan and in what is read from it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -58,9 +56,7 @@ def of_sources(sizes: list[int]) -> SampleTable:
     seed=st.integers(0, 9),
 )
 @settings(max_examples=60, deadline=None)
-def test_shares_are_met_and_rows_of_a_source_are_drawn_evenly(
-    parts: list[tuple[int, int]], num_drawn: int, seed: int
-) -> None:
+def test_shares_are_met_and_rows_of_a_source_are_drawn_evenly(parts, num_drawn, seed):
     if not any(weight for _, weight in parts):
         parts[0] = (parts[0][0], 1)
     samples = of_sources([size for size, _ in parts])
@@ -153,9 +149,7 @@ def test_a_pack_too_many_of_a_sample_is_found(made: PlanDetails, tmp_path: Path)
     assert "1 samples are in no pack" in problems
 
 
-def test_oversize_samples_of_a_mixture_are_left_out_as_often_as_they_are_drawn(
-    samples: SampleTable, tmp_path: Path
-) -> None:
+def test_oversize_samples_of_a_mixture_are_left_out_as_often_as_they_are_drawn(samples, tmp_path):
     limits = {"max_patches": 3075, "max_tokens": 4096}
     options = dataclasses.replace(OPTIONS, **limits, oversize="skip", num_drawn=900)
     made = make_plan(MODEL, samples, CLUSTER, options)

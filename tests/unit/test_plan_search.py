@@ -1,7 +1,5 @@
 """Tests of `plan --set search=omnibal`: the published search as a plan's own, its table, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of plan/predict.py: a run that somebody else decided, priced as a plan's own rows are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Code that is printed or shown: every name of ours in it is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """plan/decide/probed.py: what a probe measured, in a plan's profile."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -112,9 +110,7 @@ def probes_of(case: Case, found: ReloadedPlan, truth: Profile) -> tuple[list[Kep
 
 @pytest.mark.parametrize("blocks", [0.6, 1.0, 1.7])
 @pytest.mark.parametrize("more", [0.0, 3.0 * GIB])
-def test_a_device_that_keeps_otherwise_is_predicted_to_the_byte(
-    found: ReloadedPlan, blocks: float, more: float
-) -> None:
+def test_a_device_that_keeps_otherwise_is_predicted_to_the_byte(found, blocks, more):
     """On every device, for full recompute and for none, at the pack of the highest peak."""
     case = found.case
     truth = truth_of(case.setting.profile, blocks=blocks, state=0.9, more=more)

@@ -1,7 +1,5 @@
 """costs/ (profile): profiles of whole models, their settings, groups, errors and files."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

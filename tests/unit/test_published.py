@@ -1,7 +1,5 @@
 """pack_isf against a plain restatement of the published algorithm, and what it owes the user: nothing dropped."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

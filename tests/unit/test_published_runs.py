@@ -1,7 +1,5 @@
 """bench/published.py: rows can be read, their constants are what the sources give, and sources left out stay near."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

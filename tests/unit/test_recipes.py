@@ -1,7 +1,5 @@
 """Plans as settings of launchers that run whole models, and as MindSpeed-MM's model file; without them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,11 +1,8 @@
 """samples/records.py: where records are, and every line of a file by its byte offset."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +16,7 @@ from trimtab.samples.records import Lines, line_starts
     block=st.integers(1, 40),
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_lines_are_those_that_python_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, bom: bool, block: int
-) -> None:
+def test_lines_are_those_that_python_reads(tmp_path, monkeypatch, content, bom, block):
     monkeypatch.setattr(records, "_SCAN_BYTES", block)
     path = tmp_path / "lines.jsonl"
     path.write_bytes((b"\xef\xbb\xbf" if bom else b"") + content)

@@ -1,7 +1,5 @@
 """plan/decide/ (replica, towers): a tower on every device of a replica: phases, memory, the choice and its degrees."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Drawing helpers: round ticks, bounded timelines, columns and dots."""
 
-from __future__ import annotations
-
 import math
 import re
 
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.partition.simulate import Timeline
-from trimtab.report import drawing
+from trimtab.report import html as drawing
 from trimtab.report.words import count_scale, memory_scale
 
 

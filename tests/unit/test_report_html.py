@@ -1,7 +1,5 @@
 """The HTML page: complete, self-contained, escaped, small, and the same for the same plan."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
@@ -16,13 +14,8 @@ from trimtab.report.html import html_report
 
 VOID = {"meta", "br", "wbr", "link", "img", "hr", "input"}
 SECTIONS = [
-    "Before and after",
-    "Pipeline timeline",
-    "Memory of each pipeline rank",
-    "Stages",
-    "Packing",
-    "Plan file",
-    "Assumptions",
+    *("Before and after", "Pipeline timeline", "Memory of each pipeline rank", "Stages"),
+    *("Packing", "Plan file", "Assumptions"),
 ]
 
 

@@ -1,7 +1,5 @@
 """What a placement shows in a terminal."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 from trimtab.models.describe import describe

@@ -1,7 +1,5 @@
 """A run's section of the page and its lines: what is compared where, and drawings of a bounded size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

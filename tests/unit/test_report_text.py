@@ -1,7 +1,5 @@
 """The terminal tables: they fit, they say what the plan says, and names cannot steer the terminal."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 
@@ -13,14 +11,7 @@ from rich.console import Console
 import export_cases
 from trimtab.report.html import html_report
 from trimtab.report.plan_tables import print_plan
-from trimtab.report.words import (
-    clean,
-    describe_layers,
-    describe_recompute,
-    memory_scale,
-    signed_percent,
-    time_scale,
-)
+from trimtab.report.words import clean, describe_layers, describe_recompute, memory_scale, signed_percent, time_scale
 from trimtab.specs import RecomputeChoice, Stage
 
 
@@ -101,10 +92,7 @@ def test_layers_of_a_stage_read_as_a_sentence():
 
 
 def test_recompute_is_counted_by_tier():
-    choices = (
-        RecomputeChoice(tier="full", layers=(0, 1, 2)),
-        RecomputeChoice(tier="selective", layers=(3,)),
-    )
+    choices = (RecomputeChoice(tier="full", layers=(0, 1, 2)), RecomputeChoice(tier="selective", layers=(3,)))
     assert describe_recompute(Stage(index=0, start=0, stop=10, recompute=choices)) == "full 3, selective 1 of 10"
     assert describe_recompute(Stage(index=0, start=0, stop=10)) == "none"
 

@@ -1,7 +1,5 @@
 """The log of a run: read while it is written, resumed, compared with the plan."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`runtime/data/tables.py`, `tables.py`: a plan's packs dealt to any number of ranks, from any place."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import islice

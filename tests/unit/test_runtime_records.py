@@ -1,7 +1,5 @@
 """`plan/file/records.py`: a plan's rows lead to the records they were sized from, whatever was left out."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """costs/measured/saved.py, plan/decide/setting.py: plans made from a saved profile."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """schedule_packs: every pack in one slot, the shuffle kept by random order, alike packs together when asked."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """docs/schemas: of the dataclasses as they are; the golden files of every version are what they describe."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -10,8 +8,7 @@ from typing import Any
 import pytest
 
 from trimtab.models.describe import describe
-from trimtab.models.description import description_bytes
-from trimtab.models.shipped import shipped_models
+from trimtab.models.description import description_bytes, shipped_models
 from trimtab.typed_json import parse_yaml
 
 ROOT = Path(__file__).parents[2]

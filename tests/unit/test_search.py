@@ -1,7 +1,5 @@
 """Tests of partition/search.py: near complete enumeration, never worse than the start."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

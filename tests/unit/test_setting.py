@@ -1,7 +1,5 @@
 """Tests of plan/decide/ (setting, simplest, search): open degrees and schedules, and what the plan says of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

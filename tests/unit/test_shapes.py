@@ -1,7 +1,5 @@
 """Records of every shape that data sets come in, and a map of columns for all others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

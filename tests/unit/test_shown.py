@@ -1,7 +1,5 @@
 """Specs and results at a prompt: three lines; and one sentence for a value of a wrong type."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of partition/ (simulate, schedules, replay, backward): dependencies, known makespans, memory, many steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -23,10 +23,7 @@ TYPED = [
         "content": [
             {"type": "image", "image": "a.png"},
             {"type": "text", "text": " and "},
-            {
-                "type": "image_url",
-                "image_url": {"url": PNG_URL},
-            },
+            {"type": "image_url", "image_url": {"url": PNG_URL}},
             {"type": "text", "text": "?"},
         ],
     },

@@ -1,7 +1,5 @@
 """Data as people have it: every format read by sizing and by a plan's records, or refused by a sentence."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -17,8 +15,8 @@ pytest.importorskip("pyarrow.parquet")
 
 from trimtab.errors import SampleError  # noqa: E402
 from trimtab.plan.file.records import PlannedRecords  # noqa: E402
-from trimtab.samples.llama_factory import columns_beside  # noqa: E402
 from trimtab.samples.rows import read_conversation  # noqa: E402
+from trimtab.samples.shapes import columns_beside  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 from trimtab.samples.sources import find_sources, source_labels  # noqa: E402
 from trimtab.samples.table import SizingResult, load_sizing, save_sizing  # noqa: E402
@@ -191,9 +189,7 @@ def test_damaged_arrow_is_refused(tmp_path: Path) -> None:
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_files_is_one_source_and_one_without_data_is_refused(tmp_path, monkeypatch):
     for name in ("train-0.parquet", "train-1.parquet", "test-0.parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([cauldron()]), tmp_path / name)
     (tmp_path / "README.md").write_text("x")

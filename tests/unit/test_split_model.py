@@ -1,7 +1,5 @@
 """InternVL's published rule, and other people's maps in our bytes."""
 
-from __future__ import annotations
-
 import pytest
 from placement_cases import small_model
 

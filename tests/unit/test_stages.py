@@ -1,7 +1,5 @@
 """Tests of partition/ (stages, tiers, cuts, layer_table, assess, baselines): optimum, memory, messages."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """costs/formula/ (state, layers): parameters of a device under tp, biases included; the workspace of a backward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Steps of exactly N samples (balance/step.py): cover, limits, evenness against the bound and against exact search."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests of plan/decide/steps.py: steps of exactly the batch that was asked for, for any devices and model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a folder's configuration and weights say: the format of the weights, ties, positions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The headline of a plan: what is said first, and against which run a gain is quoted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -153,10 +153,7 @@ def test_template_extensions_of_transformers_are_there(tmp_path):
 
 
 def test_a_template_is_held_in_its_sandbox(tmp_path):
-    for attack in (
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.append(1) }}",
-    ):
+    for attack in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
         with refused(ConfigError):
             counter_of(tmp_path, attack + "{{ messages[0].content }}")
         guarded = "{% if messages[0].content == 'attack' %}" + attack + "{% endif %}{{ messages[0].content }}"

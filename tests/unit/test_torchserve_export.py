@@ -1,7 +1,5 @@
 """The TorchServe export: the recipe's file, the settings in the archive, and what is refused. Needs no torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -70,11 +68,7 @@ def test_the_archive_holds_the_handler_and_every_key_of_the_recipe(folder: Path,
     assert {key: setup[key] for key in kept} == {key: RECIPE[key] for key in kept}
     assert (setup["model_path"], setup["runs_on"]) == (str(folder), {})
     assert sorted(x.name for x in (tmp_path / "store").iterdir()) == [
-        "config.properties",
-        "model-config.yaml",
-        "setup_config.json",
-        "tiny.mar",
-        "torchserve_handler.py",
+        *("config.properties", "model-config.yaml", "setup_config.json", "tiny.mar", "torchserve_handler.py"),
     ]
 
 
@@ -98,9 +92,7 @@ def test_exporting_needs_no_torch() -> None:
     assert result.stdout.strip() == "False"
 
 
-def test_the_command_prints_the_archive_and_what_serves_it(
-    folder: Path, tmp_path: Path, archiver: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_the_archive_and_what_serves_it(folder, tmp_path, archiver, capsys, monkeypatch):
     from trimtab.cli.main import main
 
     places = {"device_map": {"model": 0, "lm_head": "cpu"}, "runs_on": {"lm_head": 0}, "run_on_cpu": []}

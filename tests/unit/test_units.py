@@ -1,7 +1,5 @@
 """units.py: sizes, times and counts, read and printed."""
 
-from __future__ import annotations
-
 import pytest
 
 from trimtab.units import GIB, format_bytes, format_count, format_seconds, parse_bytes

@@ -1,7 +1,5 @@
 """Tests of bench/versions.py: the page is what the results say."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

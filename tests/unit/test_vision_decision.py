@@ -1,7 +1,5 @@
 """plan/decide/ (sharing, exchange): image sizes, shares, time and memory of shared images, the plan file."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What no plan can follow of shared images: options, decisions edited by hand, words of the plan file."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The search over settings is whole: no forced option is faster than the automatic choice by more than 1 %."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

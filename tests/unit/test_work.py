@@ -1,7 +1,5 @@
 """plan/decide/work.py: what micro-batches ask of the layers."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

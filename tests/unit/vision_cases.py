@@ -1,7 +1,5 @@
 """Samples with images of their own resolution, and options of plans that share them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

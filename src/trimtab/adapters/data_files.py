@@ -30,12 +30,11 @@ from trimtab.plan.file.records import PlannedRecords, find_data_files, refuse_no
 from trimtab.plan.file.reload import load_packs, read_samples
 from trimtab.plan.file.yaml import open_plan
 from trimtab.plan.plan import Plan
-from trimtab.samples.llama_factory import columns_beside
 from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError, shorten
 from trimtab.samples.records import detect_format, places_of, rows_of
 from trimtab.samples.rows import read_conversation, record_id
-from trimtab.samples.shapes import read_columns
+from trimtab.samples.shapes import columns_beside, read_columns
 from trimtab.samples.sources import SourceFile, find_sources
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 

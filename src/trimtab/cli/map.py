@@ -91,7 +91,7 @@ def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Work
     try:
         if workload.quant is not None:
             raise UnsupportedPlanError("libraries size quantised weights by the quantiser: compare without --quant")
-        from trimtab.adapters.accelerate import auto_map, build_on_meta
+        from trimtab.runtime.placing.load import auto_map, build_on_meta
 
         real = build_on_meta(read_config(config), tied=bool(model.tied), dtype=workload.dtype)
         maps = {library: auto_map(real, machine, library=library) for library in ("accelerate", "transformers")}

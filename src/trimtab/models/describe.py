@@ -1,7 +1,5 @@
 """config.json -> ModelSpec: layers in forward order with their parameters, image rule, tied weights, forbidden cuts."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -14,11 +12,18 @@ from trimtab.ask import INSTALL, ask_own_code, is_installed
 from trimtab.ask import ask as ask_transformers
 from trimtab.errors import ConfigError, ImageError, TrimtabError, UnknownModelError, quote
 from trimtab.files import read_small
-from trimtab.models.description import read_description
+from trimtab.models.description import (
+    fill_silent,
+    find_same,
+    find_shipped,
+    read_description,
+    read_shipped,
+    shipped_models,
+    suggest_shipped,
+)
 from trimtab.models.families import FAMILIES, Fields, LackingFileError, family_of
 from trimtab.models.images.asked import AskedImages, ask_clips, ask_images, clip_rule_of
 from trimtab.models.images.rules import FixedImage, UnsettledRule, with_limits
-from trimtab.models.shipped import fill_silent, find_same, find_shipped, read_shipped, shipped_models, suggest_shipped
 from trimtab.options import VideoOptions
 from trimtab.specs import ImageMarkup, ImageRule, ModelOrigin, ModelSpec
 from trimtab.typed_json import parse_json

@@ -51,7 +51,7 @@ class PipelineLayout:
     num_microbatches: int  # of a data-parallel rank, in a step
     num_chunks: int = 1  # stages of a device
     recompute: tuple[Recompute, ...] = ()
-    images: VisionDecision | None = None  # how data-parallel ranks share images; None: each encodes its own
+    images: VisionDecision | None = None  # how ranks share images; None: each encodes its own
 
     def __post_init__(self) -> None:
         problems = _problems_of(self)
@@ -61,6 +61,11 @@ class PipelineLayout:
     @property
     def num_devices(self) -> int:
         return len(self.stages) // self.num_chunks
+
+    @property
+    def has_tower_everywhere(self) -> bool:
+        """Whether every rank of a pipeline holds the tower, which encodes a step's images before the stages run."""
+        return self.images is not None and self.images.group == "replica"
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -83,9 +88,9 @@ def read_layout(plan: Plan) -> PipelineLayout:
         if degree > 1:
             raise UnsupportedPlanError(f"this runtime has no {axis} {degree}: plan with {axis} 1, or export the plan")
     images = decisions.vision_data_parallel
-    if images is not None and (images.group, images.exchange) != ("dp", "dispatch"):
+    if images is not None and images.group not in ("dp", "replica"):
         raise UnsupportedPlanError(
-            f"images are not shared by {images.group} {images.exchange} here: plan with --vision-dp dp or none"
+            f"images are not shared over {images.group} here: plan with --vision-dp replica, dp or none"
         )
     return PipelineLayout(
         images=images,

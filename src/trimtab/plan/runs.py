@@ -39,7 +39,7 @@ class RunHeader:
     planned_step_s: float  # mean over the steps of the plan's own epoch
     planned_memory_bytes: tuple[int, ...]  # of each pipeline device, at the limits, without the reserve
     versions: str
-    vision_dp: str = "off"  # the exchange by which data-parallel ranks share images
+    vision_dp: str = "off"  # "dispatch": data-parallel ranks share images; "replica": the ranks of each pipeline do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,8 @@ class StepRecord:
     data_s: float  # of it waiting for samples, slowest rank
     peak_memory_bytes: tuple[int, ...]  # of each pipeline device so far, the largest over its data-parallel ranks
     num_fillers: int = 0  # samples that could not be read, of all data-parallel ranks
-    patches_held: tuple[int, ...] = ()  # ViT patches in the packs of each data-parallel rank; () where none are shared
+    # ViT patches in the packs of each rank that shares images: of dp, or of the first pipeline; () where none does
+    patches_held: tuple[int, ...] = ()
     patches_encoded: tuple[int, ...] = ()  # of them, those that it encoded, with others' images
 
     @property

@@ -1,7 +1,5 @@
 """A run against its plan, as a section of the page and as lines of text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -44,7 +42,7 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
             f"{_count(num_fillers, 'filler')} in {_count(steps, 'step')} stood for samples that could not be read."
         )
     if shared := [record for record in log.own if record.patches_encoded]:
-        sentences.append(_image_load(shared))
+        sentences.append(_image_load(shared, over_replica=header.vision_dp == "replica"))
     if not log.comparable:
         sentences.append(f"The plan's times are for {clean(header.planned_device, limit=80)}, so nothing is compared.")
         return sentences
@@ -61,16 +59,21 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
     return sentences
 
 
-def _image_load(steps: Sequence[StepRecord]) -> str:
+def _image_load(steps: Sequence[StepRecord], *, over_replica: bool) -> str:
     """Of the rank that each step waits for, over the mean; patches by rank."""
     over_mean = []
     for counts in ([r.patches_encoded for r in steps], [r.patches_held for r in steps]):
         table = np.array(counts, np.float64)  # (steps, dp)
         over_mean.append(float(table.max(1).sum() / max(table.mean(1).sum(), 1.0)))
-    by_rank = np.array([r.patches_encoded for r in steps]).sum(0).tolist()
+    by_rank = ", ".join(f"{n:,}" for n in np.array([r.patches_encoded for r in steps]).sum(0).tolist())
+    if over_replica:
+        return (
+            f"Every rank of a pipeline encoded its share of the images before the stages ran: the most loaded of a "
+            f"step {over_mean[0]:.2f} of the mean's ViT patches; by rank of the first pipeline {by_rank}."
+        )
     return (
         f"Data-parallel ranks shared their images: the most loaded of a step encoded {over_mean[0]:.2f} of the mean's "
-        f"ViT patches, and would have encoded {over_mean[1]:.2f} alone; by rank {', '.join(f'{n:,}' for n in by_rank)}."
+        f"ViT patches, and would have encoded {over_mean[1]:.2f} alone; by rank {by_rank}."
     )
 
 

@@ -1,7 +1,5 @@
 """A conversation as the token ids that sizing counted, and which of them are to be learnt."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +9,7 @@ import numpy.typing as npt
 
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import VIDEO_MARK, Conversation, Slot
-from trimtab.samples.template import MARKS
-from trimtab.samples.tokens import TokenCounter, TokenizerFiles
+from trimtab.samples.tokens import MARKS, TokenCounter, TokenizerFiles
 from trimtab.specs import ClipCounts, ImageCounts, IntArray
 
 
@@ -32,14 +29,6 @@ class Span:
     stop: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Media:
-    """What stands at the placeholders of a chat, of each kind in order."""
-
-    images: Sequence[ImageCounts]
-    videos: Sequence[ClipCounts]
-
-
 class ConversationEncoder:
     """Encodes conversations as their sizes were counted: the same template, tokenizer and image markup."""
 
@@ -53,7 +42,6 @@ class ConversationEncoder:
 
         Learnt are the turns of `learnt_spans`; `BadRecordError` where they are not found.
         """
-        media = _Media(images=images, videos=videos)
         rendered = self._counter.render(conversation, images, videos)
         video = videos[0].placeholder if videos else VIDEO_MARK
         text, spans = self._counter.chat(conversation, video=video), list[Span]()
@@ -67,20 +55,22 @@ class ConversationEncoder:
         for span in spans:
             # a token that a reply shares with the prompt's last space is the reply's
             learnt |= (offsets[:, 1] > span.start) & (offsets[:, 0] < span.stop) & (offsets[:, 1] > offsets[:, 0])
-        repeats = self._repeats(ids, conversation, media)
+        repeats = self._repeats(ids, conversation, images, videos)
         return EncodedConversation(input_ids=np.repeat(ids, repeats), learnt=np.repeat(learnt, repeats))
 
-    def _repeats(self, ids: IntArray, conversation: Conversation, media: _Media) -> IntArray:
+    def _repeats(
+        self, ids: IntArray, conversation: Conversation, images: Sequence[ImageCounts], videos: Sequence[ClipCounts]
+    ) -> IntArray:
         """How often each token stands in the row: a soft token once for each feature of its image, crop or frame."""
         markup, features = self._counter.markup, defaultdict[str, list[int]](list)
-        images, videos = iter(media.images), iter(media.videos)
+        next_image, next_video = iter(images), iter(videos)
         features[markup.soft] = []
         for part in (part for message in conversation.messages for part in message.content):
             if part is None:
-                image, soft = next(images), markup.soft
+                image, soft = next(next_image), markup.soft
                 copies = image.tiles if markup.crops is not None else 1
             elif part is Slot.VIDEO:
-                video = next(videos)
+                video = next(next_video)
                 image, soft, copies = video.image, video.soft, 1
             else:
                 continue

@@ -44,14 +44,19 @@ class Video:
 
 def column_videos(record: Mapping[str, object]) -> list[Video]:
     """The videos of `video` or `videos`: a path each, or a list of frames; facts next to a lone one are its own."""
-    present = [key for key in ("video", "videos") if record.get(key) not in (None, "", [])]
-    if len(present) == 2 and record["video"] != record["videos"]:
-        raise BadRecordError("type", "the record has both 'video' and 'videos', and they differ: keep one of them")
-    if not present:
+    if (name := _column_of(record, "video")) is None:
         return []
-    value, where = record[present[0]], f"'{present[0]}'"
+    value = record[name]
     given = list(value) if isinstance(value, (list, tuple)) and not _are_frames(value) else [value]
-    return [_video(item, where, record if len(given) == 1 else {}) for item in given]
+    return [_video(item, f"'{name}'", record if len(given) == 1 else {}) for item in given]
+
+
+def _column_of(record: Mapping[str, object], one: str) -> str | None:
+    """Return `one` or its plural, whichever holds the record's media; None: neither."""
+    present = [name for name in (one, f"{one}s") if record.get(name) not in (None, "", [])]
+    if len(present) == 2 and record[one] != record[f"{one}s"]:
+        raise BadRecordError("type", f"the record has both '{one}' and '{one}s', and they differ: keep one of them")
+    return present[0] if present else None
 
 
 def part_video(part: Mapping[str, object]) -> Video | None:
@@ -78,11 +83,11 @@ def part_video(part: Mapping[str, object]) -> Video | None:
 
 def _video(value: object, where: str, facts: Mapping[str, object]) -> Video:
     if isinstance(value, (list, tuple)):
-        frames = tuple(_file(frame, f"a frame of {where}") for frame in value)
+        frames = tuple(_held(frame, f"a frame of {where}", _VIDEO_FORMS) for frame in value)
         if not frames:
             raise wrong(where, value, "a path, or a list of at least one frame")
         return Video(source=frames, fps=_number(facts, _FPS))
-    return Video(source=_file(value, where), clip=_clip(facts))
+    return Video(source=_held(value, where, _VIDEO_FORMS), clip=_clip(facts))
 
 
 def _clip(facts: Mapping[str, object]) -> Clip | None:
@@ -107,12 +112,17 @@ def _number(facts: Mapping[str, object], names: tuple[str, ...]) -> float | None
     return None
 
 
-def _file(value: object, where: str) -> str | bytes:
-    if isinstance(value, dict):  # a video of Hugging Face datasets: bytes, or else a path
+_VIDEO_FORMS = "a path, an object with 'bytes' or 'path', or a list of frames"
+_IMAGE_FORMS = "a path, a URL, or an object with 'bytes' or 'path'"
+
+
+def _held(value: object, where: str, forms: str) -> str | bytes:
+    """Return the path or the bytes of an image or a video, which `datasets` keeps in an object."""
+    if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, (str, bytes)) and value:
         return value
-    raise wrong(where, value, "a path, an object with 'bytes' or 'path', or a list of frames")
+    raise wrong(where, value, forms)
 
 
 def _are_frames(values: list[object] | tuple[object, ...]) -> bool:
@@ -184,10 +194,6 @@ class Message:
     @property
     def num_images(self) -> int:
         return self.content.count(None)
-
-    @property
-    def num_videos(self) -> int:
-        return self.content.count(Slot.VIDEO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,16 +312,15 @@ def _message(turn: object, where: str, inline: _Inline) -> Message:
     if role in _CALLS:
         turn, content = {**turn, "tool_calls": _calls(content)}, None
     extra = tuple((k, v) for k, v in turn.items() if k not in (role_key, content_key, *_LEARNT) and v is not None)
-    is_learnt = _is_learnt(turn, known)
-    if content is None and extra and known == "assistant":
-        return Message(role=known, content=(), was_text=True, extra=extra, is_learnt=is_learnt)  # a tool call alone
+    is_learnt, parts = _is_learnt(turn, known), tuple[str | Slot | None, ...]()
     if isinstance(content, str):
         parts = tuple(_split_text(content, inline))
-        is_plain = all(isinstance(part, str) for part in parts)
-        return Message(role=known, content=parts, was_text=is_plain, extra=extra, is_learnt=is_learnt)
-    if not isinstance(content, (list, tuple)):
+    elif isinstance(content, (list, tuple)):
+        parts = tuple(_parts(content, inline))
+    elif content is not None or not extra or known != "assistant":  # else a tool call alone
         raise wrong(f"'{content_key}'", content, "a string or a list of parts")
-    return Message(role=known, content=tuple(_parts(content, inline)), was_text=False, extra=extra, is_learnt=is_learnt)
+    is_text = not isinstance(content, (list, tuple)) and all(isinstance(part, str) for part in parts)
+    return Message(role=known, content=parts, was_text=is_text, extra=extra, is_learnt=is_learnt)
 
 
 def _calls(content: object) -> list[object]:
@@ -397,26 +402,15 @@ def _part_image(part: Mapping[str, object]) -> str | bytes | None:
             return "data:;base64," + value
         if key == "image_url" and isinstance(value, dict):
             value = value.get("url")
-        return _image(value, f"'{key}' of a content part")
+        return _held(value, f"'{key}' of a content part", _IMAGE_FORMS)
     return None
 
 
 def _column_images(record: Mapping[str, object]) -> Iterator[str | bytes]:
-    present = [key for key in ("image", "images") if record.get(key) not in (None, "", [])]
-    if len(present) == 2 and record["image"] != record["images"]:
-        raise BadRecordError("type", "the record has both 'image' and 'images', and they differ: keep one of them")
-    for key in present[:1]:
-        value = record[key]
+    if (name := _column_of(record, "image")) is not None:
+        value = record[name]
         for item in value if isinstance(value, (list, tuple)) else [value]:
-            yield _image(item, f"'{key}'")
-
-
-def _image(value: object, where: str) -> str | bytes:
-    if isinstance(value, dict):  # an image of Hugging Face datasets: bytes, or else a path
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, (str, bytes)) and value:
-        return value
-    raise wrong(where, value, "a path, a URL, or an object with 'bytes' or 'path'")
+            yield _held(item, f"'{name}'", _IMAGE_FORMS)
 
 
 def _join(inline: list[T | None], column: list[T], kind: str, mark: str) -> tuple[T, ...]:
@@ -451,10 +445,8 @@ def _arguments(record: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
     """`chat_template_kwargs`, and what TRL hands on next to it: names that templates know."""
     given = record.get("chat_template_kwargs")
     if isinstance(given, str) and given.strip():
-        try:
+        with contextlib.suppress(ValueError):
             given = parse_json(given.encode("utf-8", "surrogatepass"))
-        except ValueError:
-            raise wrong("'chat_template_kwargs'", given, "an object, or that as JSON text") from None
     if given is not None and not isinstance(given, dict):
         raise wrong("'chat_template_kwargs'", given, "an object, or that as JSON text")
     own = {name: record[name] for name in TEMPLATE_FIELDS if record.get(name) is not None}

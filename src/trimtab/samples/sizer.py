@@ -68,25 +68,15 @@ class SizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """One record of a chunk whose images and videos can be read."""
+    """One record of a chunk whose images and videos can be read; with `chats` its text is ready to be encoded."""
 
     line: int
     name: str | None
     source: str
     conversation: Conversation
-    images: list[ImageCounts]
+    images: list[ImageCounts]  # with `chats`, and videos after them
     clips: list[Clip]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sized:
-    """One good record of a chunk, its text yet to be encoded."""
-
-    line: int
-    name: str | None
-    source: str
-    images: list[ImageCounts]  # and videos after them
-    chats: tuple[Rendered, ...]  # two of a pair of answers, which is trained as two sequences
+    chats: tuple[Rendered, ...] = ()  # two of a pair of answers, which is trained as two sequences
 
 
 class Sizer:
@@ -107,7 +97,7 @@ class Sizer:
 
     def size(self, chunk: Chunk, most_bad: int | None = None, broken: Broken = Broken()) -> Part:  # noqa: B008 - frozen
         """The chunk's samples; of its bad ones no more than one above `most_bad`, behind which nothing is read."""
-        sized: list[_Sized] = []
+        sized: list[_Read] = []
         columns = self._settings.columns or chunk.columns
         more_columns = tuple(name for _, name in columns)
         unused = set(names_of(chunk)) - {*KNOWN_KEYS, *more_columns}
@@ -166,7 +156,7 @@ class Sizer:
             media=media.take_seen(),
         )
 
-    def _count_all(self, sized: list[_Sized], broken: Broken) -> list[int | BadRecordError]:
+    def _count_all(self, sized: list[_Read], broken: Broken) -> list[int | BadRecordError]:
         counted: list[int | BadRecordError] = []
         batch = 1 if broken.one_by_one else _BATCH
         for first in range(0, len(sized), batch):
@@ -175,7 +165,7 @@ class Sizer:
             counted += self._count(sized[first : first + batch])
         return counted
 
-    def _count(self, batch: list[_Sized]) -> Iterator[int | BadRecordError]:
+    def _count(self, batch: list[_Read]) -> Iterator[int | BadRecordError]:
         """Yield the tokens of each sample, of both sequences of a pair, or why the tokenizer refuses it."""
         counts = iter(self._counter.count([chat for x in batch for chat in x.chats]))
         for x in batch:
@@ -217,10 +207,8 @@ class Sizer:
             raise record.problem
         if record.value == TOO_DEEP:
             raise BadRecordError("json", f"{TOO_DEEP}: {_MADE_TO_FAIL}")
-        source, conversation = (
-            self._source(record),
-            read_conversation(record.value, images=record.images, columns=columns),
-        )
+        source = self._source(record)
+        conversation = read_conversation(record.value, images=record.images, columns=columns)
         try:
             num_images = len(conversation.images)
             images = [self._count_image(num_images, *media.image_size(image)) for image in conversation.images]
@@ -234,7 +222,7 @@ class Sizer:
         conversation = replace(conversation, images=(), videos=())  # their bytes are not held
         return _Read(line=record.line, name=name, source=source, conversation=conversation, images=images, clips=clips)
 
-    def _rendered(self, read: _Read) -> _Sized:
+    def _rendered(self, read: _Read) -> _Read:
         try:
             videos = [self._clip_rule.count_clip(clip) for clip in read.clips] if self._clip_rule is not None else []
         except ImageError as error:
@@ -245,7 +233,7 @@ class Sizer:
             if sum(message.role == "assistant" for message in conversation.messages) > 1:  # a lone one is found
                 learnt_spans(self._counter, conversation)
         images = [*read.images, *(video.image for video in videos)] * len(both)
-        return _Sized(line=read.line, name=read.name, source=read.source, images=images, chats=chats)
+        return replace(read, images=images, chats=chats)
 
 
 def _bad(chunk: Chunk, line: int, name: str | None, error: BaseException) -> BadSample:

@@ -3,8 +3,6 @@
 `_FOLDERS` lists the kinds of folders and how each is recognised; formats of files are in `records.FORMATS`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +14,9 @@ from typing import Any
 from trimtab.address import Address, Allowed, place_inside, place_of
 from trimtab.errors import SampleError, join_problems, refuse_type
 from trimtab.files import read_small
-from trimtab.samples.llama_factory import INFO, columns_beside, is_info, listed_sets
 from trimtab.samples.problems import BadRecordError, parse_record, shorten
 from trimtab.samples.records import format_of_name
-from trimtab.samples.shapes import CONVERSATION_KEYS, Columns
+from trimtab.samples.shapes import CONVERSATION_KEYS, INFO, Columns, columns_beside, is_info, listed_sets
 from trimtab.samples.table import is_saved_table, source_names_of
 from trimtab.typed_json import parse_json, read_typed
 
@@ -34,14 +31,17 @@ _MAX_REPEAT = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetaSource:
-    """One data set of a meta file."""
+class SourceFile:
+    """One file of records, and what was said of it."""
 
-    name: str
-    annotation: Path
-    root: Path | None
-    repeat: float
-    max_tiles: int | None
+    file: Path
+    named: Path  # what the user named: the file, or what led to it
+    name: str | None = None  # of its source; None: called after what was named
+    media_root: Path | None = None  # that was stated for it; None: the user's one folder, or the file's own
+    repeat: float = 1.0  # how often its samples are in an epoch; below 1: so much of its beginning
+    max_tiles: int | None = None  # of an image, as a list of data sets says
+    columns: Columns = ()  # of its records, as a list of data sets says
+    note: str | None = None  # what of the named place is not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class _MetaEntry:
     length: int = 0
 
 
-def read_meta(path: Path, folders: Sequence[Path] = (), allowed: Allowed | None = None) -> list[MetaSource] | None:
+def read_meta(path: Path, folders: Sequence[Path] = (), allowed: Allowed | None = None) -> list[SourceFile] | None:
     """The data sets that are in an epoch; None for a file of another shape. `SampleError` names every wrong field.
 
     Files and roots lie below the file's own folder, or below one of `folders`, unless `allowed`.
@@ -78,7 +78,7 @@ def read_meta(path: Path, folders: Sequence[Path] = (), allowed: Allowed | None 
         return None
     problems: list[str] = []
     places = partial(place_inside, folders=[path.parent, *folders], said_by=str(path), allowed=allowed or Allowed())
-    found = [_read_set(str(name), entry, places, problems) for name, entry in sets.items()]
+    found = [_read_set(path, str(name), entry, places, problems) for name, entry in sets.items()]
     if problems:
         raise SampleError(join_problems([f"{path}: {problem}" for problem in problems]))
     used = [one for one in found if one is not None and one.repeat > 0]
@@ -103,7 +103,9 @@ def _is_line(content: bytes) -> bool:
     return True
 
 
-def _read_set(name: str, entry: Any, place: Callable[[str], Path], problems: list[str]) -> MetaSource | None:
+def _read_set(
+    meta: Path, name: str, entry: Any, place: Callable[[str], Path], problems: list[str]
+) -> SourceFile | None:
     """Return one data set; None where something is wrong, which goes to `problems`."""
     wrong: list[str] = []
     found: _MetaEntry | None = read_typed(_MetaEntry, entry, "", wrong, read_number=_read_number, unknown=[])
@@ -117,13 +119,8 @@ def _read_set(name: str, entry: Any, place: Callable[[str], Path], problems: lis
     problems += [f"data set {shorten(name)!r}: {problem}" for problem in wrong]
     if found is None or wrong:
         return None
-    return MetaSource(
-        name=name,
-        annotation=places[0],
-        root=places[1],
-        repeat=found.repeat_time,
-        max_tiles=found.max_dynamic_patch,
-    )
+    how: dict[str, Any] = {"repeat": found.repeat_time, "max_tiles": found.max_dynamic_patch}
+    return SourceFile(file=places[0], named=meta, name=name, media_root=places[1], **how)
 
 
 def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> float:
@@ -137,20 +134,6 @@ def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> fl
 _OTHER_SPLIT = re.compile(r"(^|[-._])(test(ing)?|eval(uation)?|val(id(ation)?)?|dev)([-._0-9]|$)", re.IGNORECASE)
 _MAX_DEPTH = 4  # folders in folders
 _NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceFile:
-    """One file of records, and what was said of it."""
-
-    file: Path
-    named: Path  # what the user named: the file, or what led to it
-    name: str | None = None  # of its source; None: called after what was named
-    media_root: Path | None = None  # that was stated for it; None: the user's one folder, or the file's own
-    repeat: float = 1.0  # how often its samples are in an epoch; below 1: so much of its beginning
-    max_tiles: int | None = None  # of an image, as a list of data sets says
-    columns: Columns = ()  # of its records, as a list of data sets says
-    note: str | None = None  # what of the named place is not read
 
 
 def find_sources(
@@ -192,7 +175,9 @@ def _sources_of(
     elif place.name.endswith(".json") and (listed := read_meta(place, roots, allowed)) is not None:
         if listed_in is not None:
             raise SampleError(f"{listed_in}: annotation {place} is a list of data sets itself: name files of records")
-        yield from (found for entry in listed for found in _in_meta(entry, place, roots, allowed))
+        for entry in listed:
+            for source in _sources_of(entry.file, roots, allowed, listed_in=place):
+                yield replace(entry, file=source.file, columns=source.columns, note=source.note)
     else:
         yield SourceFile(file=place, named=place, columns=columns_beside(place))
 
@@ -206,18 +191,6 @@ def _in_info(info: Path, roots: Sequence[Path], allowed: Allowed) -> Iterator[So
             yield replace(
                 source, named=info, name=listed.name, media_root=root, columns=listed.columns, note=listed.note
             )
-
-
-def _in_meta(entry: MetaSource, meta: Path, roots: Sequence[Path], allowed: Allowed) -> Iterator[SourceFile]:
-    for source in _sources_of(entry.annotation, roots, allowed, listed_in=meta):
-        yield replace(
-            source,
-            named=meta,
-            name=entry.name,
-            media_root=entry.root,
-            repeat=entry.repeat,
-            max_tiles=entry.max_tiles,
-        )
 
 
 def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:

@@ -76,9 +76,9 @@ class VisionChosen:
 
 
 ABOUT_REPLICA = (
-    "The tower is on every device of a replica and encodes before and after the pipeline. No framework of --for has "
-    "a setting for it; LoongForge (--enable-full-hetero-dp) and MindSpeed-MM (--hetero-parallel) share whole "
-    "micro-batches so, which is less even."
+    "The tower is on every device of a replica and encodes before and after the pipeline. `trimtab train` runs it, at "
+    "tp 1; LoongForge (--enable-full-hetero-dp) and MindSpeed-MM (--hetero-parallel) share whole micro-batches so, "
+    "which is less even."
 )
 
 
@@ -100,8 +100,8 @@ def choose_vision(case: Case, found: SplitChoice, *, replica: bool = True) -> Vi
     if not replica:
         if choice.group == "replica":
             raise PlanError(
-                "vision data parallel over a replica is no setting of any framework of --for: leave --for out, or "
-                "choose tp, cp, tp_cp or dp"
+                "vision data parallel over a replica is no setting of this framework: give --for trimtab, leave --for "
+                "out, or choose tp, cp, tp_cp or dp"
             )
         groups = tuple(group for group in groups if group != "replica")
     if choice.group == "auto":  # plans with a degree of 1 are the rule: only tp and dp say why they were not tried

@@ -15,7 +15,7 @@ from trimtab.costs.profile import profile_from_bytes
 from trimtab.errors import PlanError
 from trimtab.files import is_there
 from trimtab.models.describe import describe
-from trimtab.models.shipped import find_shipped
+from trimtab.models.description import find_shipped
 from trimtab.options import RecomputedTier, same_fields
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting, make_case
 from trimtab.plan.decide.compare import compare_variants

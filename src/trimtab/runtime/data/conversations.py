@@ -39,11 +39,10 @@ from trimtab.runtime.data.formats import (
 )
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
-from trimtab.samples.llama_factory import columns_beside
 from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import read_conversation
-from trimtab.samples.shapes import read_columns
+from trimtab.samples.shapes import columns_beside, read_columns
 from trimtab.samples.tokens import TokenizerFiles, read_tokenizer
 from trimtab.specs import ModelSpec
 

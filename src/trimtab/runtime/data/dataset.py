@@ -1,7 +1,5 @@
 """A plan in torch's data loading: the batch sampler of one rank, the loader that knows its place, the data set."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -244,8 +242,6 @@ class PlanDataset(Dataset[Any]):
 # ms-swift's template, one from an example.
 
 
-LOG = logging.getLogger("trimtab")
-
 _OF_EACH_TOKEN = ("input_ids", "labels", *TOKEN_TYPE_KEYS)
 _OF_THE_BATCH = ("attention_mask", "position_ids", "rope_deltas", "use_cache", "cache_position")
 """Made for a padded row: a pack has its own."""
@@ -265,7 +261,7 @@ class AloneThenPacked:
         found = batch["input_ids"].shape[1]
         if self.max_tokens is not None and found > self.max_tokens and not self._said:
             self._said.append(found)
-            LOG.warning(
+            logger.warning(
                 "a pack has %d tokens, the plan's at most %d: size with this collator's template, tokenizer and image "
                 "limits",
                 found,

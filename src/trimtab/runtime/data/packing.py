@@ -1,9 +1,6 @@
 """Is packing exact for the model at hand? `verify_packing` says so in seconds."""
 
-from __future__ import annotations
-
 import inspect
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -257,7 +254,6 @@ def relative_error(found: Tensor, expected: Tensor, *, floor: float = 0.0) -> fl
 # -- what is proved ---------------------------------------------------------------------------------------------------
 
 
-LOG = logging.getLogger("trimtab")
 GRADIENT_FACTOR = 3.0
 """Gradients may be off by so many bounds (found: 0.06 bounds in float32, 1.1 in bfloat16; bench/packing_exact.py)."""
 

@@ -23,8 +23,9 @@ from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import label_weights, packed_loss
 from trimtab.runtime.data.packing import bound_of
 from trimtab.runtime.pipeline.cuts import Cuts, StageModule
-from trimtab.runtime.pipeline.image_dispatch import dispatch_images
+from trimtab.runtime.pipeline.image_dispatch import ImageDispatch, dispatch_images
 from trimtab.runtime.pipeline.pipeline import PackedStage, Pipeline, TiedWeight, pack_loss
+from trimtab.runtime.pipeline.replica import ReplicaTower, spread_tower
 from trimtab.runtime.pipeline.trace import (
     Batch,
     Sealed,
@@ -59,15 +60,17 @@ def build_pipeline(
     gradient is summed over both. `pp_group` None: all processes. `dp_group` None: one data-parallel rank. With a device
     mesh of ("dp", "pp"): `mesh["pp"].get_group()` and `mesh["dp"].get_group()`.
 
-    Where the layout has `images`, first stages of `dp_group` share the images of a step, balanced by `image_cost`, the
-    same on every rank; None: by multiply-adds. They wait for one another for `timeout_s`.
+    Where the layout has `images`, first stages of `dp_group` share the images of a step, or all ranks of `pp_group` do,
+    which then hold the whole tower each. They are balanced by `image_cost`, the same on every rank; None: by
+    multiply-adds. Ranks wait for one another for `timeout_s`.
     """
     layout = plan if isinstance(plan, PipelineLayout) else read_layout(plan)
     pp_group = pp_group or dist.group.WORLD
     assert pp_group is not None, "torch.distributed is not initialised"
     several = dp_group is not None and dist.get_world_size(dp_group) > 1
+    images = layout.images if several or layout.has_tower_everywhere else None
     tracer = Tracer(model)
-    check_layout(layout, tracer.units, model, num_ranks=dist.get_world_size(pp_group), shares_images=several)
+    check_layout(layout, tracer.units, model, num_ranks=dist.get_world_size(pp_group), shares_images=images is not None)
 
     # the stages of this rank; all other weights are dropped
     cuts, rank, device = Cuts(model, layout.modules, tracer=tracer), dist.get_rank(pp_group), torch.device(device)
@@ -79,9 +82,13 @@ def build_pipeline(
         i: StageModule(model, cuts, ends[i] - len(layout.stages[i]), ends[i], dtype=dtype, device=device) for i in own
     }
     tied = _tied_weight(model, layout, rank)
-    _drop_weights(model, [name for i, stage in enumerate(layout.stages) if i not in own for name in stage])
+    tower: StageModule | None = None
+    if images is not None and layout.has_tower_everywhere:
+        tower = modules.get(0) or StageModule(model, cuts, 0, len(cuts.images), dtype=dtype, device=device)
+    kept = {name for i in own for name in layout.stages[i]} | set(() if tower is None else cuts.images)
+    _drop_weights(model, [name for name in layout.modules if name not in kept])
 
-    # on the device, with the recompute of the plan; the first stage may share its images
+    # on the device, with the recompute of the plan
     stages = []
     for i in own:
         module = modules[i].to(device)
@@ -89,18 +96,17 @@ def build_pipeline(
             held = tuple(name for name in choice.modules if name in layout.stages[i])
             apply(module.model, held, granularity=choice.granularity)
         stages.append(PackedStage(module, i, len(layout.stages), device, pp_group))
-        if i == 0 and several and layout.images is not None:
-            assert dp_group is not None
-            stages[-1].images = dispatch_images(
-                module,
-                layout,
-                layout.images,
-                model=model,
-                cost=image_cost,
-                group=dp_group,
-                device=device,
-                timeout_s=timeout_s,
-            )
+
+    # first stages of data-parallel ranks share images, or all ranks of a pipeline
+    shared: ImageDispatch | ReplicaTower | None = None
+    ways: dict[str, Any] = {"model": model, "cost": image_cost, "device": device, "timeout_s": timeout_s}
+    if images is not None and tower is not None:
+        shared = spread_tower(tower.to(device), images, group=pp_group, **ways)
+    elif images is not None and 0 in modules:
+        assert dp_group is not None
+        shared = dispatch_images(modules[0], layout, images, group=dp_group, **ways)
+    if 0 in modules:
+        stages[0].images = shared
     # the first collective of a group: batched sends need it
     dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
     return Pipeline(
@@ -111,6 +117,7 @@ def build_pipeline(
         pp_group=pp_group,
         dp_group=dp_group if several else None,
         tied=tied,
+        images=shared,
     )
 
 

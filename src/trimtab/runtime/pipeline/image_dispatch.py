@@ -144,7 +144,7 @@ class ImageDispatch:
         share = pool.shares.atoms_of(rank)
         # an empty share runs the tower on the smallest image and gives no row of it: types are right by construction
         encoded = received if len(share) else self.template
-        features = read_features(_encode(self.function, encoded), encoded)
+        features = read_features(call_tower(self.function, encoded), encoded)
         known = pool.sizes.rows
         num_rows = np.full(len(pool.home), features.num_rows[0]) if known is None else known
         made = features.rows if len(share) else features.rows[:0]
@@ -160,7 +160,7 @@ class ImageDispatch:
             if rows.requires_grad:
                 call.leaves.append(leaf)
             if len(mine):
-                self._features[number] = _named(features, leaf, mine, atoms)
+                self._features[number] = name_rows(features, leaf, mine, atoms)
         if rows.requires_grad:
             call.rows = rows
 
@@ -222,7 +222,7 @@ def read_images(batch: Batch, family: Family, config: Any) -> dict[str, VisionIn
     }
 
 
-def _named(features: Features, rows: Tensor, num_rows: IntArray, atoms: Mapping[str, int]) -> Encoded:
+def name_rows(features: Features, rows: Tensor, num_rows: IntArray, atoms: Mapping[str, int]) -> Encoded:
     """Rows of one micro-batch as what the functions of images and of videos return."""
     outputs: dict[str, Any] = {}
     columns: dict[str, Tensor] = {}
@@ -237,7 +237,8 @@ def _named(features: Features, rows: Tensor, num_rows: IntArray, atoms: Mapping[
     return Encoded(outputs=outputs, rows=columns)
 
 
-def _encode(function: PatchedFunction, inputs: VisionInputs) -> Any:
+def call_tower(function: PatchedFunction, inputs: VisionInputs) -> Any:
+    """Return what the function that encodes images returns of these atoms, as `read_images` gives them."""
     return function.call({_BATCH_KEYS.get(part.name, part.name): part.rows for part in inputs.parts} | inputs.fixed)
 
 

@@ -19,8 +19,9 @@ from trimtab.plan.layout import PipelineLayout
 from trimtab.runtime.data.collate import label_weights, packed_loss, step_denominator
 from trimtab.runtime.pipeline.cuts import StageModule
 from trimtab.runtime.pipeline.image_dispatch import ImageDispatch, ImageLoad
+from trimtab.runtime.pipeline.replica import ReplicaTower
 from trimtab.runtime.pipeline.trace import ENCODED, Batch, Sealed, Wire
-from trimtab.runtime.vision.exchange import sum_in_place
+from trimtab.runtime.vision.exchange import sum_in_place, used_gradients
 from trimtab.runtime.vision.inputs import PIXELS
 
 # `PipelineStage` for packs: every micro-batch has shapes of its own, known on both sides of a cut beforehand.
@@ -37,7 +38,7 @@ class PackedStage(PipelineStage):
 
     def __init__(self, module: StageModule, index: int, num_stages: int, device: torch.device, group: Any) -> None:
         super().__init__(module, index, num_stages, device, group=group)
-        self.images: ImageDispatch | None = None  # None: this stage encodes what it holds
+        self.images: ImageDispatch | ReplicaTower | None = None  # None: this stage encodes what it holds
         self.microbatches: Sequence[Batch] = ()
         self.received: dict[int, tuple[Tensor, ...]] = {}
         self.sent: dict[int, tuple[Tensor, ...]] = {}  # made, and not yet handed to a send
@@ -68,8 +69,6 @@ class PackedStage(PipelineStage):
         self.chunks = len(microbatches)
         self.microbatches = microbatches
         self.args_recv_info = dict.fromkeys(range(len(microbatches)), ())
-        if self.images is not None:
-            self.images.expect(microbatches)
 
     # -- what schedules set up once: nothing, since shapes differ -----------------------------------------------------
 
@@ -235,20 +234,7 @@ def sum_over_ranks(parameters: Sequence[nn.Parameter], group: Any) -> None:
     A parameter that some rank's micro-batches used and this rank's did not counts as zero here: a vision tower whose
     rank saw only text. One that no rank used keeps no gradient, as in one process.
     """
-    trained = [p for p in parameters if p.requires_grad]
-    if not trained:
-        return
-    # which parameters any rank used
-    used = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-    # a sum of those, zero where only others used one
-    gradients = []
-    for parameter, is_used in zip(trained, used.tolist(), strict=True):
-        if is_used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-    sum_in_place(gradients, group)
+    sum_in_place(used_gradients(parameters, group), group)
 
 
 def exchange_tied(tied: TiedWeight, group: Any) -> None:
@@ -289,6 +275,7 @@ class Pipeline:
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup | None  # None: one data-parallel rank
     tied: TiedWeight | None  # None: no weight is shared with another pipeline rank
+    images: ImageDispatch | ReplicaTower | None = None  # None: this rank encodes what its stages hold, or nothing
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -326,6 +313,8 @@ class Pipeline:
         # private, torch 2.13: the public step() would cut the batch along its first dimension, and packs have one row
         self.schedule._has_backward = backward
         with nullcontext() if backward else torch.no_grad():
+            if self.images is not None:
+                self.images.expect(batches)
             self.schedule._step_microbatches(
                 kwarg_mbs=[{"sealed": Sealed(batch)} for batch in batches],
                 target_mbs=[Sealed({**batch, "denominator": W}) for batch in batches],
@@ -348,6 +337,8 @@ class Pipeline:
         return torch.stack([label_weights(batch).sum() for batch in batches]).sum()
 
     def _finish_gradients(self) -> None:
+        if isinstance(self.images, ReplicaTower):
+            self.images.finish_step()
         if self.dp_group is not None:
             sum_over_ranks(list(self.parameters()), self.dp_group)
         if self.tied is not None:
@@ -371,8 +362,8 @@ class Pipeline:
 
     @property
     def image_load(self) -> ImageLoad | None:
-        """Of the latest step, on the ranks of the first stage; None elsewhere, and where no images are shared."""
-        return next((stage.images.load for stage in self.stages if stage.images is not None), None)
+        """Of the latest step, on the ranks that share images; None elsewhere."""
+        return None if self.images is None else self.images.load
 
     # -- what it holds ------------------------------------------------------------------------------------------------
 

@@ -380,7 +380,7 @@ class RunRecorder:
 
 
 def _patches(record: StepRecord) -> str:
-    """Of the fullest data-parallel rank, as it was and as it would be alone."""
+    """Of the fullest rank that shares images, as it was and as it would be alone."""
     if not record.patches_encoded:
         return ""
     return f"  {max(record.patches_encoded):,} patches on the fullest rank (alone {max(record.patches_held):,})"
@@ -396,7 +396,7 @@ def _put_aside(log: Path) -> None:
 
 
 def _header(settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: DeviceMesh) -> RunHeader:
-    device, layout = pipeline.device, pipeline.layout
+    device, layout, images = pipeline.device, pipeline.layout, pipeline.layout.images
     config: Any = pipeline.stages[0].model.config
     # of a stage's whole device, by counted bytes: what torch's allocator says is allocated
     gib = {stage.stage: stage.memory_gib - stage.reserve_gib for stage in plan.estimates.stages}
@@ -412,7 +412,7 @@ def _header(settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: Devic
         dtype=settings.dtype_on(device.type),
         attention=config._attn_implementation,
         optimizer=settings.optimizer,
-        vision_dp="off" if layout.images is None else layout.images.exchange,
+        vision_dp="off" if images is None else images.group if layout.has_tower_everywhere else images.exchange,
         planned_step_s=plan.estimates.step_ms / 1e3,
         planned_memory_bytes=tuple(int(gib.get(stage, 0.0) * 2**30) for stage in first),
         versions=", ".join(f"{module.__name__} {module.__version__}" for module in (trimtab, torch, transformers)),

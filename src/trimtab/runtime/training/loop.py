@@ -1,7 +1,5 @@
 """The loop behind `trimtab train`: a plan's packs through a plan's stages, on torch's own parts; read `train`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -318,7 +316,8 @@ def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
 
 def share_images(plan: Plan, *, dp: int) -> Plan:
     """Return the plan, without shared images where one data-parallel rank has no other."""
-    if plan.decisions.vision_data_parallel is None or dp > 1:
+    decision = plan.decisions.vision_data_parallel
+    if decision is None or decision.group != "dp" or dp > 1:
         return plan
     tell("one data-parallel rank has no other to share images with: it encodes its own")
     return replace(plan, decisions=replace(plan.decisions, vision_data_parallel=None))
@@ -331,7 +330,7 @@ def image_cost(settings: TrainSettings, plan: Plan) -> LinearCost | None:
         return None
     try:
         model = describe(settings.model, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
-        profile = reload_plan(settings.plan, model=model).case.setting.profile
+        profile = reload_plan(settings.plan, model=model).case.without_vision().setting.profile
     except TrimtabError as problem:
         tell(f"images are shared by counts of work, not by the plan's profile: {problem}")
         return None if decision.objective == "time" else LinearCost(patches=1.0)  # what a patch holds, they all do
@@ -369,13 +368,17 @@ def make_loader(
 def _ran(run: Run, settings: TrainSettings, device: torch.device, microbatches: Sequence[Any]) -> Ran:
     """What this rank's first step runs."""
     models = [stage.model for stage in run.pipeline.stages]
+    recomputed = {name: how for model in models for name, how in recomputed_layers(model).items()}
+    if run.pipeline.layout.has_tower_everywhere:  # the tower's own recompute is no stage's
+        towers = set(run.pipeline.stages[0].module.cuts.images)
+        recomputed = {name: how for name, how in recomputed.items() if name not in towers}
     return Ran(
         ranks=dist.get_world_size(),
         num_packs=len(microbatches) * run.mesh["dp"].size(),
         most_tokens=max(batch["input_ids"].numel() for batch in microbatches),
         dtype=getattr(torch, settings.dtype_on(device.type)),
         attention=attention_in(models[0]),
-        recomputed={name: how for model in models for name, how in recomputed_layers(model).items()},
+        recomputed=recomputed,
     )
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trimtab.errors import TrimtabError
@@ -182,13 +182,55 @@ class _RouteRows(torch.autograd.Function):
 BUCKET_BYTES = 64 * 2**20
 
 
-def sum_in_place(gradients: Sequence[Tensor], group: Any) -> None:
-    """All-reduce (sum) over the group, in flat buckets; every rank gives the same sizes and types in one order."""
+def sum_in_place(gradients: Sequence[Tensor], group: Any, *, to: int | None = None) -> None:
+    """Add up over the group, in flat buckets; every rank gives the same sizes and types in one order.
+
+    `to` is the one rank of the group that gets the sum, what others hold is then undefined; None: all of them.
+    """
     for bucket in _buckets(gradients):
-        flat = torch.cat([x.reshape(-1) for x in bucket])
-        dist.all_reduce(flat, group=group)
-        for gradient, summed in zip(bucket, torch.split(flat, [x.numel() for x in bucket]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+        flat = _flatten(bucket)
+        if to is None:
+            dist.all_reduce(flat, group=group)
+        else:
+            dist.reduce(flat, dist.get_global_rank(group, to), group=group)
+        _write_back(bucket, flat)
+
+
+def send_in_place(tensors: Sequence[Tensor], group: Any) -> None:
+    """Copy the first rank's values into those of the others, in flat buckets."""
+    for bucket in _buckets(tensors):
+        flat = _flatten(bucket)
+        dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
+        if dist.get_rank(group):
+            _write_back(bucket, flat)
+
+
+def used_gradients(parameters: Sequence[nn.Parameter], group: Any) -> list[Tensor]:
+    """Return the gradients of parameters that some rank of the group used, zeros where only others did.
+
+    One that no rank used keeps no gradient, as in one process.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        return []
+    used = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    gradients = []
+    for parameter, is_used in zip(trained, used.tolist(), strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    return gradients
+
+
+def _flatten(bucket: Sequence[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in bucket])
+
+
+def _write_back(bucket: Sequence[Tensor], flat: Tensor) -> None:
+    for tensor, part in zip(bucket, torch.split(flat, [x.numel() for x in bucket]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
