@@ -48,7 +48,7 @@ def cost(layer, gradients=BOTH, **more):
 STEPS = [
     (0, "bf16", "fp32", "adamw", 2 * 4, 2 * (4 + 8) + 4 + 2, 1),
     (1, "bf16", "fp32", "adamw", 4 + 2, 2 * (4 + 8) + 4 + 2, 4),  # each rank updates its share
-    (2, "bf16", "fp32", "adamw", 4 + 2, 2 * (4 + 8) + 4 + 2, 4),
+    (2, "bf16", "fp32", "adamw", 2, 2 * (4 + 8) + 4 + 2, 4),  # gradients went after every micro-batch
     (3, "bf16", "fp32", "adamw", 0, 2 * (4 + 8) + 4 + 2, 4),
     (1, "bf16", "bf16", "adamw", 2 + 2, 2 * (4 + 8) + 2 + 2, 4),
     (1, "fp32", "fp32", "adamw", 4 + 4, 2 * 8 + 4 + 4, 4),  # no master copy
@@ -318,12 +318,23 @@ def test_sequence_parallel_gathers_the_inputs_once_more_in_backward():
 
 
 def test_zero_3_gathers_in_both_passes_and_scatters_the_gradients():
-    plain, sharded = (cost(text_block(), dp=4, zero_stage=stage, dp_bytes_per_s=1e9) for stage in (2, 3))
+    plain, sharded = (cost(text_block(), dp=4, zero_stage=stage, dp_bytes_per_s=1e9) for stage in (1, 3))
     each = 3 / 4 * 2 * text_block().num_params / 1e9
     assert sharded.forward_s[ONCE] - plain.forward_s[ONCE] == pytest.approx(each)
     assert sharded.backward_s[ONCE] - plain.backward_s[ONCE] == pytest.approx(2 * each)
     assert sharded.transient_bytes[ONCE] - plain.transient_bytes[ONCE] == 2 * 2 * text_block().num_params
     assert sharded.tiers[-1].extra_backward_s[ONCE] == plain.forward_s[ONCE]  # the gather of backward serves both
+
+
+@pytest.mark.parametrize(("grad", "sent"), [("fp32", 4), ("bf16", 2)])
+def test_zero_2_sends_gradients_after_every_micro_batch(grad, sent):
+    plain, sharded = (
+        cost(text_block(), dp=4, zero_stage=stage, dp_bytes_per_s=1e9, grad_dtype=grad) for stage in (1, 2)
+    )
+    seconds = 3 / 4 * sent * text_block().num_params / 1e9
+    assert sharded.backward_s[ONCE] - plain.backward_s[ONCE] == pytest.approx(seconds)
+    assert plain.step_s - sharded.step_s == pytest.approx(seconds)
+    assert sharded.forward_s == plain.forward_s
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(1, 1), (2, 1), (4, 1), (4, 2)])

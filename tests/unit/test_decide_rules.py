@@ -13,6 +13,7 @@ from trimtab.balance.images import share_images, tower_bytes, tower_seconds
 from trimtab.costs.devices import parse_cluster
 from trimtab.costs.profile import mean_seconds, profile_model
 from trimtab.lora import Lora
+from trimtab.partition.published import even_stages
 from trimtab.partition.simulate import StageTimes
 from trimtab.partition.stages import split_stages
 from trimtab.plan.decide import advice
@@ -40,7 +41,7 @@ from trimtab.plan.decide.steps import (
     open_steps,
     refuse_over,
 )
-from trimtab.plan.decide.work import limit_work
+from trimtab.plan.decide.work import in_lockstep, limit_work, rank_step_s, steps_of
 from trimtab.plan.options import PlanOptions, parse_baseline
 from trimtab.plan.plan import SettingEstimate, TipEstimate, VisionDecision
 from trimtab.specs import ParallelDims, SampleTable, Schedule
@@ -436,6 +437,37 @@ def test_a_row_that_is_slower_is_explained():
     assert len(explain_losses([rows[0], slower])) == 1
     assert explain_losses([rows[0], replace(slower, step_s=1.004 * rows[0].step_s)]) == ()
     assert explain_losses([replace(rows[0], name="other baseline"), slower]) == ()
+
+
+def test_under_zero_3_every_rank_waits_for_the_slowest_in_each_tower():
+    samples = image_samples(96, seed=5)
+    case = case_of(PlanOptions(global_batch=24, zero_stage=3, schedule="1F1B", host="none"), dims_of(dp=4), samples)
+    stages, table, work = even_stages(case.setting.profile, 1), case.schedule.table, case.work
+    found = steps_of(work, table, stages, case.problem, CLUSTER)
+    # by hand: of each micro-batch the longest tower of any rank, then the longest language model of any rank
+    layers, expected = case.setting.profile.layers, np.zeros(len(table))
+    seconds = {
+        tower: sum(np.array(x.forward_s) + np.array(x.backward_s) for x in layers if (x.tower == "language") == tower)
+        for tower in (False, True)
+    }
+    for step, ranks in enumerate(table):
+        for microbatch in ranks.T:
+            packs = work[microbatch[microbatch >= 0]]
+            images, texts = packs.copy(), packs.copy()
+            images[:, 4:] = texts[:, 1:4] = 0.0
+            expected[step] += (images @ seconds[False]).max(initial=0) + (texts @ seconds[True]).max(initial=0)
+    assert found == pytest.approx(expected + rank_step_s(case.problem, stages))
+    alone = steps_of(work, table, stages, replace(case.problem, lockstep=False), CLUSTER)
+    assert (found >= alone).all()
+    assert (found > alone).any()
+
+
+def test_a_slot_that_no_rank_fills_stays_empty():
+    case = case_of(PlanOptions(global_batch=24, zero_stage=3), dims_of(dp=4), image_samples(24, seed=5))
+    table = np.array([[[0, 1, -1], [2, -1, -1]]])
+    work, slots = in_lockstep(case.work, table, case.setting.profile)
+    assert slots.tolist() == [[[0, 1, -1]]]
+    np.testing.assert_array_equal(work[1], case.work[1])
 
 
 def test_an_empty_slot_takes_no_time():

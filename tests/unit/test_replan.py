@@ -14,7 +14,7 @@ from trimtab.errors import PlanError
 from trimtab.files import blake2b
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.work import steps_of, times_of
+from trimtab.plan.decide.work import steps_of
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.options import PlanOptions
@@ -68,8 +68,8 @@ def seconds_under(found: ReloadedPlan, **factors: float) -> np.ndarray:
     """Of the plan's own steps, where its layers take so many times as long."""
     case = found.case
     terms = [TermFit(name=name, value=value, error=None) for name, value in factors.items()]  # type: ignore[arg-type]
-    times = times_of(case.work, found.stages, apply_terms(case.setting.profile, terms), case.cluster)
-    return steps_of(times, case.schedule.table, found.stages, case.problem)
+    problem = replace(case.problem, profile=apply_terms(case.setting.profile, terms))
+    return steps_of(case.work, case.schedule.table, found.stages, problem, case.cluster)
 
 
 def test_a_run_settles_the_factors_that_made_it(found: ReloadedPlan) -> None:
@@ -79,8 +79,8 @@ def test_a_run_settles_the_factors_that_made_it(found: ReloadedPlan) -> None:
     assert lesson.num_steps == 10
     assert lesson.memory_ratio == pytest.approx(1.0)
     learnt = replace(found.case.setting, profile=lesson.calibration.profile).profile
-    times = times_of(found.case.work, found.stages, learnt, found.case.cluster)
-    again = steps_of(times, found.case.schedule.table, found.stages, found.case.problem)
+    case = found.case
+    again = steps_of(case.work, case.schedule.table, found.stages, replace(case.problem, profile=learnt), case.cluster)
     np.testing.assert_allclose(again[1:9], taken[1:], rtol=0.06)
     assert abs(seconds_under(found)[1:9] / taken[1:] - 1).max() > 0.1, "the plan's own costs are far off"
 

@@ -94,6 +94,7 @@ class SplitProblem:
     recompute: RecomputeMode = "auto"
     overhead_bytes: float = 0.0  # of each device, whatever it holds
     overhead_share: float = 0.0  # of the bytes that it holds
+    lockstep: bool = False  # ranks gather every layer together (ZeRO-3): a micro-batch waits for the slowest rank
 
     def __post_init__(self) -> None:
         L, P, V = len(self.profile.layers), self.num_stages, self.num_chunks

@@ -79,7 +79,7 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
     steps = np.array([x.step - 1 for x in records])
     times, problem = times_of(case.work, found.stages, case.setting.profile, case.cluster), case.problem
     phases_s = None if case.phases is None else case.phases.step_s[steps]
-    planned_s = steps_of(times, table[steps], found.stages, problem, phases_s=phases_s)
+    planned_s = steps_of(case.work, table[steps], found.stages, problem, case.cluster, phases_s=phases_s)
     measured_s = np.array([x.step_s - x.data_s for x in records])
     # 2. the fit, on steps spread over the run
     chosen = np.unique(np.linspace(0, len(records) - 1, num=min(_MOST_FITTED, len(records))).astype(np.int64))

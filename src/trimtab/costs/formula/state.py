@@ -162,12 +162,13 @@ def step_seconds(share: Share, device: DeviceSpec, settings: CostSettings) -> fl
     """Seconds once a step for the share's trained parameters: gradient exchange, then the optimizer.
 
     A ring of N ranks moves (N - 1)/N of the bytes for a reduce-scatter and as many for an all-gather. ZeRO 0 does both
-    with gradients; ZeRO 1 and 2 reduce-scatter gradients and gather the updated weights; ZeRO 3 does both within the
-    micro-batches, where it is priced. The optimizer is bound by memory: it reads and writes moments and master copy
-    of the rank's share, reads the gradient and writes the weight. Nothing overlaps. Not counted: gradient norm.
+    with gradients; ZeRO 1 reduce-scatters gradients and gathers the updated weights; ZeRO 2 sends gradients after every
+    micro-batch, for it holds none whole, and ZeRO 3 weights as well: these are priced there. The optimizer is bound by
+    memory: it reads and writes moments and master copy of the rank's share, reads the gradient and writes the weight.
+    Nothing overlaps. Not counted: gradient norm.
     """
     N, weight, grad = share.replicas, ITEM_BYTES[settings.dtype], ITEM_BYTES[settings.grad_dtype]
-    exchanged = {0: 2 * grad, 1: grad + weight, 2: grad + weight, 3: 0}[settings.zero_stage]
+    exchanged = {0: 2 * grad, 1: grad + weight, 2: weight, 3: 0}[settings.zero_stage]
     e = settings.efficiency_on(device)
     link = share.bytes_per_s * e.link
     master = 4.0 if weight < 4 else 0.0

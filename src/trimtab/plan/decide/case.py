@@ -211,6 +211,7 @@ def split_problem(
         recompute=options.recompute,
         overhead_bytes=budget.outside_bytes,
         overhead_share=budget.slack,
+        lockstep=options.sharding == 3 and profile.dims.dp > 1,
     )
 
 

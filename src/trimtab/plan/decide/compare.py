@@ -28,6 +28,7 @@ from trimtab.plan.decide.work import (
     PATCHES,
     TOKENS,
     above_all,
+    in_lockstep,
     packed_work,
     padded_work,
     rank_step_s,
@@ -296,8 +297,8 @@ def _estimate_s(run: Run, cluster: ClusterSpec) -> float:
     steps = np.unique(np.linspace(0, len(table) - 1, num=min(_ESTIMATED_STEPS, len(table))).astype(np.int64))
     packs = table[steps]
     slots = np.where(packs >= 0, np.arange(packs.size).reshape(packs.shape), -1)
-    times = times_of(run.work[np.maximum(packs.reshape(-1), 0)], run.stages, run.problem.profile, cluster)
-    return float(steps_of(times, slots, run.stages, run.problem).mean()) * len(table)
+    work = run.work[np.maximum(packs.reshape(-1), 0)]
+    return float(steps_of(work, slots, run.stages, run.problem, cluster).mean()) * len(table)
 
 
 def _batched(
@@ -387,17 +388,19 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     # seconds of all steps; idle is what is left of the pipelines' part, exchange and optimizer aside
     times = times_of(run.work, run.stages, problem.profile, cluster)
     phases_s = None if run.phases is None else run.phases.step_s
-    step_s = steps_of(times, table, run.stages, problem, phases_s=phases_s)
+    step_s = steps_of(run.work, table, run.stages, problem, cluster, phases_s=phases_s)
     pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)
     # memory at the largest pack, stages at the mean one
     assessed = replace(problem, work_mean=run.work.mean(axis=0)).assess(run.stages)
     held = run.work if run.held is None else run.held
     busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
     if run.phases is not None:  # idle is counted while pipelines run
-        pipeline_s = float(steps_of(times, table, run.stages, problem).sum()) - len(step_s) * rank_step_s(
-            problem, run.stages
-        )
+        alone_s = steps_of(run.work, table, run.stages, problem, cluster)
+        pipeline_s = float(alone_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)
     idle_share = 1.0 - busy_s / (pipeline_s * dims.pp * dims.dp)
+    if problem.lockstep:
+        together, table = in_lockstep(run.work, table, problem.profile)
+        times = times_of(together, run.stages, problem.profile, cluster)
     return Variant(
         name=run.name,
         packs=run.packs,

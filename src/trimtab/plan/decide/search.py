@@ -20,7 +20,7 @@ from trimtab.partition.stages import split_stages
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting, make_case
 from trimtab.plan.decide.members import Member, Refusal, list_members
 from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced, parallel_dims
-from trimtab.plan.decide.work import steps_of, times_of
+from trimtab.plan.decide.work import steps_of
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import ClusterSpec, LayerSpec, ModelSpec, SampleTable
 from trimtab.units import format_degrees
@@ -224,9 +224,8 @@ def price_member(
     own = with_tiers(member.profile, model, tiers)
     problem = case.problem if own is member.profile else replace(case.problem, profile=own)
     split = split_stages(problem)
-    times = times_of(case.work, split.stages, member.profile, cluster)
     again_s, all_s = sum(split.recompute_s), sum(split.forward_s) + sum(split.backward_s)
-    step_s = float(steps_of(times, case.schedule.table, split.stages, problem).mean())
+    step_s = float(steps_of(case.work, case.schedule.table, split.stages, problem, cluster).mean())
     return Priced(
         setting=case.setting,
         options=member.options,

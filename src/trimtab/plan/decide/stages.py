@@ -16,7 +16,7 @@ from trimtab.partition.published import BmpResult, bmp_split, rank_cuts
 from trimtab.partition.search import Evaluator, SearchResult, search_makespan
 from trimtab.partition.stages import SplitProblem, split_stages
 from trimtab.plan.decide.case import Case
-from trimtab.plan.decide.work import stage_link, steps_of, times_of
+from trimtab.plan.decide.work import stage_link, steps_of
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import SearchedSplit
 from trimtab.specs import IntArray, LayerSpec, Profile, Stage, recomputing, stages_between, tiers_of
@@ -146,9 +146,8 @@ def uniform_splits(problem: SplitProblem) -> list[SplitResult]:
 
 def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
     """Seconds of the whole data set on these stages."""
-    times = times_of(case.work, stages, case.setting.profile, case.cluster)
     phases_s = None if case.phases is None else case.phases.step_s
-    return float(steps_of(times, case.schedule.table, stages, case.problem, phases_s=phases_s).sum())
+    return float(steps_of(case.work, case.schedule.table, stages, case.problem, case.cluster, phases_s=phases_s).sum())
 
 
 def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:

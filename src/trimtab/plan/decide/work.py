@@ -177,11 +177,31 @@ def times_of(work: FloatArray, stages: Sequence[Stage], profile: Profile, cluste
     return stage_times(profile, stages, work, link_bytes_per_s=stage_link(cluster), latency_s=cluster.latency_s)
 
 
+def in_lockstep(work: FloatArray, table: IntArray, profile: Profile) -> tuple[FloatArray, IntArray]:
+    """Return packs and table (steps, 1, M) of ranks that gather every layer's weights together, as under ZeRO-3.
+
+    No rank is more than a layer ahead of the others. So in each tower every rank waits for the one whose micro-batch
+    takes longest there: its images may be one rank's, and its tokens another's.
+    """
+    slots, empty = np.maximum(table, 0).swapaxes(1, 2), (table < 0).swapaxes(1, 2)
+    per_layer = profile.matrix("forward_s") + profile.matrix("backward_s")
+    of_language = np.array([layer.tower == "language" for layer in profile.layers])
+    slowest = np.zeros((*slots.shape[:2], NUM_WORK_TERMS))
+    slowest[..., MICROBATCHES] = 1.0
+    for layers, terms in ((~of_language, IMAGE_TERMS), (of_language, slice(TOKENS, NUM_WORK_TERMS))):
+        seconds = np.where(empty, -1.0, evaluate(per_layer[layers].sum(axis=0), work)[slots])
+        chosen = np.take_along_axis(slots, seconds.argmax(axis=2)[..., None], axis=2)[..., 0]
+        slowest[..., terms] = work[chosen][..., terms]
+    numbers = np.where(empty.all(axis=2), -1, np.arange(slowest[..., 0].size).reshape(slots.shape[:2]))
+    return slowest.reshape(-1, NUM_WORK_TERMS), numbers[:, None, :]
+
+
 def steps_of(
-    times: StageTimes,
+    work: FloatArray,
     table: IntArray,
     stages: Sequence[Stage],
     problem: SplitProblem,
+    cluster: ClusterSpec,
     *,
     phases_s: FloatArray | None = None,
 ) -> FloatArray:
@@ -189,8 +209,11 @@ def steps_of(
 
     `phases_s` (num_steps, dp): what ranks do outside of their pipelines.
     """
+    if problem.lockstep:
+        work, table = in_lockstep(work, table, problem.profile)
+        phases_s = None if phases_s is None else phases_s.max(axis=1, keepdims=True)
     return simulate_steps(
-        times,
+        times_of(work, stages, problem.profile, cluster),
         table,
         schedule=problem.schedule,
         num_devices=problem.num_stages,
