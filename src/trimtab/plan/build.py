@@ -239,8 +239,10 @@ def _settle_open(
     case = replace(grid.vision.best.case, options=replace(grid.vision.best.case.options, vision=vision))
     shared = choose_vision(case, grid.without, replica=within is None)
     settled = [replace(grid, vision=shared)]
-    if within is not None:
-        settled = [_within_host(settled[0], model, within)] if shared.best.case.vision is not None else settled
+    if shared.best.case.vision is not None:
+        here = replace(settled[0], split=shared.best.found.split)
+        hosted = here if within is None else _within_host(here, model, within)
+        settled = [grid if hosted is None else hosted]
     limit_s = grid.vision.best.epoch_s / MUST_GAIN
     # 2. other settings, the least expected first; those of a decoder alone come with their own packs
     whole = whole_tower(model, cluster, options)
