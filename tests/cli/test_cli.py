@@ -178,13 +178,13 @@ def test_a_run_of_ones_own_is_predicted_and_told_beside_a_plan(run: Run, drawn: 
 
 
 def test_a_plan_that_shares_images_checks_reports_and_says_so(run: Run, drawn: Path, tmp_path: Path) -> None:
-    words = ["--cluster", "8xA100-80GB", "--tp", "2", "--pp", "1", "--global-batch", "64", "--vision-dp", "tp"]
+    words = ["--cluster", "8xA100-80GB", "--tp", "2", "--pp", "1", "--global-batch", "64", "--set", "towers=tp"]
     out = tmp_path / "plan"
     said = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *words, "--set", "vision_pooling=1", "--out", out)
     assert said.code == 0, said.err
     assert "tp 2, gather, balanced by time, each micro-batch by itself, gradients averaged" in said.out
     assert load_plan(out).decisions.vision_data_parallel is not None
-    assert "--vision-dp tp --set vision_pooling=1" in load_plan(out).command
+    assert "--set towers=tp --set vision_pooling=1" in load_plan(out).command
     assert run("check", out).code == 0
     assert "Images shared among ranks" in run("report", out).out
 

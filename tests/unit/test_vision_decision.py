@@ -353,7 +353,7 @@ def test_auto_is_no_slower_than_any_group():
         options = dataclasses.replace(plain, vision=VisionChoice(group=group))
         return make_plan(QWEN, long_samples(), CLUSTER, options).variants[-1].epoch_s
 
-    assert epoch_s("auto") <= MUST_GAIN * min(epoch_s(group) for group in ("none", "tp", "cp", "tp_cp"))
+    assert epoch_s("auto") <= MUST_GAIN * min(epoch_s(group) for group in ("one-grid", "tp", "cp", "tp_cp"))
 
 
 # -- what no plan can follow -------------------------------------------------------------------------------------------

@@ -178,10 +178,10 @@ def _settle(
     packs does not hold.
     """
     group = chosen.best.options.vision.group
-    if group == "auto":
+    if group == "auto" or group == "shared":
         return _settle_open(model, epoch, cluster, options, budget, chosen, within)
     left, most = list(chosen.by_preference), 1
-    if group != "none":
+    if group != "one-grid":
         # of one rank there is nothing to share
         left = [x for x in left if group_degree(group, x.setting.dims) > 1] or left
         left, most = [x for x in left if x.samples_per_s * _SHARING_GAINS >= left[0].samples_per_s], _MOST_SHARED
@@ -215,7 +215,7 @@ def _settle(
             f"none of {len(divisions)} divisions runs so: plan with other degrees, ZeRO or packs, or without --for"
         )
     shortest = min(x.vision.best.epoch_s for x in settled)
-    alike = (1 + EQUAL) * shortest if group == "none" else shortest
+    alike = (1 + EQUAL) * shortest if group == "one-grid" else shortest
     return next(x for x in settled if x.vision.best.epoch_s <= alike)  # of those alike the first by preference
 
 
@@ -232,6 +232,7 @@ def _settle_open(
 
     Forms at other settings are tried where their bound gains that, the least bound first.
     """
+    replica = within is None and chosen.best.options.vision.group == "auto"
     # 1. the best single grid, as without any sharing, and what forms do at its setting
     plain = [replace(x, options=replace(x.options, vision=VisionChoice())) for x in chosen.considered]
     grid = _settle(model, epoch, cluster, options, budget, replace(chosen, considered=tuple(plain)), within)
@@ -247,7 +248,7 @@ def _settle_open(
     # 2. other settings, the least expected first; those of a decoder alone come with their own packs
     whole = whole_tower(model, cluster, options)
     expected = [(_expected_s(model, epoch, x, whole, replica=within is None), x) for x in chosen.considered]
-    if within is None:
+    if replica:
         num, below_s = len(epoch.rows), limit_s / len(epoch.rows)
         apart = settings_apart(model, epoch.drawn, cluster, options, budget, below_s=below_s)
         expected += [(num * seconds, priced) for seconds, priced in apart]

@@ -20,7 +20,14 @@ from trimtab.balance.images import tower_seconds
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.options import VisionGroup
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting
-from trimtab.plan.decide.groups import GROUPS, decision_problems, exchange_of, group_degree, over_tp, reduction_of
+from trimtab.plan.decide.groups import (
+    decision_problems,
+    exchange_of,
+    group_degree,
+    groups_of,
+    over_tp,
+    reduction_of,
+)
 from trimtab.plan.decide.members import least_step_s
 from trimtab.plan.decide.search import choose_setting
 from trimtab.plan.decide.setting import Priced, profile_setting
@@ -110,11 +117,11 @@ def choose_vision(
     """
     plain = SharedSplit(case=case, found=found, epoch_s=epoch_s(case, found.split.stages))
     choice = case.options.vision
-    if choice.group == "none":
+    if choice.group == "one-grid":
         return VisionChosen(best=plain, tried=(plain,))
-    is_open = choice.group == "auto"
+    is_open = choice.group in ("auto", "shared")
     # 1. every group that is possible; where it is left open, those that may gain enough
-    groups = GROUPS if is_open else (choice.group,)
+    groups = groups_of(choice.group)
     if not replica:
         if choice.group == "replica":
             raise PlanError(
