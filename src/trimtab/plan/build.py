@@ -250,7 +250,8 @@ def _settle_open(
     expected = [(_expected_s(model, epoch, x, whole, replica=within is None), x) for x in chosen.considered]
     if replica:
         num, below_s = len(epoch.rows), limit_s / len(epoch.rows)
-        apart = settings_apart(model, epoch.drawn, cluster, options, budget, below_s=below_s)
+        slow = {x.setting.dims for seconds, x in expected if seconds > limit_s}
+        apart = settings_apart(model, epoch.drawn, cluster, options, budget, below_s=below_s, without=slow)
         expected += [(num * seconds, priced) for seconds, priced in apart]
     known = {(case.setting.dims, case.options.sharding)}
     for seconds, priced in sorted(expected, key=lambda pair: pair[0]):

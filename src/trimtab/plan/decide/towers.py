@@ -10,7 +10,7 @@ form at a setting is simulated only where an even share of the images, waiting f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -335,11 +335,13 @@ def settings_apart(
     budget: MemoryBudget,
     *,
     below_s: float,
+    without: Collection[ParallelDims] = (),
 ) -> Iterator[tuple[float, Priced]]:
     """The fastest pipelines of the decoder alone, with the whole model's costs; none where its costs were measured.
 
     Each comes with the least seconds a sample that it may take with the tower's even share: fewer than `below_s`.
-    Patches are limited to what any pack of the tokens' limit may hold, for they no longer fill a stage.
+    Patches are limited to what any pack of the tokens' limit may hold, for they no longer fill a stage. Degrees in
+    `without` are left out.
     """
     if options.profile is not None or options.pp == 1:
         return
@@ -359,7 +361,9 @@ def settings_apart(
     )
     alone = replace(options, max_patches=None)
     try:
-        chosen = choose_setting(decoder_only(model), text, cluster, alone, budget, pipelines_below_s=below_s - tower_s)
+        chosen = choose_setting(
+            decoder_only(model), text, cluster, alone, budget, pipelines_below_s=below_s - tower_s, without=without
+        )
     except PartitionError:
         return
     per_token = float((samples.num_patches / np.maximum(samples.num_tokens, 1)).max())
