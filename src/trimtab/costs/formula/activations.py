@@ -59,7 +59,9 @@ def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
     w = settings.item_bytes
     # work that was counted; else what each operation needs for its backward
     if layer.measured is not None:  # counted in 16 bits
-        terms = measured_terms(layer, settings.dims.tp, settings.row_share(layer.tower))
+        terms = measured_terms(
+            layer, settings.dims.tp, settings.row_share(layer.tower), flash=settings.attention == "flash"
+        )
         wide = w / 2
         return (Kept(name="measured", row_bytes=wide * terms.row_bytes, pair_bytes=wide * terms.pair_bytes),)
     if layer.kind == "block":
@@ -163,7 +165,9 @@ def layer_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, ..
     """
     w, h, share = settings.item_bytes, layer.hidden_size, settings.row_share(layer.tower)
     if layer.measured is not None:  # what is kept was written once and read once, by ten kernels or so: an estimate
-        terms = measured_terms(layer, settings.dims.tp, settings.row_share(layer.tower))
+        terms = measured_terms(
+            layer, settings.dims.tp, settings.row_share(layer.tower), flash=settings.attention == "flash"
+        )
         return (
             Traffic(name="measured", row_bytes=w * terms.row_bytes, pair_bytes=w * terms.pair_bytes, num_kernels=10),
         )
