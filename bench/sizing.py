@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trimtab.samples.media import image_size
 from trimtab.samples.size import size_samples
-from trimtab.samples.template import compile_template
+from trimtab.samples.tokens import compile_template
 from trimtab.specs import ImageCounts
 
 NUM_IMAGES = 500

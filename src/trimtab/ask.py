@@ -3,8 +3,6 @@
 The child has no network, no weights, no code of a model's folder, 8 GiB and one minute; this module has no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -6,8 +6,6 @@ instead of array expressions and slices, keep columns in one array of records in
 only compiled code calls as `inner`, or `inlined` where there is one such call.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

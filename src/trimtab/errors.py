@@ -1,7 +1,5 @@
 """What can go wrong with a user's input: each message says what was asked, what is true and what to try."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import UnionType
 from typing import get_args

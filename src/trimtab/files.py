@@ -1,7 +1,5 @@
 """Writing files that are complete or not there, and telling whether a file is still the same."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -4,8 +4,6 @@ The parent asks one question at a time: a function of ours by name, and its argu
 parent never unpickles. A child that takes too long, takes too much memory or crashes costs its question alone.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import json

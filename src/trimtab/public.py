@@ -3,8 +3,6 @@
 Each name stands once, in the stub (`.pyi`) next to the module that has it, which type checkers and editors read too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

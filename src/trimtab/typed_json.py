@@ -1,7 +1,5 @@
 """Strict JSON and YAML; what they hold as frozen dataclasses, each missing, unknown or wrong field named by place."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How things are shown: sizes, times and rates with their units (GiB is 2**30 bytes, tera 10**12), names, objects."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

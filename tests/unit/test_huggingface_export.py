@@ -3,9 +3,10 @@
 import pytest
 
 from export_cases import by_counts, decide, first_block, make_model
-from trimtab.adapters.huggingface import TARGETS, export
+from trimtab.adapters.huggingface import TARGETS
 from trimtab.specs import ParallelDims, RecomputeChoice
 
+export = TARGETS["transformers"].export
 MODEL = make_model()
 BLOCK = first_block(MODEL)
 VISION = MODEL.indices("vision", "block")

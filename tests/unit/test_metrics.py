@@ -16,7 +16,7 @@ from trimtab.balance.metrics import (
     utilisation,
 )
 from trimtab.balance.packing import pack_samples, report_packing
-from trimtab.balance.pairing import match_pairs
+from trimtab.balance.pair import match_pairs
 from trimtab.specs import Packing, SampleTable, Schedule
 
 

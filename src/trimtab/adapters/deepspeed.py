@@ -5,8 +5,6 @@ holds a subclass whose `_partition_layers` sets the plan's bounds, which is priv
 tests/integration/test_deepspeed.py shows on two processes. Nothing is imported here.
 """
 
-from __future__ import annotations
-
 import json
 import pprint
 from collections.abc import Sequence

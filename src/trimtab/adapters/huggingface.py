@@ -8,11 +8,8 @@ layer (`trimtab.torch.apply_recompute`). Transformers' own switch stays off: it 
 both towers alike.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -142,17 +139,6 @@ for granularity, modules in RECOMPUTE.items():
 # -- trainers in Python ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Host:
-    """One of these trainers."""
-
-    title: str
-    checked_with: str
-    packs: str
-    lines: Mapping[int, str]  # by its ZeRO stages: what to set next to recompute; {M}: micro-batches
-    has_switch: bool = False  # of recompute, in its `TrainingArguments`
-
-
 _OWN_DATA = (
     'remove_unused_columns=False, max_length=None, train_sampling_strategy="sequential", '
     'dataset_kwargs={{"skip_prepare_dataset": True}}'
@@ -179,57 +165,11 @@ KNOWN: Mapping[str, Collection[object]] = {
 }
 
 
-_HOSTS: Mapping[str, _Host] = {
-    "transformers": _Host(
-        title="Transformers",
-        checked_with="Transformers 5.23, its own models and `TrainingArguments`",
-        packs="`trimtab.balanced(trainer, plan)`",
-        lines=_trainer_lines("TrainingArguments"),
-        has_switch=True,
-    ),
-    "trl": _Host(
-        title="TRL",
-        checked_with="TRL 1.16, its SFTTrainer trained on a CPU",
-        packs="`trimtab.balanced(trainer, plan)`",
-        lines={
-            stage: line.replace("batch_size=1", f"batch_size=1, {_OWN_DATA}")
-            for stage, line in _trainer_lines("SFTConfig").items()
-        },
-        has_switch=True,
-    ),
-    "accelerate": _Host(
-        title="Accelerate",
-        checked_with="Accelerate 1.15, its loaders on CPU ranks",
-        packs="`trimtab.balanced(loader, plan, model=model)`",
-        lines={
-            0: "optimizer = {optimizer}\n"
-            "accelerator = Accelerator(mixed_precision='{autocast}', gradient_accumulation_steps={M})",
-            3: "optimizer = {optimizer}\nplugin = FullyShardedDataParallelPlugin(fsdp_version=2)\n"
-            "accelerator = Accelerator("
-            "mixed_precision='{autocast}', gradient_accumulation_steps={M}, fsdp_plugin=plugin)",
-        },
-    ),
-    "fsdp2": _Host(
-        title="FSDP2",
-        checked_with="torch 2.13, recompute under `fully_shard` on CPU ranks",
-        packs="`PlanDataLoader`",
-        lines={
-            3: "policy = MixedPrecisionPolicy({policy})  # this and fully_shard from torch.distributed.fsdp\n"
-            "for name, module in reversed(list(model.named_modules())):\n"
-            "    if type(module).__name__ in model._no_split_modules or not name:\n"
-            "        fully_shard(module, mp_policy=policy)\n"
-            "optimizer = {optimizer}"
-        },
-    ),
-}
-
-
 def check_whole(plan: Decided, title: str, zero_stages: Sequence[int]) -> tuple[int, list[str]]:
     """The ZeRO stage that a host of whole models is given, of those that it has, and warnings; or refuses the plan."""
-    dims, problems, warnings = plan.dims, [], []
+    dims, warnings = plan.dims, []
     if len(plan.stages) > 1:
-        problems.append(f"{title} has no pipeline stages: plan with pp 1, or use `trimtab train`")
-    refuse(problems)
+        raise UnsupportedPlanError(f"{title} has no pipeline stages: plan with pp 1, or use `trimtab train`")
     if dims.tp > 1:
         warnings.append(f"tp {dims.tp} is not set here: load the model with tp_plan='auto' on {dims.tp} ranks")
     stage = plan.zero_stage if plan.zero_stage in zero_stages else max(zero_stages)
@@ -238,14 +178,25 @@ def check_whole(plan: Decided, title: str, zero_stages: Sequence[int]) -> tuple[
     return stage, warnings
 
 
-def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transformers"]) -> Exported:
+def export(
+    plan: Decided,
+    _price: float | None,
+    *,
+    title: str,
+    lines: Mapping[int, str],
+    has_switch: bool,
+) -> Exported:
     """Lines to run once between making the model and training it: every layer that the plan recomputes, by tier, and
-    how the host accumulates and shards."""
+    how the host accumulates and shards.
+
+    `lines`: by the host's ZeRO stages, what to set next to recompute ({M}: micro-batches). `has_switch`: recompute has
+    one in its `TrainingArguments`.
+    """
     stages, launch = plan.stages, plan.launch
-    refuse(launch.problems(host.title, **KNOWN))
-    stage, warnings = check_whole(plan, host.title, tuple(host.lines))
+    refuse(launch.problems(title, **KNOWN))
+    stage, warnings = check_whole(plan, title, tuple(lines))
     also = None
-    if plan.frozen_towers and host.has_switch:
+    if plan.frozen_towers and has_switch:
         towers = " and ".join(plan.frozen_towers)
         also = f"the {towers} tower is frozen: leave activation_checkpointing off, which back-propagates it"
     chosen = {i: tier for stage in stages for i, tier in sorted(tiers_of(stage).items())}
@@ -274,10 +225,10 @@ def export(plan: Decided, _price: float | None, *, host: _Host = _HOSTS["transfo
     # weights are loaded in 32 bits and run in 16 by autocast, as the plan prices them
     load = f'MODEL = {{"dtype": "float32", "attn_implementation": "{IMPLEMENTATIONS[launch.attention]}"}}'
     load += "  # model = AutoModelForImageTextToText.from_pretrained(..., **MODEL)"
-    if launch.fused_kernels and not host.has_switch:
+    if launch.fused_kernels and not has_switch:
         load += "\nliger_kernel.transformers._apply_liger_kernel_to_instance(model=model)"
     freeze = "".join(f"{line}\n" for line in _frozen_lines(plan))
-    text = f"{load}\n{freeze}{recompute}\n{adapters}{host.lines[stage].format(**words)}"
+    text = f"{load}\n{freeze}{recompute}\n{adapters}{lines[stage].format(**words)}"
     fields = {"recompute": modules, "python": text, **said}
     return Exported(text=text, fields=fields, runs=stages, warnings=tuple(warnings), also=also)
 
@@ -300,14 +251,14 @@ def whole(model: ModelSpec, zero_stages: Sequence[int]) -> Expressible:
     return Expressible(forbidden_cuts=frozenset(range(1, len(model.layers))), choices=choices)
 
 
-def _target(host: _Host) -> Target:
+def _target(title: str, checked_with: str, packs: str, lines: Mapping[int, str], *, has_switch: bool) -> Target:
     return Target(
-        title=host.title,
+        title=title,
         host="eager",
-        checked_with=host.checked_with,
-        packs=host.packs,
-        can=lambda model, _pp: whole(model, tuple(host.lines)),
-        export=partial(export, host=host),
+        checked_with=checked_with,
+        packs=packs,
+        can=lambda model, _pp: whole(model, tuple(lines)),
+        export=partial(export, title=title, lines=lines, has_switch=has_switch),
         lora=(16, 4),
     )
 
@@ -317,18 +268,6 @@ def _target(host: _Host) -> Target:
 
 _ZERO_STAGES = (0, 3, 2, 1)  # tried in this order where the user names none
 Settings = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recipe:
-    """One of these two launchers."""
-
-    title: str
-    checked_with: str
-    packs: str
-    settings: Callable[[Decided, int], Settings]  # of a plan and the ZeRO stage it gets
-    head: str  # how the file is run
-    lora: tuple[int, ...] = ()
 
 
 def _deepspeed(zero_stage: int) -> Settings:
@@ -421,44 +360,97 @@ def _axolotl(plan: Decided, zero_stage: int) -> Settings:
     }
 
 
-_RECIPES: Mapping[str, _Recipe] = {
-    "llama-factory": _Recipe(
-        title="LLaMA-Factory",
-        checked_with="llamafactory 0.9.5, its own parser and trainer on a CPU",
-        packs="`runtime.training.llama_factory_run` in place of `llamafactory-cli train`",
-        settings=_llama_factory,
-        lora=(16, 4),
-        head="# torchrun --nproc-per-node N -m trimtab.runtime.training.llama_factory_run PLAN FILE",
-    ),
-    "axolotl": _Recipe(
-        title="axolotl",
-        checked_with="axolotl 0.21.0, its own schema, plug-in manager and trainer on a CPU",
-        packs="a plug-in, `runtime.training.axolotl_plugin`",
-        settings=_axolotl,
-        head="# axolotl train FILE, with the plan's folder for PLAN",
-    ),
-}
+def export_recipe(
+    plan: Decided, _price: float | None, *, title: str, settings: Callable[[Decided, int], Settings], head: str
+) -> Exported:
+    """The settings that the plan decides, to be merged into a file that names model, data and learning rate.
+
+    `settings`: of a plan and the ZeRO stage that it gets. `head`: how the file is run.
+    """
+    refuse(plan.launch.problems(title, **KNOWN))
+    zero_stage, warnings = check_whole(plan, title, _ZERO_STAGES)
+    fields = settings(plan, zero_stage)
+    text = yaml.safe_dump(fields, sort_keys=False).rstrip()
+    return Exported(text=f"{head}\n{text}", fields=fields, runs=plan.stages, warnings=tuple(warnings))
 
 
-def export_recipe(plan: Decided, _price: float | None, *, host: _Recipe) -> Exported:
-    """The settings that the plan decides, to be merged into a file that names model, data and learning rate."""
-    refuse(plan.launch.problems(host.title, **KNOWN))
-    zero_stage, warnings = check_whole(plan, host.title, _ZERO_STAGES)
-    settings = host.settings(plan, zero_stage)
-    text = yaml.safe_dump(settings, sort_keys=False).rstrip()
-    return Exported(text=f"{host.head}\n{text}", fields=settings, runs=plan.stages, warnings=tuple(warnings))
-
-
-TARGETS = {name: _target(host) for name, host in _HOSTS.items()} | {
-    name: Target(
-        title=host.title,
+def _recipe(
+    title: str,
+    checked_with: str,
+    packs: str,
+    settings: Callable[[Decided, int], Settings],
+    head: str,
+    lora: tuple[int, ...] = (),
+) -> Target:
+    return Target(
+        title=title,
         host="eager",
-        checked_with=host.checked_with,
-        packs=host.packs,
+        checked_with=checked_with,
+        packs=packs,
         packs_by_tokens=True,
         can=lambda model, _pp: whole(model, _ZERO_STAGES),
-        export=partial(export_recipe, host=host),
-        lora=host.lora,
+        export=partial(export_recipe, title=title, settings=settings, head=head),
+        lora=lora,
     )
-    for name, host in _RECIPES.items()
+
+
+TARGETS: Mapping[str, Target] = {
+    "transformers": _target(
+        "Transformers",
+        "Transformers 5.23, its own models and `TrainingArguments`",
+        "`trimtab.balanced(trainer, plan)`",
+        _trainer_lines("TrainingArguments"),
+        has_switch=True,
+    ),
+    "trl": _target(
+        "TRL",
+        "TRL 1.16, its SFTTrainer trained on a CPU",
+        "`trimtab.balanced(trainer, plan)`",
+        {
+            n: line.replace("batch_size=1", f"batch_size=1, {_OWN_DATA}")
+            for n, line in _trainer_lines("SFTConfig").items()
+        },
+        has_switch=True,
+    ),
+    "accelerate": _target(
+        "Accelerate",
+        "Accelerate 1.15, its loaders on CPU ranks",
+        "`trimtab.balanced(loader, plan, model=model)`",
+        {
+            0: "optimizer = {optimizer}\n"
+            "accelerator = Accelerator(mixed_precision='{autocast}', gradient_accumulation_steps={M})",
+            3: "optimizer = {optimizer}\nplugin = FullyShardedDataParallelPlugin(fsdp_version=2)\n"
+            "accelerator = Accelerator("
+            "mixed_precision='{autocast}', gradient_accumulation_steps={M}, fsdp_plugin=plugin)",
+        },
+        has_switch=False,
+    ),
+    "fsdp2": _target(
+        "FSDP2",
+        "torch 2.13, recompute under `fully_shard` on CPU ranks",
+        "`PlanDataLoader`",
+        {
+            3: "policy = MixedPrecisionPolicy({policy})  # this and fully_shard from torch.distributed.fsdp\n"
+            "for name, module in reversed(list(model.named_modules())):\n"
+            "    if type(module).__name__ in model._no_split_modules or not name:\n"
+            "        fully_shard(module, mp_policy=policy)\n"
+            "optimizer = {optimizer}"
+        },
+        has_switch=False,
+    ),
+    "llama-factory": _recipe(
+        "LLaMA-Factory",
+        "llamafactory 0.9.5, its own parser and trainer on a CPU",
+        "`runtime.training.llama_factory_run` in place of `llamafactory-cli train`",
+        _llama_factory,
+        "# torchrun --nproc-per-node N -m trimtab.runtime.training.llama_factory_run PLAN FILE",
+        lora=(16, 4),
+    ),
+    "axolotl": _recipe(
+        "axolotl",
+        "axolotl 0.21.0, its own schema, plug-in manager and trainer on a CPU",
+        "a plug-in, `runtime.training.axolotl_plugin`",
+        _axolotl,
+        "# axolotl train FILE, with the plan's folder for PLAN",
+    ),
 }

@@ -4,8 +4,6 @@ Every flag of Megatron-Core's parser stands in megatron_flags.txt: it is priced 
 memory, or is refused by name. So is a flag that does not stand there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache

@@ -5,8 +5,6 @@ It has no letter for vision layers: Megatron-Core builds the whole tower and its
 first stage. Checked against megatron-core 0.16.1 by tests/integration/test_megatron_core.py; nothing is imported here.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

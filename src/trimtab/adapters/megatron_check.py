@@ -3,8 +3,6 @@
 Checked against megatron-core 0.16.1 by tests/integration/test_megatron_core.py; nothing is imported here.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

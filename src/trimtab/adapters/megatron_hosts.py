@@ -5,8 +5,6 @@ it cannot say either. Written for 0.4 to 0.6; `bench/hosts.py` reads fields, fam
 sources of the newest release.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -162,18 +160,6 @@ def _refuse_family(model: ModelSpec) -> None:
         raise UnsupportedPlanError(f"Megatron-Bridge 0.6 has no {model.family}: export to megatron or ms-swift")
 
 
-BRIDGE = {
-    "megatron-bridge": Target(
-        title="Megatron-Bridge",
-        checked_with="megatron-bridge 0.3.1 and 0.6.2, its sources; megatron-core 0.16.1 and 0.19.2",
-        packs=ENERGON,
-        can=_can_run,
-        export=export_bridge,
-        lora=(16,),
-    )
-}
-
-
 # -- ms-swift ---------------------------------------------------------------------------------------------------------
 # ms-swift hands Megatron-Core's settings on under its own names, and builds the vision tower from Hugging Face's class,
 # whole on the first stage: nothing truncates it. Names and choices checked against ms-swift 4.6.0 by
@@ -255,7 +241,15 @@ def _whole_tower(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]
     return tuple(recomputing(stage, tiers_of(stage) | tower) for stage in stages)
 
 
-SWIFT = {
+TARGETS = {
+    "megatron-bridge": Target(
+        title="Megatron-Bridge",
+        checked_with="megatron-bridge 0.3.1 and 0.6.2, its sources; megatron-core 0.16.1 and 0.19.2",
+        packs=ENERGON,
+        can=_can_run,
+        export=export_bridge,
+        lora=(16,),
+    ),
     "ms-swift": Target(
         title="ms-swift",
         checked_with="ms-swift 4.6.0, its fields in its own parser",
@@ -264,7 +258,5 @@ SWIFT = {
         export=export_swift,
         lora=(16,),
         packs_by_tokens=True,
-    )
+    ),
 }
-
-TARGETS = BRIDGE | SWIFT

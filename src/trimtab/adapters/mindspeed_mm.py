@@ -5,8 +5,6 @@ cuts inside the tower is carried whole. Projector and last vision block share a 
 block, and last decoder block, norm and head. Read at 57069cd5 (vlm_model.py, vision_transformer_block.py), not run.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ switch for recompute. Their positional arguments were read at commit a098ca5: ex
 examples/qwen3_vl takes 26, with the experts' two degrees behind CP. `bench/hosts.py` reads them again.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """A plan in a framework's own words: what the framework makes of it, what that costs, and the best that it can run."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -9,8 +9,6 @@ TorchServe 0.12 gets a handler and its settings, packed by `torch-model-archiver
 since 0.12.0 (2024), and its README says that vulnerabilities may not be fixed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

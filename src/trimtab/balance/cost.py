@@ -3,8 +3,6 @@
 Symbols: P patches and T tokens of an item (a sample, an image, a frame), P_s segments of full vision attention in it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ An *atom* is what cannot be divided between ranks: an image, or one frame of a c
 Symbols: n atoms of cost w_i, N ranks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, get_args

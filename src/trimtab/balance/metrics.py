@@ -4,8 +4,6 @@ Symbols as in the OmniBal paper (arXiv 2407.20761): t_i the length of sample i, 
 T_i the work of rank i in one step, T_max the largest of the N ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +105,7 @@ def _pairs_bound(sizes: IntArray, limits: tuple[int, ...], least: int) -> int:
     for part in (0.5, 0.0, 1.0):
         large = part * shares[:, 0] + (1 - part) * shares[:, 1] > (1 + 1e-9) / 3
         if large.sum() > least:
-            from trimtab.balance.pairing import match_pairs
+            from trimtab.balance.pair import match_pairs
 
             own = sizes[large].astype(np.float64)
             own = own[(own <= limits).all(axis=1)]

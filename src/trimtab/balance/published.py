@@ -4,8 +4,6 @@ ISF, iterative sampling and filtering, is algorithm 1 of OmniBal (arXiv 2407.207
 as in the paper: Q_v, Q_t the limits of patches (images there) and tokens, Q'_v, Q'_t the filters, T iterations.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from trimtab.balance.schedule import Groups, reorder

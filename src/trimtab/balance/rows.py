@@ -3,8 +3,6 @@
 Symbols: D columns per sample, the last of them the cost; a row is what dp ranks run at the same time, one pack each.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from trimtab.balance.pair import Goal, Packs, Scratch, make_goal, make_packs, make_scratch, share_pairs

@@ -3,8 +3,6 @@
 Symbols: N samples, k limited columns, D = k + 1 columns with the cost; M packs (micro-batches) a rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

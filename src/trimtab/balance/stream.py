@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.balance.metrics import sum_columns
-from trimtab.balance.pair import Goal, Packs, make_goal, make_packs, make_scratch
-from trimtab.balance.pairing import NO_THREE_FIT, match_pairs
+from trimtab.balance.pair import NO_THREE_FIT, Goal, Packs, make_goal, make_packs, make_scratch, match_pairs
 from trimtab.balance.window import (
     Effort,
     Pull,

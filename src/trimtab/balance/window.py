@@ -4,8 +4,6 @@ What goes through samples or pairs one by one is compiled; rounds are NumPy's. S
 of them the cost; P packs.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

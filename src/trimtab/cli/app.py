@@ -1,7 +1,5 @@
 """The Typer application: each verb is loaded when it is called; messages on a wrong command line are short."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """`trimtab`: runs a verb; bad input ends with one sentence and exit code 2."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -52,7 +52,7 @@ def plan(
     from trimtab.samples.sources import find_sources
 
     model = images.describe(config)
-    narrowed = _Narrowed(options=options) if target is None else _narrowed(target, model, options)
+    options, within = _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
     also = None if saved is None else saved.device
     names = [part.strip() for part in cluster.cluster.split(",")] if "," in cluster.cluster else [cluster.cluster]
@@ -68,7 +68,7 @@ def plan(
         num_skipped=len(sized.bad),
         assumptions=sized.assumptions,
     )
-    options = replace(narrowed.options, profile=saved)
+    options = replace(options, profile=saved)
     if len(clusters) > 1 and not options.fills_packs:  # the same batch on each
         batches = [default_global_batch(devices, options, len(sized.table)) for devices in clusters.values()]
         options = replace(options, global_batch=max(batches))
@@ -77,7 +77,7 @@ def plan(
         given = {"global_batch": options.global_batch} if len(clusters) > 1 else {}
         command = given_command(context, without=_NOT_IN_THE_PLAN, cluster=name, **given)
         known = replace(origin, command=command)
-        details = plan_with_progress(model, sized.table, clusters[name], options, known, narrowed.within)
+        details = plan_with_progress(model, sized.table, clusters[name], options, known, within)
         _refuse_untrainable(details, target)
         return details
 
@@ -146,15 +146,14 @@ def replan(
 
     found = reload_plan(plan)
     lesson = learn_from(found, read_log_of(found.plan, run / "run.jsonl" if run.is_dir() else run))
-    options = open_again(found)
-    narrowed = _Narrowed(options=options) if target is None else _narrowed(target, found.case.model, options)
+    options, within = _narrowed(target, found.case.model, open_again(found))
     with told_of_compiling(), progress("planning") as advance:
         details = replan_rest(
             found,
             lesson,
             cluster=None if cluster is None else parse_cluster(cluster, also=found.case.cluster.device),
-            options=narrowed.options,
-            within=narrowed.within,
+            options=options,
+            within=within,
             progress=lambda _step, done, total: advance(done, total),
         )
     _refuse_untrainable(details, target)
@@ -166,16 +165,10 @@ def replan(
     _print(details, paths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Narrowed:
-    """What the planner may choose, and what may be decided of the model."""
-
-    options: PlanOptions
-    within: "Within | None" = None
-
-
-def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowed:
-    """Without what the framework cannot express."""
+def _narrowed(target: str | None, model: "ModelSpec", options: PlanOptions) -> tuple[PlanOptions, "Within | None"]:
+    """Return what the planner may choose, without what the framework cannot express, and what it may do to a model."""
+    if target is None:
+        return options, None
     from trimtab.plan.decide.stages import within_choices
 
     if target == OWN_LOOP:
@@ -183,7 +176,7 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
 
         refuse_quantised(options.lora)
         options = replace(options, host="eager") if options.host == PlanOptions().host else options
-        return _Narrowed(options=within_choices(options, can_train(model), target))
+        return within_choices(options, can_train(model), target), None
     from trimtab.adapters.frameworks import find_target
 
     framework = find_target(target)
@@ -193,7 +186,7 @@ def _narrowed(target: str, model: "ModelSpec", options: PlanOptions) -> _Narrowe
     if framework.packs_by_tokens and not options.baselines:  # what the user would run without a plan
         options = replace(options, baselines=("greedy",))
     can = framework.can
-    return _Narrowed(options=within_choices(options, can(model, options.pp or 1), target), within=can)
+    return within_choices(options, can(model, options.pp or 1), target), can
 
 
 def _refuse_untrainable(details: "PlanDetails", target: str | None) -> None:
@@ -279,17 +272,11 @@ def _figures(found: "Prediction") -> dict[str, object]:
     ran = found.variant
     peak = max(memory.total_bytes for memory in ran.memory)
     return {
-        "dp": found.dims.dp,
-        "pp": found.dims.pp,
-        "tp": found.dims.tp,
-        "cp": found.dims.cp,
-        "ep": found.dims.ep,
+        **{axis: getattr(found.dims, axis) for axis in ("dp", "pp", "tp", "cp", "ep")},
         "etp": found.dims.expert_tp,
         "num_microbatches": found.num_microbatches,
         "num_steps": len(ran.step_s),
-        "mean_step_s": found.mean_step_s,
-        "p95_step_s": found.p95_step_s,
-        "samples_per_s": found.samples_per_s,
+        **{name: getattr(found, name) for name in ("mean_step_s", "p95_step_s", "samples_per_s")},
         "epoch_s": ran.epoch_s,
         "fits": ran.fits,
         "peak_bytes": [memory.total_bytes for memory in ran.memory],

@@ -4,8 +4,6 @@ A field with `Option(common=True)` becomes a flag of its own. Each field is also
 `--options` give it by name, `trimtab options VERB` lists it with its help.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

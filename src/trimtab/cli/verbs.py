@@ -1,7 +1,5 @@
 """The verbs of `trimtab`, as data: `--help` shows them without loading one, or Typer. Tests hold them to the code."""
 
-from __future__ import annotations
-
 import textwrap
 from importlib import import_module
 from importlib.resources import files

@@ -6,8 +6,6 @@ and lengths of answers, which are what a plan rests on, stand in two tables; wha
 
 # ruff: noqa: S311, SIM905 - draws pictures, guards no secret; words read best as text
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterable

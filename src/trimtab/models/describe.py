@@ -1,7 +1,5 @@
 """config.json -> ModelSpec: layers in forward order with their parameters, image rule, tied weights, forbidden cuts."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A description as a file: what `describe` found, as JSON that every machine reads without torch."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

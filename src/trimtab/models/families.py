@@ -5,8 +5,6 @@ asked of all. InternVL's remote code was read in OpenGVLab/InternVL, internvl_ch
 (modeling_internvl_chat.py at 0328579).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A device map and what it costs: the bytes of every device by kind, and what moves because it did not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

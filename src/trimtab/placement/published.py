@@ -1,7 +1,5 @@
 """InternVL's published rule for spreading a model over GPUs, and what any given map does with a model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

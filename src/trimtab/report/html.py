@@ -4,8 +4,6 @@ The page carries its own style and script and a Content-Security-Policy that for
 that slipped through unescaped could load and run nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

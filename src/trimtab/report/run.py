@@ -1,7 +1,5 @@
 """A run against its plan, as a section of the page and as lines of text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

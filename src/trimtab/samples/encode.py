@@ -1,7 +1,5 @@
 """A conversation as the token ids that sizing counted, and which of them are to be learnt."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +9,7 @@ import numpy.typing as npt
 
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import VIDEO_MARK, Conversation, Slot
-from trimtab.samples.template import MARKS
-from trimtab.samples.tokens import TokenCounter, TokenizerFiles
+from trimtab.samples.tokens import MARKS, TokenCounter, TokenizerFiles
 from trimtab.specs import ClipCounts, ImageCounts, IntArray
 
 

@@ -4,8 +4,6 @@ Every batch of columns is validated in full before a value of it is read: offset
 numbers, and pyarrow follows them anywhere in memory.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import csv

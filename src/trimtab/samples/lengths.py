@@ -1,7 +1,5 @@
 """Files of ready-made lengths, which say themselves how many tiles, patches or tokens each sample has."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

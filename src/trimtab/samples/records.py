@@ -4,8 +4,6 @@
 lead to, are in `sources.py`.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Records of any shape as messages: the shapes that data sets come in, and a map of columns for all others."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache

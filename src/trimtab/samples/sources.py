@@ -3,8 +3,6 @@
 `_FOLDERS` lists the kinds of folders and how each is recognised; formats of files are in `records.FORMATS`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

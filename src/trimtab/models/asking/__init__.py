@@ -1,7 +1,5 @@
 """What Transformers says of its own models: the side that needs torch. A limited child is asked one question."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A plan's packs as the training loop reads them: tables mapped into memory, and a place in any epoch of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache

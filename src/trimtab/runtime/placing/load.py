@@ -1,7 +1,5 @@
 """Loads a model folder onto the devices that a placement names, ready to generate."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping
