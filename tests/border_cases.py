@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,29 @@ def served(folder: Path) -> Iterator[tuple[int, list[str]]]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def spoken(parts: list[bytes], times: int = 1) -> Iterator[int]:
+    """A server that says these parts to each of so many connections, a hundredth of a second apart, and then waits."""
+    closing = threading.Event()
+
+    def speak() -> None:
+        with suppress(OSError):  # the other side, or this test, has ended
+            for _ in range(times):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(65536)
+                    for part in parts:
+                        connection.sendall(part)
+                        closing.wait(0.01)
+                    if times == 1:
+                        closing.wait()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=speak, daemon=True).start()
+        yield server.getsockname()[1]
+        closing.set()
 
 
 # -- a watch over every Python process of a command -------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The border: which places a file from outside may name; and addresses that fsspec opens, as paths.
 
 What the user types is opened, addresses such as s3://bucket/a.jsonl too. What data, lists of data sets and plans name
-goes through `place_inside`: a file below a folder that the user named, and no address, unless the user allows it.
+goes through `place_inside`: a file below a folder that the user named, and no address, unless the user allows it. What
+records and requests name is fetched by `fetch`, with limits.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ import io
 import os
 import posixpath
 import re
+import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PosixPath
+from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,6 +29,12 @@ from trimtab.errors import SampleError
 from trimtab.files import blake2b
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+_WEB = ("http://", "https://")
+_STORES = re.compile(
+    r"(https?|s3a?|gs|gcs|hf|az|abfss?|adl|oci|oss|r2|(web)?hdfs|sftp|ssh|ftps?|memory):/+", re.IGNORECASE
+)
+"""Schemes that a file may name: others, such as local:// and zip://, lead to files of this machine."""
+MOST_FETCHED_BYTES, FETCH_S = 256 << 20, 60.0  # of one image or video
 _BUFFER_BYTES = 1 << 16  # small: fsspec keeps blocks as well
 _CHANGED = ("mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created")
 """What drivers call the time, or another mark, of a file's last change."""
@@ -64,8 +77,8 @@ def place_inside(text: str, folders: Sequence[Path], said_by: str, allowed: Allo
     """
     place = place_of(text)
     if isinstance(place, Address):
-        if not allowed.remote and not any(_is_below(place, folder) for folder in folders):
-            raise SampleError(f"{said_by} names {text[:80]}: give that address yourself, or --allow-remote")
+        if not any(_is_below(place, folder) for folder in folders):
+            refuse_address(text, said_by, allowed)
         return place
     places = [place] if place.is_absolute() else [place, *(folder / text for folder in folders)]
     inside = [one for one in places if allowed.outside or any(_is_below(one, folder) for folder in folders)]
@@ -75,6 +88,14 @@ def place_inside(text: str, folders: Sequence[Path], said_by: str, allowed: Allo
             "(--media-root), or --allow-outside for a file you trust"
         )
     return next((one for one in inside if one.exists()), folders[0] / text)
+
+
+def refuse_address(text: str, said_by: str, allowed: Allowed) -> None:
+    """Raise `SampleError` where a file from outside must not name this address."""
+    if not allowed.remote:
+        raise SampleError(f"{said_by} names {text[:80]}: give that address yourself, or --allow-remote")
+    if not _STORES.match(text):
+        raise SampleError(f"{said_by} names {text[:80]}, which is no store on the network: give that address yourself")
 
 
 def _is_below(place: Path, folder: Path) -> bool:
@@ -164,6 +185,8 @@ class Address(PosixPath):
             import fsspec
         except ModuleNotFoundError:
             raise SampleError(f"fsspec, which reads {self}, is not installed: pip install 'trimtab[remote]'") from None
+        if "::" in str(self):  # fsspec's chains open a second place, a local file among them
+            raise SampleError(f"{self} names two places: name one")
         try:
             driver, path = fsspec.core.url_to_fs(str(self))
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3"; "Protocol not known: xyz"
@@ -178,10 +201,10 @@ class Address(PosixPath):
             raise _unread(self, error) from None
 
 
-def _unread(address: Address, error: Exception) -> SampleError:
+def _unread(address: Address | str, error: Exception) -> SampleError:
     """Drivers raise what their client libraries have, and nothing common."""
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return SampleError(f"{address} cannot be read ({said}): check the address and your access to it")
+    return SampleError(f"{str(address)[:200]} cannot be read ({said}): check the address and your access to it")
 
 
 class _Remote(io.RawIOBase):
@@ -220,3 +243,74 @@ class _Remote(io.RawIOBase):
             yield
         except Exception as error:
             raise _unread(self._address, error) from None
+
+
+# -- what records and requests name ------------------------------------------------------------------------------------
+
+
+def fetch(address: str, *, most_bytes: int = MOST_FETCHED_BYTES, seconds: float = FETCH_S) -> bytes:
+    """Return the whole content of an address; `SampleError` where it takes more bytes or seconds than allowed.
+
+    A thread reads it, because a driver may wait for a name or a connection longer than any limit of its own.
+    """
+    found: SimpleQueue[bytes | Exception] = SimpleQueue()
+    end = time.monotonic() + seconds
+
+    def read() -> None:
+        try:
+            with _opened(address, seconds) as file:
+                found.put(_read_within(file, address, most_bytes, end))
+        except Exception as error:  # handed to the thread that waits
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+            found.put(error)
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        content = found.get(timeout=seconds)
+    except Empty:
+        content = TimeoutError()
+    if isinstance(content, TimeoutError):
+        raise SampleError(f"{address[:80]} took more than {seconds:g} s: download it and name the file")
+    if isinstance(content, SampleError):
+        raise content
+    if isinstance(content, Exception):
+        raise _unread(address, content) from None
+    return content
+
+
+def _opened(address: str, seconds: float) -> Any:
+    if address.lower().startswith(_WEB):
+        return _http().open(address, timeout=seconds)
+    return Address(address).open()
+
+
+@cache
+def _http() -> urllib.request.OpenerDirector:
+    """Return what follows addresses of HTTP to others of HTTP, and none to files or FTP."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.UnknownHandler,
+    ):
+        opener.add_handler(handler())
+    return opener
+
+
+def _read_within(file: Any, address: str, most_bytes: int, end: float) -> bytes:
+    """Return what an open file holds; `SampleError` past a limit, which a slow stream passes as well."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    while part := file.read1(_BUFFER_BYTES):
+        num_bytes += len(part)
+        if num_bytes > most_bytes:
+            raise SampleError(f"{address[:80]} holds more than {most_bytes:,} bytes: download it and name the file")
+        if time.monotonic() > end:
+            raise TimeoutError
+        parts.append(part)
+    return b"".join(parts)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from border_cases import playlists, served, watched_environment, write_video_set
 Run = Any
 ROOT = Path(__file__).parents[2]
 COMMANDS = {  # of each verb one that reads what came from outside; {word} as in refusals.yaml
-    "demo": "demo --samples 20 --out {out}/demo",
+    "demo": "demo --num-samples 50 --out {out}/demo",
     "plan": "plan Qwen2.5-VL-7B {data} --tokenizer {tokenizer} --cluster 8xA100-80GB --out {out}/plan",
     "predict": "predict Qwen2.5-VL-7B {table} --cluster 8xA100-80GB --tp 1 --pp 1 --batch 1",
     "check": "check {plan}",
     "compare": "compare {plan} {plan}",
     "probe": "probe {plan} {model}",
     "train": "train {plan} {model}",
-    "replan": "replan {plan} {run} --out {out}/again",
+    "replan": "replan {plan} --run {run} --out {out}/again",
     "report": "report {plan} --out {out}/report",
     "serve": "serve {model} --port 0",  # which has no weights
     "map": "map Qwen2.5-VL-7B --gpus 2x24GiB",
@@ -36,6 +37,9 @@ COMMANDS = {  # of each verb one that reads what came from outside; {word} as in
     "uneven": "uneven Qwen2.5-VL-7B",
     "export": "export jsonl {plan} --out {out}/x.jsonl",
 }
+
+
+SERVES = r"socket\.(bind|getaddrinfo '127\.0\.0\.1')"  # whether its port is free
 
 
 def verbs() -> list[str]:
@@ -90,9 +94,10 @@ def test_no_verb_connects_or_reads_outside(verb, hostile, drawn, planned, tiny, 
     environment, log = watched_environment(tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=hostile["out"], env=environment)
     assert "Traceback" not in done.stderr, done.stderr
+    assert "Usage:" not in done.stderr, done.stderr
     assert done.returncode in (0, 1, 2)
     lines = log.read_text().splitlines()
-    own = r"socket\.(bind|getaddrinfo '127\.0\.0\.1')" if verb == "serve" else "$"  # whether its port is free
+    own = SERVES if verb == "serve" else "$"
     others = [line for line in lines if not line.startswith("open ") and not re.match(own, line)]
     assert {line for line in others if sys.executable not in line} == set(), done.stderr
     roots = [*map(Path, sys.path), Path(sys.prefix), Path(sys.base_prefix), Path(sysconfig.get_path("stdlib"))]
@@ -103,6 +108,147 @@ def test_no_verb_connects_or_reads_outside(verb, hostile, drawn, planned, tiny, 
     assert not any(
         re.search(r"secret\.(mp4|png)|/etc/(hostname|passwd)", line) for line in lines if line.startswith("open ")
     )
+
+
+# -- what files of plans, models and data name, in every verb that reads them ------------------------------------------
+
+SECRET = "secret-elsewhere"
+PLAN_TRAPS = {  # what is put in place of what in plan.yaml
+    "data": (r"path: \S+data\.jsonl", "path: {secret}/data.jsonl"),
+    "table": (r"table: samples\.npz", "table: {secret}/samples.npz"),
+    "table above": (r"table: samples\.npz", "table: ../" + SECRET + "/samples.npz"),
+    "table behind an address": (r"table: samples\.npz", "table: http://127.0.0.1:9/samples.npz"),
+    "packs": (r"file: offsets\.npy", "file: ../" + SECRET + "/offsets.npy"),
+    "packs behind an address": (r"file: indices\.npy", "file: http://127.0.0.1:9/indices.npy"),
+    "configuration": (r"config: Qwen2.5-VL-7B", "config: {secret}"),
+    "configuration behind an address": (r"config: Qwen2.5-VL-7B", "config: http://127.0.0.1:9/config.json"),
+    "processor": (r"preprocessor: null", "preprocessor: {secret}/preprocessor_config.json"),
+    "device": (r"device: A100-80GB", "device: {secret}/device.yaml"),
+    "costs": (r"costs: analytic", "costs: {secret}/profile.json"),
+}
+LIKE_DATA = {
+    "data.jsonl",
+    "config.json",
+    "preprocessor_config.json",
+    "device.yaml",
+    "profile.json",
+    "tokenizer_config.json",
+}
+"""Files that a plan was made from lie where it names them: read as JSON, and never fetched."""
+# `train` reads plans and models as `probe` does
+READS_A_PLAN = {
+    "check": "check {plan}",
+    "compare": "compare {plan} {planned}",
+    "probe": "probe {plan} {model} --device cpu --out {out}/probed",
+    "replan": "replan {plan} --run {run} --out {out}/again",
+    "report": "report {plan} --out {out}/report",
+    "export": "export jsonl {plan} --out {out}/x.jsonl",
+}
+MODEL_TRAPS: dict[str, dict[str, Any]] = {  # files of a model folder, and what is put into them
+    "code": {
+        "config.json": {"auto_map": {"AutoConfig": "trap.Trap", "AutoModel": "trap.Trap", "AutoProcessor": "trap.Trap"}}
+    },
+    "code elsewhere": {"config.json": {"auto_map": {"AutoConfig": "{secret}--trap.Trap"}}},
+    "code by name": {"config.json": {"model_type": "{secret}"}},
+    "processor": {
+        "preprocessor_config.json": {"image_processor_type": "Trap", "auto_map": {"AutoImageProcessor": "trap.Trap"}}
+    },
+    "weights": {
+        "model.safetensors.index.json": {
+            "metadata": {},
+            "weight_map": {"lm_head.weight": "../" + SECRET + "/model.safetensors"},
+        }
+    },
+    "a base elsewhere": {"adapter_config.json": {"base_model_name_or_path": "{secret}", "peft_type": "LORA"}},
+    "a name elsewhere": {
+        "config.json": {"_name_or_path": "{secret}"},
+        "tokenizer_config.json": {"name_or_path": "{secret}"},
+    },
+    "template": {
+        "tokenizer_config.json": {
+            "chat_template": "{% include '{secret}/data.jsonl' %}{{ cycler.__init__.__globals__.os.abort() }}"
+        }
+    },
+    "vocabulary": {
+        "tokenizer_config.json": {"tokenizer_file": "{secret}/tokenizer.json", "vocab_file": "{secret}/vocab.json"}
+    },
+}
+READS_A_MODEL = {
+    "describe": "describe {model}",
+    "plan": "plan {model} {data} --cluster 8xA100-80GB --out {out}/plan",
+    "size": "size {data} --model {model} --out {out}/s.npz",
+    "map": "map {model} --gpus 2x24GiB",
+    "predict": "predict {model} {table} --cluster 8xA100-80GB --tp 1 --pp 1 --batch 1",
+    "probe": "probe {plan} {model} --device cpu --out {out}/probed",
+    "serve": "serve {model} --port 0",
+}
+
+
+def elsewhere(folder: Path, planned: Path, tiny: Path) -> Path:
+    """A folder that nobody names, in which whatever a trap names lies."""
+    secret = shutil.copytree(tiny, folder / SECRET)
+    for file in planned.iterdir():
+        shutil.copy(file, secret / file.name)
+    for name in ("data.jsonl", "device.yaml", "profile.json", "model.safetensors", "vocab.json"):
+        (secret / name).write_text("{}")
+    (secret / "trap.py").write_text("raise SystemExit('the trap ran')\n")
+    return secret
+
+
+def check_watched(command: list[str], folder: Path, cwd: Path, may_read: Collection[str] = ()) -> None:
+    environment, log = watched_environment(folder)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment, timeout=100)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "Usage:" not in done.stderr, done.stderr  # it has read what it should
+    assert done.returncode in (0, 1, 2)
+    lines = log.read_text().splitlines()
+    opened = [Path(line[5:]) for line in lines if line.startswith("open ")]
+    strange = {path.name for path in opened if SECRET in path.parts or path.name == "trap.py"}
+    assert strange - set(may_read) == set(), done.stderr
+    own = SERVES if command[3] == "serve" else "$"
+    others = [line for line in lines if not line.startswith("open ") and not re.match(own, line)]
+    assert [line for line in others if sys.executable not in line] == [], done.stderr
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("trap", PLAN_TRAPS)
+@pytest.mark.parametrize("verb", READS_A_PLAN)
+def test_no_file_elsewhere_that_a_plan_names_is_opened(
+    verb: str, trap: str, hostile: dict[str, Path], drawn: Path, planned: Path, tiny: Path, tmp_path: Path
+) -> None:
+    secret = elsewhere(tmp_path, planned, tiny)
+    plan = shutil.copytree(planned, tmp_path / "given")
+    old, new = PLAN_TRAPS[trap]
+    text, count = re.subn(old, new.format(secret=secret), (plan / "plan.yaml").read_text(encoding="utf-8"))
+    assert count >= 1, "the trap is in the plan"
+    (plan / "plan.yaml").write_text(text, encoding="utf-8")
+    places = {**hostile, "plan": plan, "planned": planned, "model": tiny}
+    words = [word.format(**places) for word in READS_A_PLAN[verb].split()]
+    check_watched([sys.executable, "-m", "trimtab", *words], tmp_path, hostile["out"], LIKE_DATA)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("trap", MODEL_TRAPS)
+@pytest.mark.parametrize("verb", READS_A_MODEL)
+def test_no_file_elsewhere_that_a_model_names_is_opened(
+    verb: str, trap: str, hostile: dict[str, Path], drawn: Path, planned: Path, tiny: Path, tmp_path: Path
+) -> None:
+    secret = elsewhere(tmp_path, planned, tiny)
+    model = shutil.copytree(tiny, tmp_path / "strange")
+    (model / "trap.py").write_text("raise SystemExit('the trap ran')\n")
+    for name, content in MODEL_TRAPS[trap].items():
+        path = model / name
+        own = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps({**own, **content}).replace("{secret}", str(secret)))
+    places = {
+        **hostile,
+        "plan": planned,
+        "model": model,
+        "data": drawn / "data.jsonl",
+        "table": planned / "samples.npz",
+    }
+    words = [word.format(**places) for word in READS_A_MODEL[verb].split()]
+    check_watched([sys.executable, "-m", "trimtab", *words], tmp_path, hostile["out"])
 
 
 def _is_in(path: Path, roots: list[Path]) -> bool:

@@ -280,7 +280,7 @@ def resume_in_pieces(rank: int, folder: Path, settings: dict[str, Any], fsdp_ver
     from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 
     from trimtab.errors import PlanError
-    from trimtab.runtime.training import trainer as ours
+    from trimtab.runtime.training import restore as ours
     from trimtab.runtime.training.balanced import balanced
 
     if "deepspeed" in settings:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from refusals import refused
 from trimtab.errors import PlanError, SampleError, UnsupportedPlanError
-from trimtab.runtime.training import trainer as restore
+from trimtab.runtime.training import restore
 from trimtab.runtime.training.balanced import balanced
 from trimtab.runtime.training.shared import SampleSize, SharedSampler, steps_of
 
@@ -106,6 +106,46 @@ def test_a_resumed_run_has_the_losses_of_one_without_a_break(family: str, tmp_pa
             parameter.mul_(1.5)
     assert balanced(again, tables_of()).train(resume_from_checkpoint=True).global_step == 4
     assert again.losses == pytest.approx(whole.losses[3:], rel=1e-6)
+
+
+def test_optimizer_and_scheduler_come_back(tmp_path: Path) -> None:
+    """Compared after a whole step, whose update needs both; a rate that decays needs the scheduler's place."""
+    more = {"lr_scheduler_type": "cosine", "learning_rate": 1e-2, "optim": "adamw_torch"}
+    whole = saved(tmp_path, **more)
+    again = balanced(make_trainer(tmp_path, **more), tables_of())
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    for own, resumed in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(own, resumed)
+
+
+@pytest.mark.parametrize("change", ["no optimizer", "a fresh optimizer", "no scheduler", "another place"])
+def test_states_that_cannot_be_restored_are_refused(change: str, tmp_path: Path) -> None:
+    """The Trainer goes on with fresh ones where a file is missing, without a word."""
+    more = {"lr_scheduler_type": "linear", "optim": "adamw_torch"}
+    saved(tmp_path, **more)
+    folder = tmp_path / "checkpoint-2"
+    if change.startswith("no "):
+        (folder / f"{change[3:]}.pt").unlink()
+    elif change == "a fresh optimizer":
+        state = torch.load(folder / "optimizer.pt", weights_only=True)
+        torch.save({**state, "state": {}}, folder / "optimizer.pt")
+    else:
+        state = torch.load(folder / "scheduler.pt", weights_only=True)
+        torch.save({**state, "last_epoch": 0}, folder / "scheduler.pt")
+    state = json.loads((folder / "trimtab_plan.json").read_text())
+    state["files"] = {name: (folder / name).stat().st_size for name in state["files"] if (folder / name).is_file()}
+    (folder / "trimtab_plan.json").write_text(json.dumps(state))
+    with refused(PlanError, "scheduler" if "place" in change else "optimizer"):
+        balanced(make_trainer(tmp_path, **more), tables_of()).train(resume_from_checkpoint=str(folder))
+
+
+def test_a_run_that_saved_its_model_alone_does_not_resume(tmp_path: Path) -> None:
+    saved(tmp_path, save_only_model=True, optim="adamw_torch")
+    with refused(PlanError, "save_only_model"):
+        balanced(make_trainer(tmp_path, optim="adamw_torch"), tables_of()).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+        )
 
 
 def test_the_best_checkpoint_comes_back_at_the_end(tmp_path: Path) -> None:

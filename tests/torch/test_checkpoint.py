@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from refusals import refused
 from trimtab.errors import PlanError
@@ -50,6 +52,16 @@ def test_weights_and_the_optimizers_state_come_back(saved):
     assert load(saved).step == 4
     assert torch.equal(layer.weight, weight)
     assert torch.equal(optimizer.state[layer.weight]["exp_avg"], moment)
+
+
+def test_a_checkpoint_without_a_state_of_the_optimizer_is_refused(saved):
+    """Its weights alone would go on with a fresh optimizer."""
+    (file,) = saved[2].glob("*.safetensors")
+    with safe_open(file, "pt") as content:
+        kept = {name: content.get_tensor(name) for name in content.keys() if name != "optimizer/weight/exp_avg"}  # noqa: SIM118
+        save_file(kept, file, metadata=content.metadata())
+    with refused(PlanError, "5 of 6"):
+        load(saved)
 
 
 def test_a_folder_is_of_one_run_at_a_time(tmp_path):

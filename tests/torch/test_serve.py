@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import shutil
@@ -24,10 +25,12 @@ openai = pytest.importorskip("openai", reason="asks the endpoint: pip install 't
 
 from fastapi import HTTPException
 from tiny_chat import chat_inputs, data_url, picture, question, save_chat_model
+from transformers.image_utils import load_image
 
+from border_cases import served
 from trimtab.errors import ConfigError, TrimtabError
 from trimtab.runtime.placing.load import load_placed
-from trimtab.serve.application import build_application, check_body, load_processor, open_port
+from trimtab.serve.application import build_application, carry_images, check_body, load_processor, open_port
 
 CHAT = "/v1/chat/completions"
 WHAT = "what is in the picture?"
@@ -171,6 +174,24 @@ def test_what_is_asked_for_is_taken() -> None:
     check_body(remote, max_new_tokens=8, allow_remote=True)
     check_body(question(WHAT, picture(1), max_tokens=8), max_new_tokens=8, allow_remote=False)
     check_body({"prompt": "x", "max_tokens": None}, max_new_tokens=8, allow_remote=False)
+
+
+def test_an_image_behind_an_address_is_carried_by_the_request_or_refused(tmp_path: Path) -> None:
+    """Transformers itself waits for ever, and takes any size."""
+    (tmp_path / "pic.png").write_bytes(base64.b64decode(URL.partition(",")[2]))
+    (tmp_path / "text.png").write_bytes(b"no image")
+    with served(tmp_path) as (port, _):
+        for given in ({"url": f"http://127.0.0.1:{port}/pic.png"}, f"http://127.0.0.1:{port}/pic.png"):
+            body = said({"type": "image_url", "image_url": given})
+            carry_images(body)
+            (part,) = [part for part in body["messages"][-1]["content"] if "image_url" in part]
+            url = part["image_url"]["url"] if isinstance(given, dict) else part["image_url"]
+            assert base64.b64decode(url.partition(",")[2]) == (tmp_path / "pic.png").read_bytes()
+            assert load_image(url).size == load_image(str(tmp_path / "pic.png")).size
+        for name in ("text.png", "absent.png"):
+            with pytest.raises(HTTPException) as refused:
+                carry_images(said({"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{port}/{name}"}}))
+            assert (refused.value.status_code, name in refused.value.detail) == (400, True)
 
 
 def test_what_the_handlers_get_is_checked_too(running: Running) -> None:

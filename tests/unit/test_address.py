@@ -16,7 +16,7 @@ from refusals import refused
 
 fsspec = pytest.importorskip("fsspec", reason="the [remote] extra is not installed")
 
-from trimtab.address import Address, place_of  # noqa: E402
+from trimtab.address import Address, Allowed, place_of  # noqa: E402
 from trimtab.errors import SampleError  # noqa: E402
 from trimtab.plan.file.records import PlannedRecords  # noqa: E402
 from trimtab.samples.media import MediaFolders  # noqa: E402
@@ -58,7 +58,7 @@ def test_an_address_is_read_as_the_file_is(store: str, tmp_path: Path, name: str
     assert table_bytes(size((tmp_path / "near" / name).as_uri()).table) == table_bytes(near.table)
     again = pickle.loads(pickle.dumps(PlannedRecords(far.table, [place_of(far.files[0].path)])))
     assert [again[row]["image"] for row in (2, 0, 1)] == [f"pics/{n}.png" for n in (2, 0, 1)]
-    folder = MediaFolders(None, allow_outside=False, exif="ignore").of(again.place(0).file)
+    folder = MediaFolders(None, allowed=Allowed(), exif="ignore").of(again.place(0).file)
     assert folder.read(again[2]["image"]) == png(30, 20)
 
 
@@ -94,7 +94,7 @@ def test_a_plan_leads_to_its_addresses(store: str) -> None:
 
 
 def test_no_image_lies_outside_the_address(store: str, tmp_path: Path) -> None:
-    folder = MediaFolders(place_of(store), allow_outside=False, exif="ignore").of(tmp_path)
+    folder = MediaFolders(place_of(store), allowed=Allowed(), exif="ignore").of(tmp_path)
     assert folder.image_size(f"{store}/pics/0.png") == (10, 20)
     assert folder.image_size("pics/../pics/0.png") == (10, 20)
     outside = ("../secret.png", "/secret.png", "s3://bucket/pics/0.png", "%2e%2e/secret.png", "local://secret.png")
@@ -105,7 +105,7 @@ def test_no_image_lies_outside_the_address(store: str, tmp_path: Path) -> None:
         assert store in str(caught.value)
     with refused(BadRecordError, "absent.png"):
         folder.image_size("absent.png")
-    allowed = MediaFolders(place_of(store), allow_outside=True, exif="ignore").of(tmp_path)
+    allowed = MediaFolders(place_of(store), allowed=Allowed(outside=True), exif="ignore").of(tmp_path)
     assert allowed.image_size("../secret.png") == (9, 9)
     with pytest.raises(BadRecordError):  # another store is another place than the user named
         allowed.image_size("s3://bucket/pics/0.png")

@@ -14,8 +14,8 @@ from refusals import refused
 
 pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
 
-from border_cases import playlists, served, write_video_set  # noqa: E402
-from trimtab.address import Address, Allowed, place_inside, place_of  # noqa: E402
+from border_cases import playlists, served, spoken, write_video_set  # noqa: E402
+from trimtab.address import Address, Allowed, fetch, place_inside, place_of  # noqa: E402
 from trimtab.errors import SampleError, TrimtabError  # noqa: E402
 from trimtab.files import write_atomically  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
@@ -103,6 +103,64 @@ def test_results_are_written_to_no_address(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
     Path("s3:").mkdir()
     write_atomically(Path("s3:/x.npz"), b"x")
+
+
+# -- images of records behind addresses -------------------------------------------------------------------------------
+
+
+def test_an_image_behind_an_address_is_fetched_when_that_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / "pic.png").write_bytes(png(40, 20))
+    with served(tmp_path) as (port, asked):
+        rows = [
+            {"image": f"http://127.0.0.1:{port}/{name}", "conversations": talk("<image>")}
+            for name in ("pic.png?v=//1", "absent.png")
+        ]
+        data = write_jsonl(tmp_path / "a.jsonl", rows)
+        for how in ({}, {"allow_outside": True}):
+            with refused(SampleError, "--allow-remote"):
+                size(data, **how)
+        assert asked == []
+        found = size(data, allow_remote=True, on_bad="skip")
+    assert (
+        found.table.num_patches.tolist()
+        == size(write_jsonl(tmp_path / "b.jsonl", [{**rows[0], "image": "pic.png"}])).table.num_patches.tolist()
+    )
+    assert [(bad.line, bad.kind) for bad in found.bad] == [(2, "path")]
+
+
+@pytest.mark.parametrize("scheme", ["local", "zip", "dir", "reference", "filecache", "git", "data"])
+def test_an_address_of_a_record_leads_to_no_file_here(tmp_path: Path, scheme: str) -> None:
+    pytest.importorskip("fsspec", reason="the [remote] extra is not installed")
+    (tmp_path / "pic.png").write_bytes(png(40, 20))
+    (tmp_path / "in").mkdir()
+    for name in (
+        f"{scheme}://{tmp_path}/pic.png",
+        f"{scheme}://pic.png::file://{tmp_path}/pic.png",
+        f"memory://a::file://{tmp_path}/pic.png",
+    ):
+        data = write_jsonl(tmp_path / "in" / "a.jsonl", [{"image": name, "conversations": talk("<image>")}])
+        with pytest.raises(SampleError):
+            size(data, allow_remote=True)
+        with pytest.raises(SampleError):
+            size(write_meta(tmp_path, name), allow_remote=True)
+
+
+def test_what_is_fetched_has_an_end(tmp_path: Path) -> None:
+    """A large file, an endless one, a silent server, and addresses that lead on to a file or to themselves."""
+    (tmp_path / "large").write_bytes(bytes(5000))
+    (tmp_path / "secret").write_bytes(b"secret")
+    with served(tmp_path) as (port, _):
+        assert fetch(f"http://127.0.0.1:{port}/large", most_bytes=5000) == bytes(5000)
+        with refused(SampleError, "4,999"):
+            fetch(f"http://127.0.0.1:{port}/large", most_bytes=4999)
+    with spoken([b"HTTP/1.1 200 OK\r\n\r\n", *[b"x" * 100] * 10_000]) as port, refused(SampleError, "0.5 s"):
+        fetch(f"http://127.0.0.1:{port}/", seconds=0.5)
+    with spoken([]) as port, refused(SampleError, "0.4 s"):
+        fetch(f"http://127.0.0.1:{port}/", seconds=0.4)
+    for place, said in ((f"file://{tmp_path}/secret", "302"), ("ftp://127.0.0.1/secret", "ftp"), ("/", "302")):
+        lines = f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        with spoken([lines.encode()], times=20) as port, refused(SampleError, said):
+            fetch(f"http://127.0.0.1:{port}/")
 
 
 # -- videos -----------------------------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ def write_energon_packs(
         raise PlanError(f"{dp} ranks do not divide {num_packs} packs, and Energon gives each as many: choose others")
     sources = sources_of(planned, data, reading)
     root = None if reading.media_root is None else place_of(reading.media_root)
-    media = MediaFolders(root, allow_outside=reading.allow_outside, exif=reading.exif)
+    media = MediaFolders(root, allowed=reading.allowed, exif=reading.exif)
     columns, file_of = read_columns(reading.columns), places_of(planned.samples).file
     order = [place for rank in range(dp) for place in range(rank, num_packs, dp)]
     written = []

@@ -22,7 +22,7 @@ from urllib.parse import unquote, unquote_to_bytes
 import numpy as np
 import numpy.typing as npt
 
-from trimtab.address import Address
+from trimtab.address import Address, Allowed, fetch, refuse_address
 from trimtab.errors import ConfigError, ImageError, SampleError
 from trimtab.options import Exif
 from trimtab.samples.problems import BadRecordError, shorten
@@ -291,12 +291,13 @@ class MediaFolder:
     """Reads sizes of the images below one folder.
 
     Symlinks, `..` and absolute paths are followed and judged by where they end; what ends outside is refused unless
-    `allow_outside`. It remembers where folders lead, because resolving a path costs more than reading a header.
+    that is allowed, and so is an address. It remembers where folders lead, because resolving a path costs more than
+    reading a header.
     """
 
-    def __init__(self, root: Path, *, allow_outside: bool, exif: Exif) -> None:
+    def __init__(self, root: Path, *, allowed: Allowed, exif: Exif) -> None:
         self._root = os.path.realpath(root)
-        self._allow_outside = allow_outside
+        self._allowed = allowed
         self._exif: Exif = exif
         self._real_folders: dict[str, str] = {}
         self._seen: dict[str, str] = {}
@@ -371,7 +372,7 @@ class MediaFolder:
         assert isinstance(image, str), "bytes are carried"
         scheme = _SCHEME.match(image)
         if scheme is not None and scheme[1].lower() != "file":
-            raise BadRecordError("path", f"{kind} {shorten(image)} is on the network: download it and name the file")
+            return self._fetched(image, kind)
         name = image if scheme is None else unquote(image[7:].removeprefix("localhost"))
         path = os.path.join(self._root, name)  # noqa: PTH118 (Path costs three times the header)
         try:
@@ -383,8 +384,19 @@ class MediaFolder:
                 self._seen[path] = ""
             raise unreadable_media(f"{kind} {shorten(name)}", "opened", self._root, error) from None
 
+    def _fetched(self, address: str, kind: str) -> int:
+        """Return an open file with the content of an address, which goes when it is closed."""
+        if not self._allowed.remote:
+            where = shorten(address)
+            raise BadRecordError("path", f"{kind} {where} is on the network: download it, or --allow-remote")
+        try:
+            refuse_address(address, f"its {kind}", self._allowed)
+            return _held(fetch(address))
+        except SampleError as error:
+            raise BadRecordError("path", str(error)) from None
+
     def _open(self, path: str, name: str) -> int:
-        if self._allow_outside:
+        if self._allowed.outside:
             return os.open(path, _FLAGS)
         if _NOFOLLOW is not None:
             folder, leaf = os.path.split(path)
@@ -467,45 +479,53 @@ def _data_url_bytes(url: str) -> bytes:
 
 
 class AddressFolder(MediaFolder):
-    """A media folder behind an address; a name that leads out of it is refused unless `allow_outside`."""
+    """A media folder behind an address; a name that leads out of it is refused unless that is allowed."""
 
-    def __init__(self, root: Address, *, allow_outside: bool, exif: Exif) -> None:
-        super().__init__(root, allow_outside=allow_outside, exif=exif)
+    def __init__(self, root: Address, *, allowed: Allowed, exif: Exif) -> None:
+        super().__init__(root, allowed=allowed, exif=exif)
         self._root = str(root)
 
     def _descriptor(self, image: str | bytes, kind: Literal["image", "video"] = "image") -> int:
         """Return an open file with the content, which goes when it is closed."""
         assert isinstance(image, str), "bytes are carried"
-        address = self._address(image, kind)
+        address = self._address(image)
+        if address is None:
+            if _SCHEME.match(image) is not None and self._allowed.remote:
+                return self._fetched(image, kind)
+            raise outside_media(f"{kind} {shorten(image)}", self._root)
         try:
-            content = address.read_bytes()
-        except (OSError, SampleError) as error:
+            return _held(fetch(str(address)))
+        except SampleError as error:
             raise unreadable_media(f"{kind} {shorten(image)}", "read", self._root, error) from None
-        with tempfile.TemporaryFile() as file:
-            file.write(content)
-            file.seek(0)
-            return os.dup(file.fileno())
 
-    def _address(self, name: str, kind: str) -> Address:
-        """Root and name as one address, `..` resolved, quoted ones too."""
+    def _address(self, name: str) -> Address | None:
+        """Return root and name as one address, `..` resolved, quoted ones too; None where that leads outside."""
         scheme, _, root = self._root.partition("://")
         own, mark, inner = name.partition("://")
         path = f"/{inner}" if mark else posixpath.join(f"/{root}", name)
         spellings = (path, unquote(path))
         below = f"/{root.rstrip('/')}/".replace("//", "/")
         lies_in = all(f"{posixpath.normpath(spelling)}/".startswith(below) for spelling in spellings)
-        if (mark and own != scheme) or not (lies_in or self._allow_outside):
-            raise outside_media(f"{kind} {shorten(name)}", self._root)
+        if (mark and own != scheme) or not (lies_in or self._allowed.outside):
+            return None
         return Address(f"{scheme}:/{posixpath.normpath(path)}")
+
+
+def _held(content: bytes) -> int:
+    """Return an open file of the content, which goes when it is closed."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        return os.dup(file.fileno())
 
 
 class MediaFolders:
     """The media folder of each data file: the one stated for it, or else `root`, or else the file's own folder."""
 
-    def __init__(self, root: Path | None, *, allow_outside: bool, exif: Exif) -> None:
+    def __init__(self, root: Path | None, *, allowed: Allowed, exif: Exif) -> None:
         self._root = root
         self._made: dict[Path, MediaFolder] = {}
-        self._how: dict[str, Any] = {"allow_outside": allow_outside, "exif": exif}
+        self._how: dict[str, Any] = {"allowed": allowed, "exif": exif}
 
     def of(self, file: Path, stated: Path | None = None) -> MediaFolder:
         root = stated or self._root or file.parent

@@ -64,12 +64,12 @@ def size_samples(
     result's `table` has a row for every sample; without a tokenizer tokens are estimated.
 
     `data` is what `find_sources` takes: files, folders, addresses such as s3://, InternVL's meta file.
-    Image paths are taken below `media_root` (None: the folder of the data file). What a list of data sets names lies
-    below its folder or `media_root`, unless `allow_outside`, and is no address unless `allow_remote`. Bad samples raise
-    one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot be read at all
-    always raises. `source_key` names the field that says which data set a record comes from (text, at most 80
-    characters); without it what was named is the source. `columns` says what fields of another shape mean, as in
-    question=query,answer=label,image=img.
+    Image paths are taken below `media_root` (None: the folder of the data file). What a record or a list of data sets
+    names lies below its folder or `media_root`, unless `allow_outside`, and is no address unless `allow_remote`. Bad
+    samples raise one `SampleError` that lists them, or are left out and returned (`on_bad="skip"`); a file that cannot
+    be read at all always raises. `source_key` names the field that says which data set a record comes from (text, at
+    most 80 characters); without it what was named is the source. `columns` says what fields of another shape mean, as
+    in question=query,answer=label,image=img.
     `progress` is called with bytes of data files done and in all. With `resume_dir` finished chunks are
     kept there: a killed pass started again takes them over, unless data file, images (by size and time; not those
     behind an address), tokenizer or settings have changed. The result does not depend on `workers` nor interruptions.
@@ -82,7 +82,8 @@ def size_samples(
     >>> size_samples(path, image_rule=describe("Qwen2.5-VL-7B").image_rule, tokenizer=None).table.num_tokens.tolist()
     [13]
     """
-    sources = find_sources(data, media_root, Allowed(outside=allow_outside, remote=allow_remote))
+    allowed = Allowed(outside=allow_outside, remote=allow_remote)
+    sources = find_sources(data, media_root, allowed)
     kept_in, root = (None if given is None else place_of(given) for given in (resume_dir, media_root))
     _refuse_other_tiles(sources, image_rule)
     assumptions = list(dict.fromkeys(source.note for source in sources if source.note))
@@ -96,11 +97,11 @@ def size_samples(
             source_key=source_key,
             tokenizer=None if tokenizer is None else read_tokenizer(Path(tokenizer), **how),
             media_root=root,
-            allow_outside=allow_outside,
+            allowed=allowed,
             exif=exif,
             clip_rule=clip_rule,
             columns=read_columns(columns),
-            network=_is_remote(sources, root),
+            network=allow_remote or _is_remote(sources, root),
         )
         assumptions += ask_assumptions(settings)  # refuses a tokenizer before anything is read
         most_bad = _MAX_BAD if on_bad == "error" else None
@@ -129,7 +130,7 @@ def _said_of(parts: Sequence[Part], exif: Exif) -> Iterator[str]:
 
 
 def _is_remote(sources: Sequence[SourceFile], root: Path | None) -> bool:
-    """Return whether the user named an address: only then a process that reads has a network."""
+    """Return whether the user named an address: then a process that reads has a network."""
     places = [place for source in sources for place in (source.file, source.media_root)]
     return any(isinstance(place, Address) for place in [*places, root])
 

@@ -17,6 +17,7 @@ from queue import LifoQueue
 import numpy as np
 
 import trimtab
+from trimtab.address import Allowed
 from trimtab.errors import ConfigError, ImageError, SampleError
 from trimtab.files import blake2b
 from trimtab.limited import STEP_CPU_S, ChildEndedError, LimitedChild, at, limited_child
@@ -51,7 +52,7 @@ class SizerSettings:
     source_key: str | None
     tokenizer: TokenizerFiles | None
     media_root: Path | None
-    allow_outside: bool
+    allowed: Allowed
     exif: Exif
     clip_rule: ClipRule | None
     columns: Columns = ()
@@ -87,7 +88,7 @@ class Sizer:
         self._count_image = image_counter(settings.image_rule)
         self._clip_rule = settings.clip_rule
         self._harmless = {*HARMLESS_KEYS, settings.source_key}
-        self._media = MediaFolders(settings.media_root, allow_outside=settings.allow_outside, exif=settings.exif)
+        self._media = MediaFolders(settings.media_root, allowed=settings.allowed, exif=settings.exif)
 
     @property
     def assumptions(self) -> list[str]:

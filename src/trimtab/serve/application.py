@@ -5,6 +5,8 @@ The folder's processor is read without torchvision; nothing is fetched, and no c
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import inspect
 import socket
 from collections.abc import Callable, Iterator
@@ -23,11 +25,13 @@ from transformers.cli.serving.utils import GenerationState, Modality
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from trimtab.errors import ConfigError, TrimtabError, quote
+from trimtab.address import fetch
+from trimtab.errors import ConfigError, ImageError, SampleError, TrimtabError, quote
 from trimtab.models.asking.internvl_chat import IMAGE_ROW, InternVLChatConfig, tile_size
 from trimtab.models.asking.model import library_reads
 from trimtab.runtime.placing.folder import read_config
 from trimtab.runtime.placing.load import move_inputs
+from trimtab.samples.media import image_size
 
 HOST = "127.0.0.1"
 _ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health"}
@@ -88,6 +92,7 @@ class _Checked:
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         check_body(body, max_new_tokens=self._max_new_tokens, allow_remote=self._allow_remote)
+        await asyncio.to_thread(carry_images, body)
         whole = {"stream": False} | body  # OpenAI streams only on request
         return await super().handle_request(whole, request_id)  # type: ignore[misc]
 
@@ -126,11 +131,32 @@ def check_body(body: dict[str, Any], *, max_new_tokens: int, allow_remote: bool)
     for part in _parts([body.get("messages"), body.get("input")]):
         if other := {"audio_url", "input_audio", "video_url"} & part.keys():
             raise HTTPException(400, f"{other.pop()} is not taken by this server: send texts and images")
-        address = part.get("image_url", prefixes[0])
-        if isinstance(address, dict):
-            address = address.get("url")
+        address = _image_url(part) if "image_url" in part else prefixes[0]
         if not isinstance(address, str) or not address.startswith(prefixes):
             raise HTTPException(400, f"an image must come as a URL that begins with {' or '.join(prefixes)}")
+
+
+def carry_images(body: dict[str, Any]) -> None:
+    """Put the images of a checked request that lie behind addresses into it; `HTTPException` 400 where one does not
+    come within the limits of `fetch`, or is no image. Transformers would wait for any answer, of any size.
+    """
+    for part in _parts([body.get("messages"), body.get("input")]):
+        address = _image_url(part)
+        if not isinstance(address, str) or address.startswith("data:"):
+            continue
+        try:
+            content = fetch(address)
+            image_size(content)
+        except (SampleError, ImageError) as error:
+            raise HTTPException(400, f"the image at {address[:80]} is not taken: {error}") from None
+        url = "data:image/any;base64," + base64.b64encode(content).decode("ascii")
+        part["image_url"] = {**part["image_url"], "url": url} if isinstance(part["image_url"], dict) else url
+
+
+def _image_url(part: dict[str, Any]) -> Any:
+    """Return what a part of a message says of its image's place; None for other parts."""
+    given = part.get("image_url")
+    return given.get("url") if isinstance(given, dict) else given
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:

@@ -270,7 +270,7 @@ class PlannedConversations:
                 ConversationEncoder(self._tokenizer),
                 image_counter(self.model.image_rule),
                 _image_processor(self._preprocessor, self._limits, self.model.family),
-                MediaFolders(None, allow_outside=options.allow_outside, exif=options.exif),
+                MediaFolders(None, allowed=options.allowed, exif=options.exif),
             )
         opened, name = self._opened, self.records.samples.sample_id(row)
         try:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,6 +56,7 @@ class Progress:
     step: int  # optimizer steps done
     loader: dict[str, str | int]  # `PlanDataLoader.state_dict`
     optimizer: str
+    num_states: int | None = None  # tensors of the optimizer, of all ranks; None: an older checkpoint
 
 
 def save_checkpoint(
@@ -70,7 +71,9 @@ def save_checkpoint(
     """Write `folder`/step-N; collective. `keep`: so many checkpoints stay, the oldest go (None: all stay)."""
     path = folder / f"step-{progress.step:08d}"
     content = {f"model/{name}": value.detach() for name, value in (*parameters.items(), *buffers.items())}
-    content |= _optimizer_tensors(parameters, optimizer)
+    states = _optimizer_tensors(parameters, optimizer)
+    progress = replace(progress, num_states=_num_names(states))
+    content |= states
     content[f"random/{dist.get_rank()}"] = torch.get_rng_state()
     if torch.cuda.is_available():
         content[f"random_cuda/{dist.get_rank()}"] = torch.cuda.get_rng_state()
@@ -85,6 +88,13 @@ def save_checkpoint(
             shutil.rmtree(old)
     dist.barrier()
     return path
+
+
+def _num_names(tensors: Mapping[str, Tensor]) -> int:
+    """Return the names that any rank holds; collective."""
+    found: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, list(tensors))
+    return len({name for names in found for name in names})
 
 
 def _save(content: dict[str, Tensor], writer: HuggingFaceStorageWriter) -> None:
@@ -158,6 +168,9 @@ def load_checkpoint(
     wrong = [name for name, value in target.items() if tuple(metadata[name].size) != tuple(value.shape)]
     if wrong:
         raise PlanError(f"{path} holds {wrong[0]} of another shape: resume with the model of the run")
+    num_states = sum(name.startswith("optimizer/") for name in metadata)
+    if progress.num_states not in (None, num_states):
+        raise PlanError(f"{path} has {num_states} of {progress.num_states} optimizer states: remove the checkpoint")
     prefixes = tuple(f"optimizer/{name}/" for name in parameters)
     mine = [name for name in metadata if name.startswith(prefixes)]
     own = (f"random/{dist.get_rank()}", f"random_cuda/{dist.get_rank()}")

@@ -5,7 +5,6 @@ Nothing here is of one version of Transformers: the loader is our own, which the
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trimtab.errors import PlanError
@@ -31,95 +29,17 @@ from trimtab.runtime.data.packing import sharded, unwrap, verify_packing
 from trimtab.runtime.data.tables import Cursor, PackOrder, PlanTables, cursor_from_state, cursor_to_state
 from trimtab.runtime.ranks import Watch, open_watch
 from trimtab.runtime.training.in_force import Ran, attention_in, differences, recomputed_layers
+from trimtab.runtime.training.restore import (
+    Kept,
+    check_states,
+    check_weights,
+    restore_weights,
+    stand_of,
+    unreadable,
+    weigh,
+    weigh_optimizer,
+)
 from trimtab.runtime.training.shared import SharedSampler, size_of_sample
-from trimtab.samples.problems import shorten
-
-# Restore the weights of a Trainer's checkpoint, by the mapping that `from_pretrained` uses, and prove it.
-#
-# Transformers saves some models under other names than their modules have (Qwen2.5-VL, InternVL), and its Trainer loads
-# a checkpoint by the names in the file: every key is then missing, and training goes on from fresh weights. Here the
-# class of the model reads the checkpoint itself. Whoever reads it, each weight is compared before the first step.
-
-
-def restore_weights(model: nn.Module, folder: Path) -> None:
-    """Read the weights of a whole model out of `folder`; `PlanError` where one is left that cannot be."""
-    if not isinstance(model, PreTrainedModel):
-        raise PlanError(f"{type(model).__name__} does not say its stored names: use PlanDataLoader.load_state_dict")
-    stored = _read_as_pretrained(model, folder)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if name in stored:
-                tensor.copy_(stored[name])
-
-
-def weigh(model: nn.Module, device: torch.device) -> dict[str, list[int]]:
-    """The sum of each weight's bits, as whole numbers, and how many are not 0; over all ranks, collective.
-
-    Weights in pieces (FSDP, ZeRO-3) and whole ones on every rank count alike: both numbers of a weight grow by one
-    factor, the ranks that hold it.
-    """
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    parts = [_own_part(parameter) for parameter in parameters]
-    rows = [[int(part.sum(dtype=torch.int64)), int(part.count_nonzero())] for part in parts]
-    table = torch.tensor(rows, device=device)
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(table)
-    return dict(zip(names, table.tolist(), strict=True))
-
-
-def _own_part(parameter: Any) -> Tensor:
-    """This rank's part of a weight, as whole numbers."""
-    part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    if hasattr(parameter, "ds_tensor"):  # ZeRO-3, whose last parts are filled up
-        part, rank = parameter.ds_tensor.flatten(), dist.get_rank(parameter.ds_process_group)
-        part = part[: max(0, parameter.ds_numel - rank * part.numel())]
-    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-    return part.detach().reshape(-1).view(sizes[part.element_size()])  # type: ignore[no-any-return]
-
-
-def check_weights(model: nn.Module, kept: dict[str, list[int]], where: object, device: torch.device) -> None:
-    """`PlanError` where a weight is not the one that the checkpoint `where` was taken of; collective."""
-    found = weigh(model, device)
-    lacking = found.keys() ^ kept.keys()
-    other = [name for name in found.keys() & kept.keys() if not _agree(found[name], kept[name])]
-    if lacking or other:
-        raise PlanError(
-            f"{where} was not restored: {len(lacking)} weights are in one of checkpoint and model alone, and "
-            f"{len(other)} differ, {min([*lacking, *other])} the first; resume with the model, host and versions of "
-            "the run"
-        )
-
-
-def _agree(own: list[int], kept: list[int]) -> bool:
-    (bits, count), (kept_bits, kept_count) = own, kept
-    return bits * kept_count == kept_bits * count and (count == 0) == (kept_count == 0)
-
-
-def _read_as_pretrained(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
-    """The tensors of the checkpoint by the names of the model's modules."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    try:
-        read, found = type(model).from_pretrained(
-            folder,
-            config=copy.deepcopy(model.config),
-            dtype=torch.float32 if torch.float32 in dtypes else model.dtype,  # the widest: each is cast to its own
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError) as error:
-        raise _unreadable(folder, error) from None
-    wrong = {what: sorted(map(str, found[what])) for what in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    if problems := [f"{len(keys)} {what.replace('_', ' ')} ({keys[0]})" for what, keys in wrong.items() if keys]:
-        raise PlanError(
-            f"{folder} does not hold this {type(model).__name__}: {', '.join(problems)}; resume with the run's model"
-        )
-    tensors: dict[str, Tensor] = read.state_dict()
-    return tensors
-
-
-def _unreadable(path: Path, error: Exception) -> PlanError:
-    return PlanError(f"{path} is not readable ({type(error).__name__}: {shorten(str(error), 200)}): remove it")
-
 
 LOG = logging.getLogger("trimtab")
 
@@ -183,7 +103,7 @@ class PlannedTrainer:
 
     _feed: Feed
     _is_compared = False  # what runs with what was planned
-    _kept: dict[str, list[int]] | None = None  # weights of the checkpoint that this call of `train` resumes
+    _kept: Kept | None = None  # of the checkpoint that this call of `train` resumes
     loss_is_scaled_for_ga = True  # the Trainer must not divide by the number of micro-batches again
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -201,24 +121,24 @@ class PlannedTrainer:
             verify_packing(model, collator=self._feed.pack)
         return trainer.train(folder, *args, **kwargs)
 
-    def _find_checkpoint(self, given: str | Path | bool) -> tuple[str, dict[str, list[int]]]:
-        """The checkpoint to go on from and its weights, as the first rank finds it; raises on every rank."""
-        found: list[tuple[str, dict[str, list[int]], Exception | None]] = [("", {}, None)]
+    def _find_checkpoint(self, given: str | Path | bool) -> tuple[str, Kept | None]:
+        """The checkpoint to go on from and what it was taken of, as the first rank finds it; raises on every rank."""
+        found: list[tuple[str, Kept | None, Exception | None]] = [("", None, None)]
         if self.args.process_index == 0:  # type: ignore[attr-defined]
             folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
             try:
                 chosen = _newest_whole(folder) if given is True else _refuse_torn(Path(str(given)))
                 if self._feed.plan is not None:
                     _check_state(self._plan_sampler(self._feed.plan).order, chosen / STATE_FILE)
-                found = [(str(chosen), _weights_in(chosen), None)]
+                found = [(str(chosen), _kept_in(chosen), None)]
             except PlanError as problem:
-                found = [("", {}, problem)]
+                found = [("", None, problem)]
         if dist.is_available() and dist.is_initialized():
             dist.broadcast_object_list(found)
-        path, weights, raised = found[0]
+        path, kept, raised = found[0]
         if raised is not None:
             raise raised
-        return path, weights
+        return path, kept
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """The Trainer's own, but by the names under which this version saves.
@@ -239,7 +159,7 @@ class PlannedTrainer:
             super()._load_best_model()  # type: ignore[misc]
         else:
             self._load_from_checkpoint(str(folder))
-        check_weights(model, _weights_in(folder), folder, trainer.args.device)
+        check_weights(model, _kept_in(folder).weights, folder, trainer.args.device)
 
     def _plan_sampler(self, plan: PlanTables) -> TrainerPlanSampler:
         arguments = self.args  # type: ignore[attr-defined]
@@ -374,12 +294,12 @@ def _tear(folder: Path) -> str:
     return ""
 
 
-def _weights_in(folder: Path) -> dict[str, list[int]]:
+def _kept_in(folder: Path) -> Kept:
     try:
-        found: dict[str, list[int]] = json.loads((folder / STATE_FILE).read_bytes())["weights"]
+        state = json.loads((folder / STATE_FILE).read_bytes())
+        return Kept(weights=state["weights"], optimizer=state.get("optimizer"), scheduler=state.get("scheduler"))
     except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(folder / STATE_FILE, error) from None
-    return found
+        raise unreadable(folder / STATE_FILE, error) from None
 
 
 def _check_state(order: PackOrder, path: Path) -> None:
@@ -407,14 +327,15 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
     hide the sampler from it, and the epoch would run in the order of epoch 0.
     """
 
-    def __init__(self, sampler: TrainerPlanSampler | SharedSampler, kept: dict[str, list[int]] | None) -> None:
+    def __init__(self, sampler: TrainerPlanSampler | SharedSampler, kept: Kept | None) -> None:
         self._sampler, self._kept = sampler, kept
         self._begins = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self._begins = True
         if self._kept is not None:
-            check_weights(kwargs["model"], self._kept, "the checkpoint", args.device)
+            check_weights(kwargs["model"], self._kept.weights, "the checkpoint", args.device)
+            check_states(kwargs["optimizer"], kwargs["lr_scheduler"], self._kept, "the checkpoint", args.device)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         epoch, num_done = self._sampler.begin_at(state.global_step)
@@ -430,12 +351,16 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         if dist.is_available() and dist.is_initialized():
             dist.barrier()  # every rank has written its part
-        weights = weigh(kwargs["model"], args.device)
+        states = {
+            "weights": weigh(kwargs["model"], args.device),
+            "optimizer": weigh_optimizer(kwargs["optimizer"], args.device),
+            "scheduler": stand_of(kwargs["lr_scheduler"]),
+        }
         if state.is_world_process_zero:
             folder = _checkpoint_of(args, state)
             place = self._sampler.state_at(state.global_step)
             files = {str(x.relative_to(folder)): x.stat().st_size for x in sorted(folder.rglob("*")) if x.is_file()}
-            write_atomically(folder / STATE_FILE, json.dumps({**place, "files": files, "weights": weights}) + "\n")
+            write_atomically(folder / STATE_FILE, json.dumps({**place, "files": files, **states}) + "\n")
 
 
 class _WatchRanks(TrainerCallback):  # type: ignore[misc]
