@@ -408,8 +408,8 @@ def _casts(layer: LayerSpec, settings: CostSettings) -> Traffic:
     """Return the traffic of 8-bit copies: bf16 read, a copy for the product and one for its weights' gradient.
 
     Fused norms and gates write theirs in place of the bf16 result, which leaves attention's own (with MXFP8 none does:
-    its blocks differ between the two copies); a fused MLP of experts writes the copies of what its gate gives. Copies of
-    weights are not counted: once a step where they are kept.
+    its blocks differ between the two copies); a fused MLP of experts writes the copies of what its gate gives. Not
+    counted: copies of weights, once a step where they are kept.
     """
     products = layer_matmuls(layer, settings.dims)
     if settings.expert_products == "fused":
