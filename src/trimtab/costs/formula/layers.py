@@ -21,7 +21,14 @@ from trimtab.costs.formula.curves import Line, product_rates
 from trimtab.costs.formula.exchange import all_to_all_s, expert_tp_bytes, ring_bytes
 from trimtab.costs.formula.flops import Matmul, layer_matmuls, local_heads, pair_flops
 from trimtab.costs.formula.settings import CostSettings
-from trimtab.costs.formula.state import adapter_settings, added_bytes, scattered_bytes, shares_of, state_bytes, step_seconds
+from trimtab.costs.formula.state import (
+    adapter_settings,
+    added_bytes,
+    scattered_bytes,
+    shares_of,
+    state_bytes,
+    step_seconds,
+)
 from trimtab.lora import NF4_BYTES, Lora
 from trimtab.specs import (
     NUM_WORK_TERMS,
