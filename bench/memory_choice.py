@@ -94,8 +94,8 @@ def one_number(problem: SplitProblem, stages: Sequence[Stage]) -> SplitResult | 
     return None
 
 
-def only(profile: Profile, *tiers: str) -> Profile:
-    layers = (replace(x, tiers=tuple(t for t in x.tiers if t.name in ("none", *tiers))) for x in profile.layers)
+def only_full(profile: Profile) -> Profile:
+    layers = (replace(x, tiers=tuple(t for t in x.tiers if t.name in ("none", "full"))) for x in profile.layers)
     return replace(profile, layers=tuple(layers))
 
 
@@ -108,8 +108,7 @@ def print_case(case: Case) -> None:
     model = describe(case.model)
     dims = ParallelDims(dp=8, pp=case.pp, tp=case.tp)
     problem = problem_of(case, profile_model(model, find_device(case.device), dims=dims))
-    full_tier = replace(problem, profile=only(problem.profile, "full"))
-    three = replace(problem, profile=only(problem.profile, "selective", "full"))
+    full_tier = replace(problem, profile=only_full(problem.profile))
     free = split_stages(replace(problem, memory_bytes=NO_LIMIT, overhead_bytes=0.0))
     first = free.stages
     worst = step_s(problem, recompute_stages(replace(full_tier, memory_bytes=NO_LIMIT, recompute="full"), first))
@@ -131,18 +130,16 @@ def print_case(case: Case) -> None:
     cells = {
         "one n for all": share(one_number(full_tier, first)),
         "after, full": share(after(full_tier)),
-        "after, 4 tiers": share(after(problem)),
+        "after, 3 tiers": share(after(problem)),
         "joint, full": share(timed(full_tier)[0]),
-        "joint, 3 tiers": share(timed(three)[0]),
-        "joint, 4 tiers": share(joint),
+        "joint, 3 tiers": share(joint),
     }
     print(f"{case.model}, pp {case.pp}, {case.memory_gib:.0f} GiB on {case.device} (ideal x{worst / best:.3f})")
     print("   " + "   ".join(f"{name} {cell}" for name, cell in cells.items()))
-    tiers = {t: sum(len(c.layers) for s in joint.stages for c in s.recompute if c.tier == t) for t in TIERS}
+    tiers = {
+        t: sum(len(c.layers) for s in joint.stages for c in s.recompute if c.tier == t) for t in ("selective", "full")
+    }
     print(f"   chosen: {tiers} of {len(problem.profile.layers)} layers; solved in {seconds:.2f} s of CPU")
-
-
-TIERS = ("selective", "full")
 
 
 def main() -> None:

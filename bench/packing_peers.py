@@ -1,6 +1,6 @@
 """Our packs and steps and those of others, all figures of the packer in one run; each peer by its published rule.
 
-    python bench/packing_peers.py [--data ../shared/data] [--part packs|orders|one-limit|steps|scale] [--samples 100000]
+    python bench/packing_peers.py [--data ../shared/data] [--part packs|orders|one-limit|steps|scale|hunt]
 
 packs      two limits: `balanced`, two-column best fit decreasing (windows of 4,096 samples), ISF (OmniBal).
 orders     the data sets in the orders of `balanced`, with what the order costs in randomness (chi2 per step).
@@ -8,6 +8,7 @@ one-limit  packers that know tokens only: best fit decreasing (TRL, ms-swift), g
 steps      N given samples among the ranks: Karmarkar-Karp (verl), longest first to the least loaded rank (greedy
            knapsack), packs filled in the order of arrival (Megatron's dp-balanced scheduler, lmms-engine).
 scale      --samples drawn into mapped int32 columns: CPU seconds and resident memory.
+hunt       --shapes of data drawn at random, against two-column best fit and ISF: the worst ratios, and where they are.
 
 "rows" is the time of all rows, each as long as its most expensive pack, over that of rows without waiting. CPU seconds
 of one thread, compiled loops warm.
@@ -25,7 +26,16 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from lengths import DEFAULT_DATA, NATIVE_COST, draw_lengths, draw_shape, generate_native, read_mixture, read_real
+from lengths import (
+    DEFAULT_DATA,
+    NATIVE_COST,
+    SHAPES,
+    draw_lengths,
+    draw_shape,
+    generate_native,
+    read_mixture,
+    read_real,
+)
 from trimtab.balance.cost import PATCH_COST, TILE_COST, LinearCost
 from trimtab.balance.metrics import lower_bound_packs
 from trimtab.balance.packing import pack_samples, report_packing, warm_up
@@ -313,12 +323,51 @@ def show_scale(arguments: argparse.Namespace) -> None:
     print(f"{arguments.samples:,} samples, {num_packs:,} packs: {seconds:.1f} CPU s, {resident:.2f} GiB resident")
 
 
+def show_hunt(arguments: argparse.Namespace) -> None:
+    """A shape is a kind of sizes, limits and a number of ranks. Packs are counted in whole rows.
+
+    Rows of packs are compared in random order and sorted by cost, each with the peer that makes fewest packs: one that
+    makes a pack of each sample has even rows, and twice as many.
+    """
+    warm_up("balanced", "isf")
+    r = np.random.default_rng(0)
+    ratios, names = [], []
+    for number in range(arguments.shapes):
+        kind, dp = str(r.choice(SHAPES)), int(r.choice([1, 8, 64, 256]))
+        largest = (int(r.choice([9, 18, 4096, 16_380])), int(r.choice([4096, 8192])))
+        room = float(r.choice([1.0, 1.0, 1.3, 1.5, 2.0, 3.0, 6.0]))
+        limits = (int(largest[0] * room), int(largest[1] * room))
+        table: SampleTable = draw_shape(kind, int(4000 * r.uniform(0.5, 2)), largest, seed=number)
+        sizes, cost = np.stack([table.num_patches, table.num_tokens], axis=1), PATCH_COST.of_samples(table)
+        ours = pack_samples(table, limits=limits, dp=dp, cost=cost, seed=number).packing
+        assert (ours.sums(sizes) <= limits).all(), "a limit is broken"
+        assert np.array_equal(np.sort(ours.indices), np.arange(len(table))), "a sample is lost"
+        isf = pack_samples(table, limits=limits, dp=dp, cost=cost, seed=number, method="isf").packing
+        peers = [np.bincount(best_fit_two_columns(sizes, limits, number)[0], cost), isf.sums(cost)]
+        rows = [-(-len(packs) // dp) for packs in peers]
+        best = peers[int(np.argmin(rows))]
+        own = ours.sums(cost)
+        alike = pack_samples(table, limits=limits, dp=dp, cost=cost, seed=number, order="sorted").packing.sums(cost)
+        times = [row_time(own, dp) / row_time(best, dp, order="random")]
+        times.append(row_time(alike, dp) / row_time(best, dp, order="sorted"))
+        ratios.append([-(-len(own) // dp) / min(rows), *times])
+        names.append(f"{kind}, largest {largest}, limits {limits}, dp {dp}, {len(table)} samples, {len(own)} packs")
+    found = np.array(ratios)
+    for column, (what, most) in enumerate((("packs", 1.0), ("rows, random", 1.002), ("rows, sorted", 1.002))):
+        above = found[:, column] > most
+        worst = np.argsort(-found[:, column])[:5]
+        print(f"\n{what}: {above.sum()} of {len(found)} above {most}; median {np.median(found[:, column]):.4f}; worst:")
+        for i in worst:
+            print(f"  {found[i, column]:.4f}  {names[i]}")
+
+
 PARTS = {
     "packs": show_packs,
     "orders": show_orders,
     "one-limit": show_one_limit,
     "steps": show_steps,
     "scale": show_scale,
+    "hunt": show_hunt,
 }
 
 
@@ -328,6 +377,7 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=["packs", "orders", "one-limit", "steps"])
     parser.add_argument("--samples", type=int, default=100_000, help="of one-limit and scale")
     parser.add_argument("--steps", type=int, default=200, help="of each cell; fewer where they are large")
+    parser.add_argument("--shapes", type=int, default=500, help="of hunt")
     arguments = parser.parse_args()
     warm_up()
     best_fit_two_columns(np.ones((4, 2)), (2, 2))

@@ -1,5 +1,6 @@
 """Every verb on real input: fixed JSON names, exit codes, the same bytes from the same input."""
 
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trimtab.address import Allowed
+from trimtab.cli.describe import megatron_flags
+from trimtab.plan.file.records import open_records
 from trimtab.plan.file.yaml import load_plan
+from trimtab.report.plan_tables import device_hours, differences
 
 Run = Any
 
@@ -173,13 +178,13 @@ def test_a_run_of_ones_own_is_predicted_and_told_beside_a_plan(run: Run, drawn: 
 
 
 def test_a_plan_that_shares_images_checks_reports_and_says_so(run: Run, drawn: Path, tmp_path: Path) -> None:
-    words = ["--cluster", "8xA100-80GB", "--tp", "2", "--pp", "1", "--global-batch", "64", "--vision-dp", "tp"]
+    words = ["--cluster", "8xA100-80GB", "--tp", "2", "--pp", "1", "--global-batch", "64", "--set", "towers=tp"]
     out = tmp_path / "plan"
     said = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *words, "--set", "vision_pooling=1", "--out", out)
     assert said.code == 0, said.err
     assert "tp 2, gather, balanced by time, each micro-batch by itself, gradients averaged" in said.out
     assert load_plan(out).decisions.vision_data_parallel is not None
-    assert "--vision-dp tp --set vision_pooling=1" in load_plan(out).command
+    assert "--set towers=tp --set vision_pooling=1" in load_plan(out).command
     assert run("check", out).code == 0
     assert "Images shared among ranks" in run("report", out).out
 
@@ -259,3 +264,147 @@ def test_a_wrong_variable_of_numba_is_one_sentence(planned: Path) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "NUMBA_" in done.stderr
+
+
+# -- export of data files ----------------------------------------------------------------------------------------------
+
+
+NUM_SAMPLES = 240
+
+
+def test_each_data_format_is_written_and_told(run: Run, planned: Path, tmp_path: Path) -> None:
+    for verb, out, files in (("jsonl", tmp_path / "ordered.jsonl", 1), ("qwen-packs", tmp_path / "packs.jsonl", 1)):
+        result = run("export", verb, planned, "--out", out, "--json")
+        assert result.code == 0, result.err
+        assert result.json["num_records"] == NUM_SAMPLES
+        assert len(result.json["files"]) == files
+        assert all(Path(name).is_file() for name in result.json["files"])
+    with (tmp_path / "packs.jsonl").open(encoding="utf-8") as file:
+        assert sum(len(json.loads(line)) for line in file) == NUM_SAMPLES
+
+
+# -- data as people have it --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meta(drawn: Path, tmp_path: Path) -> Path:
+    """The drawn data in two sources, one of them three times, images elsewhere than the records."""
+    lines = (drawn / "data.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for name, part in (("first", lines[:40]), ("second", lines[40:60])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
+    sets = {
+        "web": {"root": str(drawn), "annotation": "first.jsonl", "repeat_time": 1, "data_augment": False},
+        "docs": {"root": str(drawn), "annotation": "second.jsonl", "repeat_time": 3, "data_augment": False},
+    }
+    (tmp_path / "meta.json").write_text(json.dumps(sets, indent=1), encoding="utf-8")
+    return tmp_path / "meta.json"
+
+
+def test_a_plan_of_a_meta_file_knows_repeats_and_roots(run: Run, drawn: Path, meta: Path, tmp_path: Path) -> None:
+    words = [
+        *("--tokenizer", drawn / "tokenizer.json", "--cluster", "8xA100-80GB"),
+        *("--pp", "2", "--set", "num_microbatches=2"),
+    ]
+    made = run("plan", "Qwen2.5-VL-7B", meta, *words, "--allow-outside", "--out", tmp_path / "plan")
+    assert made.code == 0, made.err
+    data = load_plan(tmp_path / "plan").inputs.data
+    assert data.num_samples == 40 + 3 * 20
+    assert [(Path(file.path).name, file.media_root) for file in data.files] == [
+        ("first.jsonl", str(drawn)),
+        ("second.jsonl", str(drawn)),
+    ]
+    records = open_records(tmp_path / "plan")
+    assert records.media_root(99) == drawn
+    assert records[40] == records[60] == records[80]
+    assert open_records(tmp_path / "plan", [meta], allowed=Allowed(outside=True)).media_root(0) == drawn
+    assert run("check", tmp_path / "plan").code == 0
+    written = run("export", "jsonl", tmp_path / "plan", "--out", tmp_path / "planned.jsonl")
+    assert written.code == 0, written.err
+    assert len((tmp_path / "planned.jsonl").read_text(encoding="utf-8").splitlines()) == 100
+
+
+# -- compare, and plans on several clusters ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(run: Run, drawn: Path, tmp_path: Path) -> tuple[Path, Any]:
+    """Plans of one run on two clusters, and what was printed; a third cluster is too small."""
+    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json"]
+    result = run(*words, "--cluster", "8xH100, 16xH100,1xA10", "--out", tmp_path, "--json")
+    assert result.code == 0, result.err
+    return tmp_path, result
+
+
+def test_clusters_are_planned_with_one_batch_and_priced_in_device_hours(two: tuple[Path, Any], run: Run) -> None:
+    out, result = two
+    rows = result.json["plans"]
+    assert list(rows) == ["8xH100", "16xH100"]
+    assert "1xA10: " in result.err
+    plans = {name: load_plan(out / name) for name in rows}
+    assert {plan.decisions.packing.global_batch for plan in plans.values()} == {240}  # all of the data
+    assert {name: rows[name]["device_hours"] for name in rows} == {
+        name: int(name.split("x")[0]) * plan.estimates.epoch_s / 3600 for name, plan in plans.items()
+    }
+    cheapest = min(plans, key=lambda name: device_hours(plans[name]))
+    assert f"fewest device-hours: {cheapest}" in result.err
+    # the command of each plan makes that plan again
+    command = plans["16xH100"].command.split()
+    assert command[command.index("--cluster") + 1] == "16xH100"
+    again = out / "again"
+    assert run(*command[1:], "--out", again).code == 0
+    assert load_plan(again) == plans["16xH100"]
+
+
+def test_plans_are_compared_by_what_differs(two: tuple[Path, Any], run: Run) -> None:
+    out, _ = two
+    small, large = load_plan(out / "8xH100"), load_plan(out / "16xH100")
+    assert differences({"a": small, "b": small}) == {}
+    found = differences({"a": small, "b": large})
+    assert found["inputs.cluster.num_nodes"] == ("1", "2")
+    assert found["decisions.parallel.dp"] == (str(small.decisions.parallel.dp), str(large.decisions.parallel.dp))
+    assert not any(place.startswith("inputs.model") for place in found)
+    shown = run("compare", out / "8xH100", out / "16xH100")
+    assert shown.code == 0
+    assert "inputs.cluster.num_nodes" in shown.out
+    assert set(run("compare", out / "8xH100", out / "16xH100", "--json").json["differs"]) == set(found)
+
+
+# -- uneven ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_beside_the_optimum(run):
+    told = run("uneven", "Qwen2-VL-7B", "--pp", "2", "--first", "12", "--json").json
+    assert {name: split["counts"] for name, split in told["splits"].items()} == {
+        "even": [14, 14],
+        "the rule": [13, 15],
+        "optimum": [14, 14],
+        "yours": [12, 16],
+    }
+    assert told["splits"]["the rule"]["flags"].endswith(
+        "first-pipeline-num-layers 13 --decoder-last-pipeline-num-layers 15"
+    )
+    memory = told["splits"]["the rule"]["memory"]
+    assert round(sum(memory[0].values()) / 1e9, 3) == 51.340
+
+
+def test_a_model_that_the_rule_cannot_divide(run):
+    words = ["InternVL-Chat-V1-5", "--pp", "4", "--image", "1792x896", "--seq", "4096"]
+    told = run("uneven", *words).out
+    assert "The rule has no answer here" in told
+    assert (
+        "Flags: --pipeline-model-parallel-layout 'E|t*16|t*16|t*16L' (a count of 0 is refused by Megatron-Core)" in told
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "flags"),
+    [
+        ((14, 14), ""),
+        ((13, 15), "--decoder-first-pipeline-num-layers 13 --decoder-last-pipeline-num-layers 15"),
+        ((4, 8, 8, 8), "--decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 8"),
+        ((0, 28), "--pipeline-model-parallel-layout 'E|t*28L'"),
+        ((4, 9, 8, 1), "--pipeline-model-parallel-layout 'Et*4|t*9|t*8|tL'"),
+    ],
+)
+def test_flags_that_say_the_split(counts, flags):
+    assert megatron_flags(counts)[0] == flags

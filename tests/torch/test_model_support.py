@@ -43,7 +43,7 @@ def test_a_sample_of_the_sweep_gives_the_written_cells(column):
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look there
     spec.loader.exec_module(module)
-    check = module.check_images if "--images" in arguments else module.check
+    check = getattr(module, "_".join(["check", *(word.strip("-").replace("-", "_") for word in arguments)]))
     written = read_column(column)
     for family in SAMPLE:
         try:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from refusals import refused
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.formula.flops import find_tp_problems, layer_matmuls
+from trimtab.costs.formula.flops import find_ep_problems, find_tp_problems, layer_matmuls
 from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.models.describe import describe, read_config
@@ -19,6 +19,7 @@ from trimtab.models.description import (
     RULES,
     VERSION,
     description_bytes,
+    find_layer_problems,
     read_description,
     save_description,
     shipped_models,
@@ -226,3 +227,38 @@ def test_the_command_line_writes_and_reads_descriptions(tmp_path):
     assert bad.returncode == 2
     assert "vocab_size: missing" in bad.stderr
     assert "Traceback" not in bad.stderr
+
+
+# -- layers that cannot be, experts that cannot be shared --------------------------------------------------------------
+
+
+MODEL = describe("Qwen3-VL-30B-A3B")
+BLOCK = next(x for x in MODEL.layers if x.mlp is not None and x.mlp.num_experts)
+HEAD = next(x for x in MODEL.layers if x.kind == "head")
+
+
+@pytest.mark.parametrize(
+    ("layer", "problem"),
+    [
+        (replace(BLOCK, name=""), "layers: a name has 1 to 400 characters"),
+        (replace(BLOCK, name="x" * 401), "layers: a name has 1 to 400 characters"),
+        (replace(BLOCK, mlp=replace(BLOCK.mlp, experts_per_token=129)), "experts_per_token is more than num_experts"),
+        (replace(HEAD, num_matmul_params=0), "a head multiplies its rows, so num_matmul_params is above 0"),
+        (replace(BLOCK, num_matmul_params=5), "num_matmul_params 5"),
+    ],
+)
+def test_a_layer_that_cannot_be_is_told_in_a_sentence(layer, problem):
+    assert any(problem in found for found in find_layer_problems(layer))
+    assert find_layer_problems(BLOCK) == find_layer_problems(HEAD) == []
+
+
+@pytest.mark.parametrize(
+    ("dims", "problem"),
+    [
+        (ParallelDims(dp=3, ep=3), "ep 3 cannot share the 128 experts"),
+        (ParallelDims(dp=5, etp=5), "etp 5 cannot share the 768 columns of an expert"),
+    ],
+)
+def test_experts_that_cannot_be_shared_are_told_in_a_sentence(dims, problem):
+    assert any(problem in found for found in find_ep_problems(BLOCK, dims))
+    assert find_ep_problems(BLOCK, ParallelDims(dp=8, ep=4)) == []

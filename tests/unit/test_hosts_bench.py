@@ -72,3 +72,23 @@ def test_a_hook_of_axolotl_and_a_name_of_llama_factory_that_went_have_drifted() 
     assert "train/sft/workflow.py has no trainer = CustomSeq2SeqTrainer(, which our run replaces" in said
     said = list(hosts.check_mindspeed(source({})))
     assert len(said) == 6
+
+
+# -- versions of Transformers ------------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.versions import COMMANDS, PAGE, VERSIONS, make_page, read_results  # noqa: E402
+
+
+def test_the_page_is_what_the_results_say():
+    assert PAGE.read_text(encoding="utf-8") == make_page(read_results())
+
+
+def test_every_example_was_run_under_the_version_that_this_project_is_made_with():
+    newest = read_results()["versions"][VERSIONS[-1]]
+    examples = {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    assert newest.keys() == examples | COMMANDS.keys()
+    assert set(newest.values()) == {"yes"}

@@ -3,9 +3,16 @@
 import pytest
 from placement_cases import small_model
 
-from trimtab.models.describe import describe
+from refusals import refused
+from trimtab.costs.devices import DEVICES
+from trimtab.costs.profile import profile_model
+from trimtab.errors import ConfigError, ImageError, PartitionError
+from trimtab.models.describe import describe, image_rule, read_config
 from trimtab.placement.bytes import inference_table
-from trimtab.placement.machine import QUANTS, Workload, count_batch
+from trimtab.placement.machine import QUANTS, Gpu, Machine, Workload, count_batch
+from trimtab.placement.place import place
+from trimtab.specs import ModelSpec
+from trimtab.units import GIB
 
 IMAGE = ((112, 112),)
 
@@ -69,3 +76,73 @@ def test_a_mask_is_counted_where_prompts_differ_in_length():
     flash = inference_table(model, Workload(batch=2, seq_len=2000, attention="flash")).prefill[block]
     assert masked > plain + 2 * 2000**2
     assert flash == plain
+
+
+# -- Mllama, as shipped ------------------------------------------------------------------------------------------------
+
+
+NAME = "Llama-3.2-90B-Vision"
+MODEL = describe(NAME)
+ROWS = 4 * 1608  # of one image: four tiles of 40 x 40 patches and a class token, padded to a multiple of 8
+
+
+def crossing(model: ModelSpec) -> list[int]:
+    return [i for i, x in enumerate(model.layers) if x.attention is not None and x.attention.cross]
+
+
+def test_every_image_costs_the_same_and_is_one_token():
+    rule = MODEL.image_rule
+    for size in ((1, 1), (1920, 1080), (560, 560), (30, 9000)):
+        counts = rule.count(*size)
+        assert (counts.patches, counts.tokens, counts.tiles, counts.patches_sq) == (ROWS, 1, 4, ROWS**2)
+    with refused(ImageError):
+        rule.count(0, 5)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ({"max_image_tiles": 6}, ("max_image_tiles", "6")),
+        ({"size": {"height": 448, "width": 448}}, "preprocessor_config.size"),
+        ({"do_resize": False}, "do_resize"),
+    ],
+)
+def test_a_processor_file_of_another_checkpoint_is_refused(file, name):
+    with refused(ConfigError, name):
+        image_rule(read_config(NAME), file)
+
+
+def test_without_images_cross_attention_layers_do_not_run():
+    table = inference_table(MODEL, Workload(seq_len=100))
+    for i in crossing(MODEL):
+        assert table.runs[i] == table.kv_prompt[i] == table.kv_full[i] == table.touched[i] == 0
+    for i in (*MODEL.indices("vision"), *MODEL.indices("projector")):
+        assert table.prefill[i] == table.held[i] == 0
+
+
+def test_flash_attention_is_refused_in_a_sentence():
+    with refused(PartitionError):
+        inference_table(MODEL, Workload(attention="flash"))
+
+
+def test_a_map_holds_the_whole_tower_on_one_gpu():
+    work = Workload(batch=2, seq_len=1000, images=((1920, 1080),))
+    found = place(MODEL, Machine(gpus=tuple(Gpu(index=i, free_bytes=75 * GIB) for i in range(4))), work)
+    tower = {key: device for key, device in found.device_map.items() if key.startswith("model.vision_model.")}
+    assert len(tower) == len(MODEL.indices("vision"))
+    assert len({*tower.values(), found.device_map["model.multi_modal_projector"]}) == 1
+    assert len(set(found.device_map.values())) == 4
+
+
+def test_what_the_tower_cannot_call_for_never_spills():
+    # less than the tower: all of it that can leaves the GPU
+    machine = Machine(gpus=(Gpu(index=0, free_bytes=150 * GIB),), cpu_bytes=512 * GIB)
+    found = place(MODEL, machine, Workload(seq_len=500, images=((640, 480),)))
+    spilled = {name for gone in found.spilled for name in gone.modules}
+    assert any(name.startswith("model.vision_model.") for name in spilled)
+    assert not spilled & {"model.vision_model.class_embedding", "model.vision_model.patch_embedding"}
+
+
+def test_training_is_refused_with_the_first_layer_that_crosses():
+    with refused(PartitionError, NAME, "20", "model.language_model.layers.3", "trimtab map"):
+        profile_model(MODEL, DEVICES["A100-80GB"])

@@ -1,18 +1,22 @@
 """Plans as settings of launchers that run whole models, and as MindSpeed-MM's model file; without them."""
 
+import ast
 import json
 from typing import Any
 
 import pytest
 import yaml
 
-from export_cases import cut, decide, make_model
+from export_cases import by_counts, cut, decide, first_block, make_model
 from refusals import refused
+from trimtab.adapters import deepspeed
+from trimtab.adapters.deepspeed import deepspeed_runs
 from trimtab.adapters.frameworks import find_target
+from trimtab.adapters.huggingface import TARGETS
 from trimtab.adapters.running import Exported
 from trimtab.errors import UnsupportedPlanError
 from trimtab.lora import Lora
-from trimtab.specs import ModelSpec, RecomputeChoice, Stage
+from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 MODEL = make_model(4, 6)  # layers 1 to 4 are vision blocks, 5 the projector, 6 the embedding, 7 to 12 decoder blocks
 
@@ -96,3 +100,110 @@ def test_stages_are_refused_and_another_sharding_is_warned_of(name: str) -> None
     stages = find_target(name).can(MODEL, 1).choices["zero_stage"]
     warned = export(name, MODEL, cut(MODEL), zero_stage=1).warnings
     assert len(warned) == (1 not in stages)
+
+
+# -- a module for DeepSpeed's PipelineModule ---------------------------------------------------------------------------
+
+
+TIED = make_model(tied=True)
+BLOCK = first_block(TIED)
+
+
+def pipeline_module(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
+    return deepspeed.export(decide(model, stages, **options), None)
+
+
+def constants(python: str) -> dict[str, object]:
+    """The module's constants, without importing DeepSpeed."""
+    found: dict[str, object] = {}
+    for node in ast.parse(python).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
+            found[node.targets[0].id] = ast.literal_eval(value)
+    return found
+
+
+def test_the_module_says_every_layer_and_the_plans_bounds():
+    stages = cut(TIED, 3, BLOCK + 2)  # inside the tower: DeepSpeed can
+    found = constants(pipeline_module(TIED, stages).text)
+    assert found["LAYERS"] == [layer.name for layer in TIED.layers]
+    assert found["PARTS"] == [0, 3, BLOCK + 2, len(TIED.layers)]
+    assert found["RECOMPUTE"] == []
+    assert found["TIED"] == [("embed_tokens", "lm_head")]
+    config = found["CONFIG"]
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (1, 8)
+    assert config["zero_optimization"] == {"stage": 1}
+    assert all(len(line) <= 120 for line in pipeline_module(TIED, stages).text.splitlines())
+
+
+def test_recompute_is_carried_layer_by_layer_and_selective_becomes_full():
+    chosen = {
+        0: [RecomputeChoice(tier="full", layers=(2,)), RecomputeChoice(tier="selective", layers=(1,))],
+        1: [RecomputeChoice(tier="full", layers=(BLOCK + 7, BLOCK + 8))],
+    }
+    stages = by_counts(TIED, 6, 6, recompute=chosen)
+    found = pipeline_module(TIED, stages)
+    assert constants(found.text)["RECOMPUTE"] == [1, 2, BLOCK + 7, BLOCK + 8]
+    assert any("1 layers are planned with selective recompute" in w for w in found.warnings)
+    assert [c.layers for c in found.runs[0].recompute] == [(1, 2)]
+    way = deepspeed_runs(stages)
+    assert found.runs == way
+    assert pipeline_module(TIED, way).warnings == ()
+
+
+def test_tensor_parallelism_is_left_to_the_layers():
+    found = pipeline_module(TIED, by_counts(TIED, 6, 6), dims=ParallelDims(dp=3, pp=2, tp=4))
+    assert any("PipeModelDataParallelTopology(num_pp=2, num_mp=4, num_dp=3)" in w for w in found.warnings)
+
+
+# -- lines for Transformers --------------------------------------------------------------------------------------------
+
+
+trainer_lines = TARGETS["transformers"].export
+VISION = TIED.indices("vision", "block")
+
+
+def test_layers_come_by_tier_in_ranges():
+    chosen = [
+        RecomputeChoice(tier="selective", layers=tuple(range(BLOCK, BLOCK + 3))),
+        RecomputeChoice(tier="full", layers=(*VISION, BLOCK + 5)),
+    ]
+    found = trainer_lines(decide(TIED, by_counts(TIED, 12, recompute={0: chosen})), None)
+    assert found.fields["recompute"] == {"full": ("visual.blocks[0..3]", "layers.5"), "selective": ("layers[0..2]",)}
+    assert "'full': ['visual.blocks[0..3]', 'layers.5']," in found.text
+    nothing = trainer_lines(decide(TIED, by_counts(TIED, 12), zero_stage=0), None)
+    assert "apply_recompute" not in nothing.text
+    assert "gradient_accumulation_steps=8, per_device_train_batch_size=1" in nothing.text.splitlines()[-1]
+
+
+def test_a_frozen_tower_and_tensor_parallelism_are_named():
+    found = trainer_lines(
+        decide(
+            TIED,
+            by_counts(TIED, 12),
+            dims=ParallelDims(tp=2),
+            frozen_towers=("vision",),
+        ),
+        None,
+    )
+    assert "activation_checkpointing" in str(found.also)
+    assert any("tp_plan='auto'" in w and " 2" in w for w in found.warnings)
+    (other,) = trainer_lines(decide(TIED, by_counts(TIED, 12)), None).warnings
+    assert "stage 3, not 1" in other
+
+
+@pytest.mark.parametrize(
+    ("name", "zero_stage", "line"),
+    [
+        ("transformers", 3, "fsdp=True)"),
+        ("trl", 0, 'dataset_kwargs={"skip_prepare_dataset": True}'),
+        ("accelerate", 0, "gradient_accumulation_steps=8)"),
+        ("fsdp2", 3, "fully_shard(module, mp_policy=policy)"),
+    ],
+)
+def test_each_host_is_told_its_steps_and_its_sharding(name: str, zero_stage: int, line: str):
+    plan = decide(TIED, by_counts(TIED, 12), zero_stage=zero_stage)
+    found = TARGETS[name].export(plan, None)
+    assert line in found.text
+    assert found.warnings == ()
+    compile(found.text, name, "exec")

@@ -110,8 +110,8 @@ def test_recompute_of_the_tower_trades_its_activations_for_its_forward(recompute
 
 
 def test_auto_takes_the_replica_only_for_two_percent():
-    epochs = {group: plan_of(group).variants[-1].epoch_s for group in ("none", "tp", "dp", "replica", "auto")}
-    best = min(epochs[group] for group in ("none", "tp", "dp"))
+    epochs = {group: plan_of(group).variants[-1].epoch_s for group in ("one-grid", "tp", "dp", "replica", "auto")}
+    best = min(epochs[group] for group in ("one-grid", "tp", "dp"))
     decided = plan_of("auto").plan.decisions.vision_data_parallel
     if epochs["replica"] * MUST_GAIN <= best:
         assert decided.group == "replica"
@@ -138,6 +138,6 @@ def test_degrees_are_searched_again_without_a_tower_in_the_pipeline():
     samples = image_samples(192, most=8)
     found = {
         group: make_plan(QWEN, samples, CLUSTER, dataclasses.replace(options, vision=VisionChoice(group=group)))
-        for group in ("none", "auto")
+        for group in ("one-grid", "auto")
     }
-    assert found["auto"].variants[-1].epoch_s <= 1.005 * found["none"].variants[-1].epoch_s
+    assert found["auto"].variants[-1].epoch_s <= 1.005 * found["one-grid"].variants[-1].epoch_s

@@ -82,7 +82,7 @@ def read_megatron_flags(said: Mapping[str, str]) -> MegatronFlags:
     found: dict[str, int | str | bool] = {}
     for field in fields(MegatronFlags):
         if field.name in said:
-            found[field.name] = True if field.type == "bool" else said[field.name]
+            found[field.name] = True if isinstance(field.default, bool) else said[field.name]
     problems: list[str] = []
     for name, value in found.items():
         if isinstance(value, str) and name != "pipeline_model_parallel_layout":

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab.errors import PartitionError, PlanError, refuse_type
 from trimtab.files import write_atomically, written_together
+from trimtab.options import VisionGroup
 from trimtab.partition.assess import SplitResult
 from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, tied_settings
 from trimtab.plan.decide.case import MemoryBudget, pack_case
 from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, open_epoch
-from trimtab.plan.decide.groups import group_degree
+from trimtab.plan.decide.groups import GROUPS, group_degree
 from trimtab.plan.decide.members import default_global_batch
 from trimtab.plan.decide.search import Tiers, choose_setting
 from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced
 from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split
-from trimtab.plan.decide.towers import MUST_GAIN, VisionChosen, choose_vision, on_replica, settings_apart
+from trimtab.plan.decide.towers import (
+    MUST_GAIN,
+    VisionChosen,
+    choose_vision,
+    least_epoch_s,
+    rank_work,
+    settings_apart,
+    whole_tower,
+)
 from trimtab.plan.decide.work import band_sentence, host_sentences
 from trimtab.plan.file.figures import PlanDetails, assemble_plan
 from trimtab.plan.file.yaml import plan_to_yaml
-from trimtab.plan.options import PlanOptions, PlanOrigin
-from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
+from trimtab.plan.options import PlanOptions, PlanOrigin, VisionChoice
+from trimtab.specs import ClusterSpec, FloatArray, ModelSpec, SampleTable
 
 Progress = Callable[[str, int, int], None]
 """Called with a step's name, what is done of it, and how much there is."""
@@ -36,6 +46,8 @@ _NARROWED = f"{ABOUT_SPLIT[1]}with the same packs, within what the framework of 
 
 _MOST_SHARED, _SHARING_GAINS = 4, 1.3  # settings that are tried with shared images, and what that may gain
 _SEARCH_GAINS = 1.05  # what the search on the epoch's own steps may gain for a pipeline, over its price at mean packs
+_MOST_OPEN = 2  # other settings at which forms of sharing are simulated, where the form is left open
+_ALIKE = 0.9  # of what a setting's own price is above its bound, with its images shared
 _MOST_DEVICES_A_SAMPLE = 128  # a replica of the model is no larger: tp 8 x pp 16
 
 
@@ -166,12 +178,13 @@ def _settle(
     packs does not hold.
     """
     group = chosen.best.options.vision.group
-    left, settled = list(chosen.by_preference), list[_Settled]()
-    most = 1 if group == "none" else _MOST_SHARED
-    if group != "none" and group != "auto":  # of one rank there is nothing to share
+    if group == "auto" or group == "shared":
+        return _settle_open(model, epoch, cluster, options, budget, chosen, within)
+    left, most = list(chosen.by_preference), 1
+    if group != "one-grid":
+        # of one rank there is nothing to share
         left = [x for x in left if group_degree(group, x.setting.dims) > 1] or left
-    if group != "none":
-        left = [x for x in left if x.samples_per_s * _SHARING_GAINS >= left[0].samples_per_s]
+        left, most = [x for x in left if x.samples_per_s * _SHARING_GAINS >= left[0].samples_per_s], _MOST_SHARED
     elif left[0].setting.dims.pp == 1:
         near = [
             x for x in left[1:] if x.setting.dims.pp > 1 and x.samples_per_s * _SEARCH_GAINS >= left[0].samples_per_s
@@ -179,22 +192,96 @@ def _settle(
         if near:
             rival = max(near, key=lambda x: x.samples_per_s)
             left, most = [left[0], rival, *(x for x in left[1:] if x is not rival)], 2
+    settled = list[_Settled]()
     for priced in left:
         if (found := _settle_one(model, epoch, cluster, budget, chosen, priced, within)) is not None:
             settled.append(found)
         if len(settled) == most:
             break
-    if group in ("auto", "replica") and within is None:
-        settled += _settle_apart(model, epoch, cluster, options, budget, chosen, settled)
+    if group == "replica" and within is None:
+        asked = replace(options, vision=replace(options.vision, pooling=None))
+        known = {(x.tried.best.setting.dims, x.tried.best.options.sharding) for x in settled}
+        for _, priced in settings_apart(model, epoch.drawn, cluster, asked, budget, below_s=math.inf):
+            if (priced.setting.dims, priced.options.sharding) in known:
+                continue
+            try:
+                one = _settle_one(model, epoch, cluster, budget, chosen, priced, None)
+            except (PartitionError, PlanError):  # its packs do not fit, on one grid or with features
+                continue
+            settled += [] if one is None else [one]
     if not settled:
         divisions = {x.setting.dims for x in chosen.considered}
         raise PartitionError(
             f"none of {len(divisions)} divisions runs so: plan with other degrees, ZeRO or packs, or without --for"
         )
-    settled = _worth_it(settled) if group == "auto" else settled
     shortest = min(x.vision.best.epoch_s for x in settled)
-    alike = (1 + EQUAL) * shortest if group == "none" else shortest
+    alike = (1 + EQUAL) * shortest if group == "one-grid" else shortest
     return next(x for x in settled if x.vision.best.epoch_s <= alike)  # of those alike the first by preference
+
+
+def _settle_open(
+    model: ModelSpec,
+    epoch: Epoch,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    budget: MemoryBudget,
+    chosen: ChosenSetting,
+    within: Within | None,
+) -> _Settled:
+    """The best single grid, or a form of sharing that gains 2 % over it, at its own setting or at another.
+
+    Forms at other settings are tried where their bound gains that, the least bound first.
+    """
+    replica = within is None and chosen.best.options.vision.group == "auto"
+    # 1. the best single grid, as without any sharing, and what forms do at its setting
+    plain = [replace(x, options=replace(x.options, vision=VisionChoice())) for x in chosen.considered]
+    grid = _settle(model, epoch, cluster, options, budget, replace(chosen, considered=tuple(plain)), within)
+    vision = chosen.best.options.vision
+    case = replace(grid.vision.best.case, options=replace(grid.vision.best.case.options, vision=vision))
+    shared = choose_vision(case, grid.without, replica=within is None)
+    settled = [replace(grid, vision=shared)]
+    if shared.best.case.vision is not None:
+        here = replace(settled[0], split=shared.best.found.split)
+        hosted = here if within is None else _within_host(here, model, within)
+        settled = [grid if hosted is None else hosted]
+    limit_s = grid.vision.best.epoch_s / MUST_GAIN
+    # 2. other settings, the least expected first; those of a decoder alone come with their own packs
+    whole = whole_tower(model, cluster, options)
+    expected = [(_expected_s(model, epoch, x, whole, replica=within is None), x) for x in chosen.considered]
+    if replica:
+        num, below_s = len(epoch.rows), limit_s / len(epoch.rows)
+        apart = settings_apart(model, epoch.drawn, cluster, options, budget, below_s=below_s)
+        expected += [(num * seconds, priced) for seconds, priced in apart]
+    known = {(case.setting.dims, case.options.sharding)}
+    for seconds, priced in sorted(expected, key=lambda pair: pair[0]):
+        name = priced.setting.dims, priced.options.sharding
+        if seconds > limit_s or len(known) > _MOST_OPEN:
+            break
+        if name in known:
+            continue
+        known.add(name)
+        try:
+            one = _settle_one(model, epoch, cluster, budget, chosen, priced, within, one_grid_s=limit_s * MUST_GAIN)
+        except (PartitionError, PlanError):  # its packs do not fit, on one grid or with features
+            continue
+        settled += [] if one is None else [one]
+    gaining = [x for x in settled[1:] if x.vision.best.case.vision is not None and x.vision.best.epoch_s <= limit_s]
+    return min([settled[0], *gaining], key=lambda x: x.vision.best.epoch_s)
+
+
+def _expected_s(model: ModelSpec, epoch: Epoch, priced: Priced, whole: FloatArray, *, replica: bool) -> float:
+    """The least that any form may take at a setting; infinite where it has none.
+
+    That is its bound, which is taken to be missed by nearly as much as the setting's own price misses its bound.
+    """
+    work, dims = rank_work(model, epoch.drawn, priced), priced.setting.dims
+
+    def least_s(group: VisionGroup | None) -> float:
+        return least_epoch_s(priced.setting, priced.options, group, work, whole)
+
+    groups = [x for x in GROUPS if group_degree(x, dims) > 1 and (replica or x != "replica")]
+    missed = _ALIKE * len(epoch.rows) / priced.samples_per_s / least_s(None)
+    return max(1.0, missed) * min(map(least_s, groups), default=math.inf)
 
 
 def _settle_one(
@@ -205,46 +292,25 @@ def _settle_one(
     chosen: ChosenSetting,
     priced: Priced,
     within: Within | None,
+    *,
+    one_grid_s: float = math.inf,
 ) -> _Settled | None:
-    """The setting with its packs, grids and stages; None where a framework can run none of them."""
+    """The setting with its packs, grids and stages; None where a framework can run none of them.
+
+    `one_grid_s`: the epoch of the best single grid, where this setting is only tried for its forms.
+    """
     case = pack_case(model, epoch, cluster, budget, priced.setting, priced.options)
-    without = choose_split(case)
-    vision = choose_vision(case, without, replica=within is None)
-    case = vision.best.case
-    split: SplitResult | None = vision.best.found.split
-    if within is not None:
-        stages = best_expressible(case, within(model, case.setting.dims.pp))
-        split = None if stages is None else case.problem.assess(stages)
-    return None if split is None else _Settled(tried=chosen.taking(priced), without=without, vision=vision, split=split)
+    without = choose_split(case, search=one_grid_s == math.inf)
+    vision = choose_vision(case, without, replica=within is None, one_grid_s=one_grid_s)
+    found = _Settled(tried=chosen.taking(priced), without=without, vision=vision, split=vision.best.found.split)
+    return found if within is None else _within_host(found, model, within)
 
 
-def _settle_apart(
-    model: ModelSpec,
-    epoch: Epoch,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    budget: MemoryBudget,
-    chosen: ChosenSetting,
-    settled: Sequence[_Settled],
-) -> Iterator[_Settled]:
-    """Settings that are fast without a tower in their pipelines, with it on every device of a replica."""
-    asked = replace(options, vision=replace(options.vision, group="replica", pooling=None))
-    known = {(x.tried.best.setting.dims, x.tried.best.options.sharding) for x in settled}
-    for priced in settings_apart(model, epoch.drawn, cluster, asked, budget):
-        if (priced.setting.dims, priced.options.sharding) in known:
-            continue
-        try:
-            found = _settle_one(model, epoch, cluster, budget, chosen, priced, None)
-        except (PartitionError, PlanError):  # its packs do not fit, on one grid or with features
-            continue
-        if found is not None:
-            yield found
-
-
-def _worth_it(settled: Sequence[_Settled]) -> list[_Settled]:
-    """Those whose tower has the decoder's grid, and others that gain 2 % over the best of these."""
-    on_grid = min(x.epoch_s for one in settled for x in one.vision.tried if not on_replica(x.case))
-    return [x for x in settled if not on_replica(x.vision.best.case) or x.vision.best.epoch_s * MUST_GAIN <= on_grid]
+def _within_host(found: _Settled, model: ModelSpec, within: Within) -> _Settled | None:
+    """The same on the fastest stages that a framework can run; None where it can run none."""
+    case = found.vision.best.case
+    stages = best_expressible(case, within(model, case.setting.dims.pp))
+    return None if stages is None else replace(found, split=case.problem.assess(stages))
 
 
 def batch_assumption(

@@ -90,7 +90,7 @@ def read_layout(plan: Plan) -> PipelineLayout:
     images = decisions.vision_data_parallel
     if images is not None and images.group not in ("dp", "replica"):
         raise UnsupportedPlanError(
-            f"images are not shared over {images.group} here: plan with --vision-dp replica, dp or none"
+            f"images are not shared over {images.group} here: plan with --set towers=replica, dp or one-grid"
         )
     return PipelineLayout(
         images=images,

@@ -112,7 +112,7 @@ def parse_baseline(text: str) -> Baseline:
 # What a user may ask of vision data parallel.
 
 
-GroupChoice = Literal["none", "auto", "tp", "cp", "tp_cp", "dp", "replica"]
+GroupChoice = Literal["one-grid", "auto", "shared", "replica", "tp", "cp", "tp_cp", "dp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +125,14 @@ class VisionChoice:
     'balanced'
     """
 
-    # auto: the group whose simulated epoch is shortest, or none
-    group: Annotated[GroupChoice, Option("Ranks that share images.", flag="--vision-dp", common=True)] = "none"
+    group: Annotated[
+        GroupChoice,
+        Option(
+            "The grid of vision towers: the decoder's, images shared among ranks of it (shared: the best of tp, cp, "
+            "tp_cp, dp), every device of a replica, or auto: what gains 2 %.",
+            flag="--towers",
+        ),
+    ] = "one-grid"
     pooling: Annotated[
         int | None,
         Option(
@@ -142,8 +148,8 @@ class VisionChoice:
 
     def problems(self) -> Iterator[str]:
         """Yield what no plan could follow of values that options take, a sentence each."""
-        if self.group == "none" and self != VisionChoice():
-            yield "vision_rule, vision_pooling and vision_objective need a group: give --vision-dp too"
+        if self.group == "one-grid" and self != VisionChoice():
+            yield "vision_rule, vision_pooling and vision_objective need a group: give --set towers=auto too"
 
 
 ScheduleChoice = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble", "auto"]

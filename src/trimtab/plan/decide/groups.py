@@ -9,10 +9,22 @@ from typing import get_args
 from trimtab.errors import PlanError, join_problems
 from trimtab.options import VisionExchange, VisionGroup, VisionReduction
 from trimtab.plan.decide.exchange import tile_rows
+from trimtab.plan.options import GroupChoice
 from trimtab.plan.plan import ParallelDecision, ScheduleDecision, VisionDecision
 from trimtab.specs import ModelSpec, ParallelDims
 
 GROUPS: tuple[VisionGroup, ...] = get_args(VisionGroup)
+
+
+def groups_of(choice: GroupChoice) -> tuple[VisionGroup, ...]:
+    """The groups that may be taken, of what was asked for."""
+    if choice == "one-grid":
+        return ()
+    if choice == "auto":
+        return GROUPS
+    if choice == "shared":
+        return tuple(group for group in GROUPS if group != "replica")
+    return (choice,)
 
 
 def over_tp(group: VisionGroup) -> bool:

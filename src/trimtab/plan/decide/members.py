@@ -99,16 +99,8 @@ class Member:
 
         `again`: recompute, as a share of forward and backward.
         """
-        P, M, schedule = self.profile.dims.pp, self.offer.num_microbatches, self.options.schedule
-        T = self.pack_s * (1 + again)
-        even_s = T * M / P  # every device busy all the time
-        in_turn_s = T / -math.expm1(P * math.log1p(-1 / M)) if M > 1 else T
-        if schedule in ("1F1B", "GPipe"):
-            step_s = slowest_over_mean * in_turn_s
-        elif schedule == "Interleaved1F1B":  # V chunks a device wait a V-th of that
-            step_s = max(slowest_over_mean * (even_s + (in_turn_s - even_s) / self.options.num_chunks), T)
-        else:
-            step_s = max(slowest_over_mean * even_s, T * _WITHOUT_WEIGHTS)
+        T, M = self.pack_s * (1 + again), self.offer.num_microbatches
+        step_s = least_step_s(T, M, self.profile.dims.pp, self.options, slowest_over_mean=slowest_over_mean)
         return (step_s + self.update_s) / self.offer.samples_per_step
 
     @property
@@ -121,6 +113,17 @@ class Member:
         """Return how it divides the work: what the plan lists one of."""
         dims = self.profile.dims
         return self.options.sharding, dims.pp > 1, dims.tp > 1
+
+
+def least_step_s(pack_s: float, M: int, P: int, options: PlanOptions, *, slowest_over_mean: float = 1.0) -> float:
+    """Return seconds that no pipeline of P stages runs M packs in, of `pack_s` on all layers each: see the module."""
+    even_s = pack_s * M / P  # every device busy all the time
+    in_turn_s = pack_s / -math.expm1(P * math.log1p(-1 / M)) if M > 1 else pack_s
+    if options.schedule in ("1F1B", "GPipe"):
+        return slowest_over_mean * in_turn_s
+    if options.schedule == "Interleaved1F1B":  # V chunks a device wait a V-th of that
+        return max(slowest_over_mean * (even_s + (in_turn_s - even_s) / options.num_chunks), pack_s)
+    return max(slowest_over_mean * even_s, pack_s * _WITHOUT_WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

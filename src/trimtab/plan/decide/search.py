@@ -39,8 +39,11 @@ def choose_setting(
     *,
     tiers: Tiers | None = None,
     progress: Callable[[int, int], None] | None = None,
+    pipelines_below_s: float | None = None,
 ) -> ChosenSetting:
     """The settings that fit, and which is taken.
+
+    `pipelines_below_s`: only the fastest of more than one stage, if it may take fewer seconds a sample.
 
     `tiers`: the recompute that the framework has of a layer, so that packs are no larger than it can hold. Raises
     `PlanError` when the degrees do not divide the devices, and `PartitionError` when nothing fits, with its reason.
@@ -51,11 +54,15 @@ def choose_setting(
     else:
         divided = options
     dims = list(parallel_dims(model, cluster, divided, longest=longest))
+    if pipelines_below_s is not None:
+        dims, crowded = [x for x in dims if x.pp > 1], True
     while True:
         # 1. the members of the space, with their bounds
         members, impossible = list_members(model, samples, cluster, options, budget, dims)
         # 2. their prices, the least bound first
-        priced, misfits = price_members(members, model, cluster, budget, tiers=tiers, progress=progress)
+        priced, misfits = price_members(
+            members, model, cluster, budget, tiers=tiers, progress=progress, below_s=pipelines_below_s
+        )
         refusals += impossible + misfits
         if priced or crowded or options.cp is not None:
             break
@@ -77,6 +84,8 @@ def choose_setting(
 
 def _refused(refusals: Sequence[Refusal]) -> PartitionError:
     """Why nothing fits: the reason of the division that divides the model most."""
+    if not refusals:
+        return PartitionError("no setting may be as fast as was asked for: ask for less")
     last = max(refusals, key=lambda x: x.dims.pp * x.dims.tp * x.dims.cp)
     reason = PartitionError(f"{format_degrees(last.dims)}: {last.error}")
     number = len({refusal.dims for refusal in refusals})
@@ -133,10 +142,12 @@ def price_members(
     tiers: Tiers | None = None,
     progress: Callable[[int, int], None] | None = None,
     prune: bool = True,
+    below_s: float | None = None,
 ) -> tuple[list[Priced], list[Refusal]]:
     """Price the members that may be taken: those that fit, the fastest first, and reasons of others.
 
-    Priced are all that may be within 1 % of the fastest, and one of each kind.
+    Priced are all that may be within 1 % of the fastest, and one of each kind; with `below_s`, seconds a sample, only
+    the former, and none that takes more.
     """
     found, refusals = dict[int, Priced | None](), list[Refusal]()
     known, listed, plain_fits = _Known(), set[object](), dict[object, float]()
@@ -161,7 +172,8 @@ def price_members(
             if number not in own or member.offer.samples_per_pack > plain_fits.get(member.series[:2], math.inf):
                 continue
             # 2. too slow, and not the first of its kind; more is known once its packs are made
-            limit_s = known.best_s * (1 + EQUAL) if member.kind in listed else math.inf
+            limit_s = known.best_s * (1 + EQUAL) if member.kind in listed or below_s is not None else math.inf
+            limit_s = min(limit_s, math.inf if below_s is None else below_s)
             if known.expected_s(member) > limit_s:
                 continue
             if known.expected_s(member, member.packs.slowest_over_mean) > limit_s:

@@ -2,11 +2,15 @@
 
 The choice is the shortest simulated epoch over the whole data set. A tower on the whole replica frees the pipeline of
 it, so that other degrees may be best: they are searched again for a model of the decoder alone.
+
+Left open, a form has to gain 2 % over the best single grid, whose cuts may lie inside the tower. Bounds come first: a
+form at a setting is simulated only where an even share of the images, waiting for nothing, would gain that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,22 +19,31 @@ import numpy as np
 from trimtab.balance.images import tower_seconds
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.options import VisionGroup
-from trimtab.plan.decide.case import Case, MemoryBudget
-from trimtab.plan.decide.groups import GROUPS, decision_problems, exchange_of, group_degree, over_tp, reduction_of
+from trimtab.plan.decide.case import Case, MemoryBudget, Setting
+from trimtab.plan.decide.groups import (
+    decision_problems,
+    exchange_of,
+    group_degree,
+    groups_of,
+    over_tp,
+    reduction_of,
+)
+from trimtab.plan.decide.members import least_step_s
 from trimtab.plan.decide.search import choose_setting
 from trimtab.plan.decide.setting import Priced, profile_setting
 from trimtab.plan.decide.sharing import share_vision, undivided_tower
 from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
-from trimtab.plan.decide.work import IMAGE_TERMS, PATCHES
+from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, pad_documents
 from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import ScheduleDecision, VisionDecision
-from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
+from trimtab.specs import ClusterSpec, FloatArray, LayerCost, ModelSpec, ParallelDims, SampleTable
 from trimtab.units import format_bytes, format_seconds
 
-_GOOD_ENOUGH = 1.005  # of the shortest epoch: then the smaller pool, and no sharing at all before some
+_GOOD_ENOUGH = 1.005  # of the shortest epoch: then the smaller pool
 MUST_GAIN = 1.02
-"""Asked of a dispatch, whose ranks wait for each other at every call, which no simulated step does; and of a tower on
-the whole replica, over the best that a pipeline with cuts inside the tower does."""
+"""Asked of every form over the best single grid: ranks that share wait for each other at every call, which no simulated
+step does, and a plan that shares is one that fewer can run."""
+_SEARCH_GAINS = 1.05  # what the search on sampled steps may gain over the exact split
 _MAX_POOLED = 8  # where the pool is left open: what larger ones gain is little, what they hold is not
 
 
@@ -50,6 +63,7 @@ class VisionChosen:
     best: SharedSplit
     tried: tuple[SharedSplit, ...]  # the one without sharing first
     ruled_out: tuple[str, ...] = ()  # why others were not tried, or do not fit
+    least: tuple[str, float] | None = None  # of the forms whose bound gains too little: the least one, its epoch
 
     def sentences(self) -> tuple[str, ...]:
         """For the plan's reader; nothing where nothing was asked for."""
@@ -58,6 +72,14 @@ class VisionChosen:
             said = [f"{_label(x.case)} {format_seconds(x.epoch_s)}" for x in self.tried]
             about.append(f"Sharing the images was simulated over the whole data set: {', '.join(said)}.")
             about.append(describe_losses(self.tried[0].case, self.tried[0].epoch_s))
+        elif self.least is not None:
+            label, bound_s = self.least
+            gain = self.tried[0].epoch_s / bound_s - 1
+            about.append(
+                f"No form of sharing the images was simulated: shared evenly {label}, the least bound, they would gain "
+                f"{gain:.1%} of an epoch, and {MUST_GAIN - 1:.0%} is asked for. "
+                + describe_losses(self.tried[0].case, self.tried[0].epoch_s)
+            )
         if self.ruled_out:
             about.append(f"Sharing the images was not possible everywhere: {'; '.join(self.ruled_out)}.")
         vision = self.best.case.vision
@@ -82,21 +104,24 @@ ABOUT_REPLICA = (
 )
 
 
-def choose_vision(case: Case, found: SplitChoice, *, replica: bool = True) -> VisionChosen:
+def choose_vision(
+    case: Case, found: SplitChoice, *, replica: bool = True, one_grid_s: float = math.inf
+) -> VisionChosen:
     """`case` with its images shared as `case.options.vision` asks; `found` is its split without that.
 
-    Where the group is left open, sharing must shorten the epoch by 0.5 %, over dp or a replica by 2 %. Of pools of 1,
-    2, ... 8 micro-batches that divide a step, the smallest within 0.5 % of the shortest epoch; recompute is decided
-    again for each, so that a pool whose activations cost more recompute than it saves is not taken. Raises
-    `PlanError` where the plan has no such group, `PartitionError` where nothing fits. `replica`: whether a tower on the
-    whole replica can run.
+    Where the group is left open, sharing must shorten the epoch by 2 %: of this case, and of the best single grid so
+    far, which takes `one_grid_s`. Of pools of 1, 2, ... 8 micro-batches that divide a step, the smallest within 0.5 %
+    of the shortest epoch; recompute is decided again for each, so that a pool whose activations cost more recompute
+    than it saves is not taken. Raises `PlanError` where the plan has no such group, `PartitionError` where nothing
+    fits. `replica`: whether a tower on the whole replica can run.
     """
     plain = SharedSplit(case=case, found=found, epoch_s=epoch_s(case, found.split.stages))
     choice = case.options.vision
-    if choice.group == "none":
+    if choice.group == "one-grid":
         return VisionChosen(best=plain, tried=(plain,))
-    # 1. every group and pool that is possible, with stages and recompute of its own
-    groups = GROUPS if choice.group == "auto" else (choice.group,)
+    is_open = choice.group in ("auto", "shared")
+    # 1. every group that is possible; where it is left open, those that may gain enough
+    groups = groups_of(choice.group)
     if not replica:
         if choice.group == "replica":
             raise PlanError(
@@ -104,38 +129,109 @@ def choose_vision(case: Case, found: SplitChoice, *, replica: bool = True) -> Vi
                 "out, or choose tp, cp, tp_cp or dp"
             )
         groups = tuple(group for group in groups if group != "replica")
-    if choice.group == "auto":  # plans with a degree of 1 are the rule: only tp and dp say why they were not tried
+    if is_open:  # plans with a degree of 1 are the rule: only tp and dp say why they were not tried
         groups = tuple(x for x in groups if x in ("tp", "dp") or group_degree(x, case.setting.dims) > 1)
     problem = _lacking(case)
-    if problem is not None and choice.group != "auto":
+    if problem is not None and not is_open:
         raise PlanError(problem)
     tried, misfits, ruled_out = [plain], list[str](), [] if problem is None else [problem]
+    limit_s = min(plain.epoch_s, one_grid_s) / MUST_GAIN if is_open else math.inf
+    least: tuple[str, float] | None = None
+    whole = whole_tower(case.model, case.cluster, case.options) if is_open and problem is None else np.zeros(0)
     for group in groups if problem is None else ():
         decisions, problems = _decisions(case, group)
         if problems and not decisions:
-            if choice.group != "auto":
+            if not is_open:
                 raise PlanError(join_problems(problems))
             ruled_out += problems
+            continue
+        if is_open:
+            bound_s = least_epoch_s(case.setting, case.options, group, _rank_work(case), whole)
+            if bound_s > limit_s:
+                if least is None or bound_s < least[1]:
+                    least = f"over {group} {group_degree(group, case.setting.dims)}", bound_s
+                continue
+        # 2. each way, with stages and recompute of its own; searched is only the best of those left open
         for decision in decisions:
             shared = share_vision(case, decision)
             try:
-                split = choose_split(shared)
+                split = choose_split(shared, search=not is_open)
                 _refuse_moment(shared, split)
             except PartitionError as error:
                 misfits.append(f"{_label(shared)}: {error}")
                 ruled_out.append(f"{_label(shared)} does not fit the memory, or leaves too few cuts")
                 continue
             tried.append(SharedSplit(case=shared, found=split, epoch_s=epoch_s(shared, split.split.stages)))
-    if choice.group != "auto" and len(tried) == 1:
+    if not is_open and len(tried) == 1:
         raise PartitionError(join_problems(misfits))
-    # 2. the shortest epoch; sharing over dp must gain more, for its ranks wait for each other
-    open_to = tried if choice.group == "auto" else tried[1:]
-    if choice.group == "auto":
-        least = min(x.epoch_s for x in tried if not must_gain(x.case))
-        open_to = [x for x in tried if not must_gain(x.case) or x.epoch_s * MUST_GAIN <= least]
-    shortest = min(x.epoch_s for x in open_to)
-    best = next(x for x in open_to if x.epoch_s <= _GOOD_ENOUGH * shortest)
-    return VisionChosen(best=best, tried=tuple(tried), ruled_out=tuple(ruled_out))
+    # 3. the shortest epoch, or the single grid where no form gains enough
+    forms = tried[1:]
+    shortest = min((x.epoch_s for x in forms), default=math.inf)
+    best = next((x for x in forms if x.epoch_s <= _GOOD_ENOUGH * shortest), plain)
+    if is_open and best is not plain:
+        place = tried.index(best)
+        if best.epoch_s <= limit_s * _SEARCH_GAINS:
+            split = choose_split(best.case)
+            best = replace(best, found=split, epoch_s=epoch_s(best.case, split.split.stages))
+            tried[place] = best
+        best = best if best.epoch_s <= limit_s else plain
+    return VisionChosen(best=best, tried=tuple(tried), ruled_out=tuple(ruled_out), least=least)
+
+
+def least_epoch_s(
+    setting: Setting, options: PlanOptions, group: VisionGroup | None, work: RankWork, whole: FloatArray
+) -> float:
+    """Return seconds that no epoch of this setting takes less, its images shared over `group`; None: one grid.
+
+    `whole`: of an undivided tower, as `whole_tower` gives it.
+
+    Costs are linear in the work, so with equal packs and even shares that wait for nothing no step is longer. A call's
+    constant is counted once for the largest pool.
+    """
+    profile, dims, M = setting.profile, setting.dims, setting.num_microbatches
+    pack = work.of_epoch / (work.num_steps * M)
+    pack[MICROBATCHES] = 1.0
+    share = pack / (1 if group in (None, "dp") else group_degree(group, dims))
+    pooled = 1 if group is None or dims.pp > 1 else min(M, _MAX_POOLED)
+    share[MICROBATCHES] = 1.0 / (M if group == "replica" else pooled)
+    divided = _terms([x for x in profile.layers if x.tower != "language"])
+    language_s = float(pack @ _terms([x for x in profile.layers if x.tower == "language"]))
+    tower_s = float(share @ (divided if group in (None, "dp", "cp") else whole))
+    inside_s = language_s if group == "replica" else language_s + tower_s
+    step_s = least_step_s(inside_s, M, dims.pp, options) + (M * tower_s if group == "replica" else 0.0)
+    update_s = sum(layer.step_s for layer in profile.layers if layer.tower == "language") / dims.pp
+    return work.num_steps * (step_s + update_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankWork:
+    """What a mean data-parallel rank computes of an epoch, images not shared."""
+
+    of_epoch: FloatArray  # (len(WORK_TERMS),)
+    num_steps: float
+
+
+def _rank_work(case: Case) -> RankWork:
+    steps, dp, _ = case.schedule.table.shape
+    packs = case.schedule.table
+    return RankWork(of_epoch=case.work[packs[packs >= 0]].sum(axis=0) / dp, num_steps=float(steps))
+
+
+def rank_work(model: ModelSpec, samples: SampleTable, priced: Priced) -> RankWork:
+    """Return the same before its packs are made; `samples` is the epoch's table."""
+    dims = priced.setting.dims
+    work = pad_documents(samples, dims).work(token_window=model.token_window).sum(axis=0)
+    return RankWork(of_epoch=work / dims.dp, num_steps=len(samples) / priced.samples_per_step)
+
+
+def whole_tower(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions) -> FloatArray:
+    """(len(WORK_TERMS),) seconds of forward and backward of vision tower and projector on one device."""
+    profile = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices))
+    return _terms([x for x in profile.layers if x.tower != "language"])
+
+
+def _terms(layers: Sequence[LayerCost]) -> FloatArray:
+    return np.asarray(np.sum([[x.forward_s, x.backward_s] for x in layers], axis=(0, 1)), np.float64)
 
 
 def _refuse_moment(case: Case, found: SplitChoice) -> None:
@@ -198,11 +294,6 @@ def on_replica(case: Case) -> bool:
     return case.vision is not None and case.vision.decision.group == "replica"
 
 
-def must_gain(case: Case) -> bool:
-    """Whether its sharing is taken only for 2 %: it waits in ways that no simulated step does, or few can run it."""
-    return on_replica(case) or (case.vision is not None and case.vision.decision.group == "dp")
-
-
 def _label(case: Case) -> str:
     if case.vision is None:
         return "not shared"
@@ -233,12 +324,25 @@ def settings_apart(
     cluster: ClusterSpec,
     options: PlanOptions,
     budget: MemoryBudget,
-) -> Iterator[Priced]:
+    *,
+    below_s: float,
+) -> Iterator[tuple[float, Priced]]:
     """The fastest pipelines of the decoder alone, with the whole model's costs; none where its costs were measured.
 
+    Each comes with the least seconds a sample that it may take with the tower's even share: fewer than `below_s`.
     Patches are limited to what any pack of the tokens' limit may hold, for they no longer fill a stage.
     """
     if options.profile is not None or options.pp == 1:
+        return
+    # the tower on all devices, whose seconds no pipeline without it has
+    whole = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices))
+    work = samples.work(token_window=model.token_window).sum(axis=0) / len(samples)
+    work[MICROBATCHES] = 0.0
+    tower_s, all_s = (
+        float(work @ _terms([x for x in whole.layers if x.tower != "language" or with_language])) / cluster.num_devices
+        for with_language in (False, True)
+    )
+    if all_s > below_s:  # no division of the decoder takes fewer device-seconds than none
         return
     none = np.zeros_like(samples.num_patches)
     text = replace(
@@ -246,16 +350,19 @@ def settings_apart(
     )
     alone = replace(options, max_patches=None)
     try:
-        chosen = choose_setting(decoder_only(model), text, cluster, alone, budget)
+        chosen = choose_setting(decoder_only(model), text, cluster, alone, budget, pipelines_below_s=below_s - tower_s)
     except PartitionError:
         return
     per_token = float((samples.num_patches / np.maximum(samples.num_tokens, 1)).max())
     pipelines = [x for x in chosen.considered if x.setting.dims.pp > 1]
     for priced in pipelines[:_MOST_APART]:
+        seconds = 1 / priced.samples_per_s / _SEARCH_GAINS + tower_s
+        if seconds > below_s:
+            break
         most = options.max_patches or max(int(samples.num_patches.max()), round(per_token * priced.setting.max_tokens))
         its = replace(priced.options, max_patches=options.max_patches)
         profile = profile_setting(model, cluster, its, priced.setting.dims)
-        yield replace(priced, options=its, setting=replace(priced.setting, max_patches=most, profile=profile))
+        yield seconds, replace(priced, options=its, setting=replace(priced.setting, max_patches=most, profile=profile))
 
 
 def describe_losses(case: Case, one_grid_s: float) -> str:

@@ -206,7 +206,7 @@ def _tower_problems(layout: PipelineLayout, layers: Mapping[str, Unit]) -> list[
         return []
     return [
         f"{len(elsewhere)} of {len(tower)} tower layers, {elsewhere[0]} the first, lie after stage 0, and images are "
-        "shared: plan with all of them on stage 0, or without --vision-dp"
+        "shared: plan with all of them on stage 0, or with --set towers=one-grid"
     ]
 
 

@@ -215,7 +215,7 @@ def probe(settings: ProbeSettings, *, progress: Callable[[str], None] | None = N
     started = time.perf_counter()
     found = reload_plan(settings.plan)
     if found.case.vision is not None:
-        raise PlanError("a probe shares no images: plan with --vision-dp none")
+        raise PlanError("a probe shares no images: plan with --set towers=one-grid")
     with process_group(settings.device, timeout_s=settings.timeout_s, again="start the probe again") as ranks:
         device = ranks.device
         ranks.arrive()

@@ -318,7 +318,7 @@ def vision_dp_from_plan(
     if decision.group == "replica":
         raise PlanError(
             "the plan has its tower on every device of a replica, apart from the pipeline, which no hook on a model "
-            "can do: plan with --vision-dp tp, cp, tp_cp or dp"
+            "can do: plan with --set towers=tp, cp, tp_cp or dp"
         )
     if decision.pooling > 1 and decision.exchange == "dispatch":
         raise PlanError(f"only `trimtab train` pools {decision.pooling} packs: plan with --set vision_pooling=1")
