@@ -27,6 +27,8 @@ from trimtab.specs import AttentionSpec, LayerSpec, Linear, MlpSpec, ModelSpec
 
 PARTS = Path(__file__).parent / "data" / "composed_parts.json"
 SHAPES = Path(__file__).parent / "data" / "run_models.json"
+DESCRIBED = Path(__file__).parent / "data" / "models"
+"""Models with latent attention, as `trimtab describe` asked Transformers; sizes by the config.json of their makers."""
 ROWS, TOKENS = 1025, 256  # of a tile: 32 x 32 patches and the class token; rows after pixel shuffle
 TILES = DynamicTiling(
     min_tiles=1, max_tiles=12, tile_size=448, thumbnail=True, rows_per_tile=ROWS, tokens_per_tile=TOKENS
@@ -40,11 +42,11 @@ def model_of(name: str, built: str | None = None) -> ModelSpec:
     "A + B": tower and language model of `PARTS`. A name of run_models.json: a decoder, a decoder behind a tower, or a
     shipped model with another tower. Any other: the shipped description.
     """
-    shape = json.loads(SHAPES.read_text(encoding="utf-8")).get(name)
+    asked, shape = DESCRIBED / f"{name}.json", json.loads(SHAPES.read_text(encoding="utf-8")).get(name)
     if " + " in name:
         model = composed_model(*name.split(" + "))
     elif shape is None:
-        model = describe(name)
+        model = describe(asked if asked.exists() else name)
     elif "of" in shape:
         shipped = describe(shape["of"])
         text = [x for x in shipped.layers if x.tower == "language"]

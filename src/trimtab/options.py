@@ -48,7 +48,9 @@ _MOST = 2**40  # keeps products of counts inside 64 bits
 
 Dispatcher = Literal["alltoall", "deepep"]  # a row goes to every expert, or once to a device with several
 AttentionKernel = Literal["fa2", "cudnn"]  # of attention="flash": FlashAttention-2, or cuDNN's and FlashAttention-3
-ExpertProducts = Literal["grouped", "loop"]  # one kernel after the other for all experts, or a Python loop over them
+ExpertProducts = Literal["grouped", "loop", "fused"]
+"""Kernels of an expert one after the other; a Python loop over experts; all experts' MLP in kernels that nobody counts
+rows for (Transformer Engine's grouped MLP in MXFP8, in a graph of the whole step)."""
 HostName = Literal["none", "common", "eager", "deepspeed", "megatron", "recipe", "nanotron"]
 """What launches the kernels, see costs/formula/host.py; none: nothing but the kernels themselves counts."""
 AdapterWeights = Literal["same", "fp32", "fp32_products"]

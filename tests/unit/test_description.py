@@ -27,7 +27,7 @@ from trimtab.models.description import (
 from trimtab.models.images.rules import UnsettledRule
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload
-from trimtab.specs import NUM_WORK_TERMS, LayerSpec, Linear, MeasuredWork, ModelSpec, ParallelDims
+from trimtab.specs import NUM_WORK_TERMS, AttentionSpec, LayerSpec, Linear, MeasuredWork, ModelSpec, ParallelDims
 
 
 def measured(name: str = "model.language_model.layers.0", **changes: object) -> LayerSpec:
@@ -184,6 +184,25 @@ def test_measured_blocks_are_divided_over_tp_but_for_what_lies_around_products(t
     assert [sum(x.reduced for x in layer_matmuls(block, n)) for n in (1, tp)] == [0, 2]  # results summed over tp
     flops = [sum(x.flops for x in layer_matmuls(block, n)) for n in (1, tp)]
     assert flops == [1920, 1920 / tp]
+
+
+@pytest.mark.parametrize(("attention", "kept"), [("flash", 0.0), ("sdpa", 16.0), ("eager", 16.0)])
+def test_scores_that_were_counted_are_kept_but_under_flash_attention(attention, kept):
+    heads = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=4, value_head_dim=4, causal=True)
+    work = MeasuredWork(forward_flops=(0, 0, 0, 0, 1920.0, 40.0, 0), kept_bytes=(0, 0, 0, 0, 528.0, 16.0, 0))
+    costs = {
+        has: profile_model(
+            model(replace(measured(), attention=heads if has else None, measured=work)),
+            DEVICES["H200"],
+            attention=attention,
+            packed=False,
+        ).layers[0]
+        for has in (True, False)
+    }
+    assert costs[True].tiers[0].saved_bytes[5] == kept
+    assert costs[False].tiers[0].saved_bytes[5] == 16.0  # a scan, which no kernel of attention runs
+    spared = costs[False].forward_s[5] - costs[True].forward_s[5]
+    assert spared == pytest.approx(2 * (16.0 - kept) / (DEVICES["H200"].memory_bytes_per_s * 0.8))
 
 
 def test_tp_divides_the_inner_widths_of_measured_blocks():

@@ -1,5 +1,6 @@
 """costs/formula/ (host, settings, layers): a pass is the slower of device and host; what a host does is priced."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -148,6 +149,20 @@ def test_every_kernel_of_an_expert_is_launched_by_the_host(choices, kernels):
     host = HOSTS[choices["host"]]
     blocks = (1 + host.routing) * host.block_s  # rows are sent and sorted whatever the number of experts
     assert priced(experts(), **choices).host_forward_s == pytest.approx(blocks + kernels * host.expert_s)
+
+
+def test_a_fused_mlp_of_experts_launches_and_copies_less():
+    on = {"host": "recipe", "dtype": "mxfp8", "dims": ParallelDims(dp=4, ep=4)}
+    grouped, fused = (priced(experts(), **on, expert_products=x) for x in ("grouped", "fused"))
+    assert priced(experts(), **on) == fused  # what recipes do today
+    # no launches; per row: no gate's traffic, no copies of its result, half of the permutation
+    assert grouped.forward_s[0] - fused.forward_s[0] == pytest.approx(
+        4 * 4 * HOSTS["recipe"].expert_s + 2e-6 * 1, rel=1e-9
+    )
+    reached = 4 * (1 - math.comb(12, 2) / math.comb(16, 2))
+    moved = 6 * 2 * 64 + 4 * 2 * 64 + 0.5 * 2 * 2 * (1 + reached / 2) * 2 * 128
+    saved = grouped.forward_s[4] - fused.forward_s[4]
+    assert saved == pytest.approx(moved / (H100.memory_bytes_per_s * 0.8))
 
 
 def test_under_a_recipe_the_device_waits_for_the_launches():

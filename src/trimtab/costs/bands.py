@@ -19,7 +19,7 @@ Regime = Literal["dense models", "experts", "adapters", "short passes", "pipelin
 TIME_BANDS: Mapping[Regime, float] = MappingProxyType(
     {
         "dense models": 0.30,
-        "experts": 0.50,
+        "experts": 0.40,
         "adapters": 0.30,
         "short passes": 0.65,
         "pipelines over nodes": 0.40,

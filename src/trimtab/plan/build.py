@@ -46,7 +46,7 @@ _NARROWED = f"{ABOUT_SPLIT[1]}with the same packs, within what the framework of 
 
 _MOST_SHARED, _SHARING_GAINS = 4, 1.3  # settings that are tried with shared images, and what that may gain
 _SEARCH_GAINS = 1.05  # what the search on the epoch's own steps may gain for a pipeline, over its price at mean packs
-_MOST_OPEN = 2  # other settings at which forms of sharing are simulated, where the form is left open
+_MOST_OPEN = 1  # other settings at which forms of sharing are simulated, where the form is left open
 _ALIKE = 0.9  # of what a setting's own price is above its bound, with its images shared
 _MOST_DEVICES_A_SAMPLE = 128  # a replica of the model is no larger: tp 8 x pp 16
 
@@ -250,7 +250,8 @@ def _settle_open(
     expected = [(_expected_s(model, epoch, x, whole, replica=within is None), x) for x in chosen.considered]
     if replica:
         num, below_s = len(epoch.rows), limit_s / len(epoch.rows)
-        apart = settings_apart(model, epoch.drawn, cluster, options, budget, below_s=below_s)
+        slow = {x.setting.dims for seconds, x in expected if seconds > limit_s}
+        apart = settings_apart(model, epoch.drawn, cluster, options, budget, below_s=below_s, without=slow)
         expected += [(num * seconds, priced) for seconds, priced in apart]
     known = {(case.setting.dims, case.options.sharding)}
     for seconds, priced in sorted(expected, key=lambda pair: pair[0]):

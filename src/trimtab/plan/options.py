@@ -261,7 +261,8 @@ class RunOptions:
         float | None, Option("Rows of the busiest expert-parallel device over the mean.", least=1)
     ] = None
     expert_products: Annotated[
-        ExpertProducts | None, Option("Experts by grouped kernels, or by a loop over them; default: as the host.")
+        ExpertProducts | None,
+        Option("Experts by grouped kernels, a loop over them, or one fused MLP (MXFP8); default: as the host."),
     ] = None
     dispatcher: Annotated[
         Dispatcher | None,

@@ -59,7 +59,9 @@ def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
     w = settings.item_bytes
     # work that was counted; else what each operation needs for its backward
     if layer.measured is not None:  # counted in 16 bits
-        terms = measured_terms(layer, settings.dims.tp, settings.row_share(layer.tower))
+        terms = measured_terms(
+            layer, settings.dims.tp, settings.row_share(layer.tower), flash=settings.attention == "flash"
+        )
         wide = w / 2
         return (Kept(name="measured", row_bytes=wide * terms.row_bytes, pair_bytes=wide * terms.pair_bytes),)
     if layer.kind == "block":
@@ -163,7 +165,9 @@ def layer_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, ..
     """
     w, h, share = settings.item_bytes, layer.hidden_size, settings.row_share(layer.tower)
     if layer.measured is not None:  # what is kept was written once and read once, by ten kernels or so: an estimate
-        terms = measured_terms(layer, settings.dims.tp, settings.row_share(layer.tower))
+        terms = measured_terms(
+            layer, settings.dims.tp, settings.row_share(layer.tower), flash=settings.attention == "flash"
+        )
         return (
             Traffic(name="measured", row_bytes=w * terms.row_bytes, pair_bytes=w * terms.pair_bytes, num_kernels=10),
         )
@@ -361,7 +365,8 @@ def _block_traffic(layer: LayerSpec, settings: CostSettings) -> list[Traffic]:
     if settings.in_8_bits:
         moved.append(_casts(layer, settings))
     if (m := layer.mlp) is not None:
-        width = m.intermediate_size * (m.experts_per_token or 1) + m.shared_intermediate_size
+        routed = 0 if settings.expert_products == "fused" and m.num_experts else m.intermediate_size
+        width = routed * (m.experts_per_token or 1) + m.shared_intermediate_size
         per_value = _activation_bytes(m, w, fused=fused)
         moved.append(Traffic(name="activation", row_bytes=per_value * width / settings.dims.tp, num_kernels=2))
         if m.num_experts is not None:
@@ -385,7 +390,8 @@ def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffi
     """Rows copied to where their experts read them, results weighed and added where the rows came from.
 
     Rows that came from several devices, for several experts, are sorted by expert and their results sorted back. Sent
-    once to a device, a row is copied there for each of its experts, and nowhere else.
+    once to a device, a row is copied there for each of its experts, and nowhere else. Where the MLP is fused, rows
+    arrive in the order of the experts, and only their results are weighed and added.
     """
     row, visits = settings.item_bytes * layer.hidden_size, settings.visits(m)
     copies = 4 * visits
@@ -393,6 +399,8 @@ def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffi
         copies = 2 * visits * (1 + settings.reached(m, settings.dims.ep) / (m.experts_per_token or 1))
     elif settings.dims.ep > 1 and m.num_experts != settings.dims.ep:
         copies = 8 * visits
+    if settings.expert_products == "fused":
+        copies /= 2
     return Traffic(name="permutation", row_bytes=copies * row, num_kernels=_ROUTING_KERNELS)
 
 
@@ -400,9 +408,13 @@ def _casts(layer: LayerSpec, settings: CostSettings) -> Traffic:
     """Return the traffic of 8-bit copies: bf16 read, a copy for the product and one for its weights' gradient.
 
     Fused norms and gates write theirs in place of the bf16 result, which leaves attention's own (with MXFP8 none does:
-    its blocks differ between the two copies). Copies of weights are not counted: once a step where they are kept.
+    its blocks differ between the two copies); a fused MLP of experts writes the copies of what its gate gives. Not
+    counted: copies of weights, once a step where they are kept.
     """
-    inputs = {p.name.split()[-1]: p.in_width * p.visits for p in layer_matmuls(layer, settings.dims)}
+    products = layer_matmuls(layer, settings.dims)
+    if settings.expert_products == "fused":
+        products = tuple(p for p in products if p.name != "expert down")
+    inputs = {p.name.split()[-1]: p.in_width * p.visits for p in products}
     fused = settings.fused_kernels and settings.dtype == "fp8"
     own = {name: width for name, width in inputs.items() if name in ({"o"} if fused else {"q", "o", "up", "down"})}
     return Traffic(name="casts", row_bytes=4.0 * sum(own.values()), num_kernels=len(own))
@@ -420,10 +432,11 @@ def expert_launches(layer: LayerSpec, settings: CostSettings) -> float:
     A loop over experts, as Transformers before 5 has it: nine operations an expert, its choice of rows among them. Else
     two products (gate and up are one), as Transformer Engine's grouped linear layer hands them to cuBLAS one by one; a
     copy in 8 bits before each; two kernels for a bias (`_biased_experts`). Host and device take turns there: every
-    layer waits for the numbers of its experts' rows, so that nothing is launched ahead.
+    layer waits for the numbers of its experts' rows, so that nothing is launched ahead. A fused MLP reads these numbers
+    on the device.
     """
     m = layer.mlp
-    if m is None or m.num_experts is None:
+    if m is None or m.num_experts is None or settings.expert_products == "fused":
         return 0.0
     each = 2 + 2 * settings.in_8_bits + 2 * has_expert_biases(layer)
     if settings.expert_products == "loop":

@@ -195,8 +195,10 @@ WHOLE_BYTES = 16
 fp32 copy and a 16-bit one each, and the inputs of the products after them."""
 
 
-def measured_terms(layer: LayerSpec, tp: int = 1, row_share: int = 1) -> MeasuredTerms:
+def measured_terms(layer: LayerSpec, tp: int = 1, row_share: int = 1, *, flash: bool = False) -> MeasuredTerms:
     """Return `LayerSpec.measured` in the two columns that the layer's tower has, on one of `tp` devices.
+
+    `flash`: attention's scores and mask, which were counted where no kernel spares them, are not kept.
 
     A block's work is divided evenly, but for `WHOLE_BYTES`, which only sequence parallelism divides (`row_share`). What
     hosts keep whole on each device, as the narrow products of latent attention, is divided too: a few per cent less.
@@ -213,7 +215,7 @@ def measured_terms(layer: LayerSpec, tp: int = 1, row_share: int = 1) -> Measure
         row_flops=flops[rows] / r / tp,
         pair_flops=sum(flops[i] for i in pairs) / tp,
         row_bytes=whole / row_share + (kept[rows] / r - whole) / tp,
-        pair_bytes=sum(kept[i] for i in pairs) / tp,
+        pair_bytes=0.0 if flash and layer.attention is not None else sum(kept[i] for i in pairs) / tp,
     )
 
 

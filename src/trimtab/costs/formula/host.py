@@ -51,16 +51,19 @@ class Host:
     dispatcher: Dispatcher = "alltoall"
     expert_imbalance: float = EXPERT_IMBALANCE
     expert_products: ExpertProducts = "grouped"
+    mxfp8_expert_products: ExpertProducts = "grouped"  # of runs in MXFP8
 
     def settings(self, dtype: str) -> dict[str, Any]:
         """Return its fields of `CostSettings`, for a run in `dtype`."""
         names = (
             *("fused_kernels", "sequence_parallel", "vision_sequence_parallel", "tp_overlap"),
             *("attention_kernel", "early_stop", "adapter_weights"),
-            *("dispatcher", "expert_imbalance", "expert_products"),
+            *("dispatcher", "expert_imbalance"),
         )
-        own = {name: getattr(self, name) for name in names}
-        return {**own, "grad_dtype": self.fp16_grad_dtype if dtype == "fp16" else self.grad_dtype}
+        return {name: getattr(self, name) for name in names} | {
+            "grad_dtype": self.fp16_grad_dtype if dtype == "fp16" else self.grad_dtype,
+            "expert_products": self.mxfp8_expert_products if dtype == "mxfp8" else self.expert_products,
+        }
 
 
 # Where the figures come from (bench/published.py prints what they give):
@@ -68,6 +71,7 @@ class Host:
 #   Ascend 910B imply 1.8, 2.3 and 1.9 to 2.3 ms. One H20 host took 9.8 ms: a run of your own settles it
 #   (`trimtab profile --from-logs`). Recipes replay graphs: none.
 # - expert_s: three tuned runs of NeMo on H100 and B200, where the device waits in turn.
+# - mxfp8_expert_products: recipes of Megatron-Bridge 26.06 print cuda_graph_impl full_iteration; older ones do not.
 # - routing: without graphs Bridge (8 experts a device), Transformers (16) and DeepSpeed (32) take about 2 ms more,
 #   whatever the number of experts: as long as the block itself. LoongForge's on A800 want 240 us an expert instead.
 # - send_bytes_per_s: nanotron's pipelines of a 1B model want 3.3 to 4.1 GB/s at both ends; no other source does.
@@ -96,6 +100,7 @@ HOSTS: Mapping[HostName, Host] = MappingProxyType(
             adapter_weights="same",
             dispatcher="deepep",
             expert_imbalance=1.0,
+            mxfp8_expert_products="fused",
         ),
         "nanotron": Host(block_s=_EAGER_S, send_bytes_per_s=4e9),
     }

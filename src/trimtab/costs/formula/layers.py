@@ -20,8 +20,15 @@ from trimtab.costs.formula.adapters import Adapted, adapt_layer, quantised_param
 from trimtab.costs.formula.curves import Line, product_rates
 from trimtab.costs.formula.exchange import all_to_all_s, expert_tp_bytes, ring_bytes
 from trimtab.costs.formula.flops import Matmul, layer_matmuls, local_heads, pair_flops
-from trimtab.costs.formula.settings import ITEM_BYTES, CostSettings
-from trimtab.costs.formula.state import adapter_settings, added_bytes, shares_of, state_bytes, step_seconds
+from trimtab.costs.formula.settings import CostSettings
+from trimtab.costs.formula.state import (
+    adapter_settings,
+    added_bytes,
+    scattered_bytes,
+    shares_of,
+    state_bytes,
+    step_seconds,
+)
 from trimtab.lora import NF4_BYTES, Lora
 from trimtab.specs import (
     NUM_WORK_TERMS,
@@ -294,9 +301,7 @@ class _LayerSeconds:
         factors = [factor for x in adapters for factor in x.factors]
         narrow = (e, plain_peak) if adapter_item_bytes(settings) < 4 else product_rates(e, plain_peak, "fp32")
         gather = sum(x.stored_bytes * x.away_s(e) for x in shares if settings.zero_stage == 3)
-        own_settings = adapter_settings(settings)
-        sent_bytes = {2: ITEM_BYTES[own_settings.grad_dtype], 3: own_settings.item_bytes}.get(settings.zero_stage, 0)
-        scatter = sum(x.trained * sent_bytes * x.away_s(e) for x in shares)
+        scatter = sum(x.trained * scattered_bytes(adapter_settings(settings)) * x.away_s(e) for x in shares)
         between = (settings.cp_bytes_per_s or device.link_bytes_per_s) * e.link
         all_to_all, gathered = all_to_all_s(layer, device, settings), expert_tp_bytes(layer, settings)
         num_messages = num_collectives + 2 * (all_to_all > 0) + 2 * (gathered > 0)

@@ -79,6 +79,8 @@ class CostSettings:
         ):
             if value not in known:
                 problems.append(f"{what} {value!r} has no cost formula: choose one of {', '.join(known)}")
+        if self.expert_products == "fused" and self.dtype != "mxfp8":
+            problems.append(f"experts fused into one MLP run in mxfp8 alone, not in {self.dtype}: choose grouped")
         if self.zero_stage not in (0, 1, 2, 3):
             problems.append(f"zero_stage {self.zero_stage} does not exist: choose 0, 1, 2 or 3")
         for tower in sorted(self.frozen_towers - set(get_args(Tower))):

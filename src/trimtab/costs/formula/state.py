@@ -158,6 +158,11 @@ def added_bytes(settings: CostSettings) -> float:
     return 2.0 * ITEM_BYTES[settings.grad_dtype] + (-own if settings.fused_kernels else own)
 
 
+def scattered_bytes(settings: CostSettings) -> int:
+    """Bytes of each parameter's gradient that go to other ranks after every micro-batch: under ZeRO 2 and 3."""
+    return {2: ITEM_BYTES[settings.grad_dtype], 3: settings.item_bytes}.get(settings.zero_stage, 0)
+
+
 def step_seconds(share: Share, device: DeviceSpec, settings: CostSettings) -> float:
     """Seconds once a step for the share's trained parameters: gradient exchange, then the optimizer.
 

@@ -34,6 +34,7 @@ from trimtab.plan.decide.work import (
     rank_step_s,
     select_rows,
     steps_of,
+    timed_steps,
     times_of,
 )
 from trimtab.plan.options import Baseline, parse_baseline
@@ -384,23 +385,21 @@ def simulate_plan(case: Case, stages: Sequence[Stage]) -> Variant:
 def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     """Return every step of the data set through the pipeline simulator."""
     problem, table = run.problem, run.schedule.table
-    dims = problem.profile.dims
+    dims, busy = problem.profile.dims, table[table >= 0]
     # seconds of all steps; idle is what is left of the pipelines' part, exchange and optimizer aside
-    times = times_of(run.work, run.stages, problem.profile, cluster)
-    phases_s = None if run.phases is None else run.phases.step_s
-    step_s = steps_of(run.work, table, run.stages, problem, cluster, phases_s=phases_s)
-    pipeline_s = float(step_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)
-    # memory at the largest pack, stages at the mean one
-    assessed = replace(problem, work_mean=run.work.mean(axis=0)).assess(run.stages)
-    held = run.work if run.held is None else run.held
-    busy_s = float((times.forward_s + times.backward_s)[:, table[table >= 0]].sum())
-    if run.phases is not None:  # idle is counted while pipelines run
-        alone_s = steps_of(run.work, table, run.stages, problem, cluster)
-        pipeline_s = float(alone_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)
-    idle_share = 1.0 - busy_s / (pipeline_s * dims.pp * dims.dp)
+    own = times = times_of(run.work, run.stages, problem.profile, cluster)
     if problem.lockstep:
         together, table = in_lockstep(run.work, table, problem.profile)
         times = times_of(together, run.stages, problem.profile, cluster)
+    alone_s = step_s = timed_steps(times, table, run.stages, problem)
+    if run.phases is not None:  # idle is counted while pipelines run
+        step_s = timed_steps(times, table, run.stages, problem, phases_s=run.phases.step_s)
+    pipeline_s = float(alone_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)
+    busy_s = float((own.forward_s + own.backward_s)[:, busy].sum())
+    idle_share = 1.0 - busy_s / (pipeline_s * dims.pp * dims.dp)
+    # memory at the largest pack, stages at the mean one
+    assessed = replace(problem, work_mean=run.work.mean(axis=0)).assess(run.stages)
+    held = run.work if run.held is None else run.held
     return Variant(
         name=run.name,
         packs=run.packs,

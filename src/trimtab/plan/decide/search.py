@@ -22,7 +22,7 @@ from trimtab.plan.decide.members import Member, Refusal, list_members
 from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced, parallel_dims
 from trimtab.plan.decide.work import steps_of
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import ClusterSpec, LayerSpec, ModelSpec, SampleTable
+from trimtab.specs import ClusterSpec, LayerSpec, ModelSpec, ParallelDims, SampleTable
 from trimtab.units import format_degrees
 
 _SAME_SERIES, _SAME_DEGREES = 0.97, 0.9  # of what others of a series, or of its degrees, are above their bounds
@@ -40,10 +40,12 @@ def choose_setting(
     tiers: Tiers | None = None,
     progress: Callable[[int, int], None] | None = None,
     pipelines_below_s: float | None = None,
+    without: Collection[ParallelDims] = (),
 ) -> ChosenSetting:
     """The settings that fit, and which is taken.
 
-    `pipelines_below_s`: only the fastest of more than one stage, if it may take fewer seconds a sample.
+    `pipelines_below_s`: only the fastest of more than one stage, if it may take fewer seconds a sample, and none of the
+    degrees in `without`.
 
     `tiers`: the recompute that the framework has of a layer, so that packs are no larger than it can hold. Raises
     `PlanError` when the degrees do not divide the devices, and `PartitionError` when nothing fits, with its reason.
@@ -55,7 +57,7 @@ def choose_setting(
         divided = options
     dims = list(parallel_dims(model, cluster, divided, longest=longest))
     if pipelines_below_s is not None:
-        dims, crowded = [x for x in dims if x.pp > 1], True
+        dims, crowded = [x for x in dims if x.pp > 1 and x not in without], True
     while True:
         # 1. the members of the space, with their bounds
         members, impossible = list_members(model, samples, cluster, options, budget, dims)

@@ -117,7 +117,7 @@ class ChosenSetting:
     @property
     def by_preference(self) -> tuple[Priced, ...]:
         """The simplest of those that are alike in speed first, of equally simple ones the fastest; then the others."""
-        least = (1 - self.error) * self.considered[0].samples_per_s
+        least = self.considered[0].samples_per_s / (1 + self.error)
         alike = [x for x in self.considered if x.samples_per_s >= least]
         alike.sort(key=lambda x: complexity(x.estimate))
         return (*alike, *self.considered[len(alike) :])

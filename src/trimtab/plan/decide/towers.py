@@ -10,7 +10,7 @@ form at a setting is simulated only where an even share of the images, waiting f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -164,18 +164,27 @@ def choose_vision(
             tried.append(SharedSplit(case=shared, found=split, epoch_s=epoch_s(shared, split.split.stages)))
     if not is_open and len(tried) == 1:
         raise PartitionError(join_problems(misfits))
-    # 3. the shortest epoch, or the single grid where no form gains enough
-    forms = tried[1:]
+    tried, best = _take(tried, limit_s, is_open=is_open)
+    return VisionChosen(best=best, tried=tuple(tried), ruled_out=tuple(ruled_out), least=least)
+
+
+def _take(tried: list[SharedSplit], limit_s: float, *, is_open: bool) -> tuple[list[SharedSplit], SharedSplit]:
+    """The shortest epoch, or the single grid, `tried`'s first, where no form takes less than `limit_s`.
+
+    Of forms left open the best is searched, if it may gain enough by what the search gained on the single grid.
+    """
+    plain, *forms = tried
     shortest = min((x.epoch_s for x in forms), default=math.inf)
     best = next((x for x in forms if x.epoch_s <= _GOOD_ENOUGH * shortest), plain)
-    if is_open and best is not plain:
-        place = tried.index(best)
-        if best.epoch_s <= limit_s * _SEARCH_GAINS:
-            split = choose_split(best.case)
-            best = replace(best, found=split, epoch_s=epoch_s(best.case, split.split.stages))
-            tried[place] = best
-        best = best if best.epoch_s <= limit_s else plain
-    return VisionChosen(best=best, tried=tuple(tried), ruled_out=tuple(ruled_out), least=least)
+    if not is_open or best is plain:
+        return tried, best
+    search = plain.found.search
+    gains = _SEARCH_GAINS if search is None else _GOOD_ENOUGH * search.start_makespan_s / search.makespan_s
+    if best.epoch_s <= limit_s * gains:
+        split = choose_split(best.case)
+        searched = replace(best, found=split, epoch_s=epoch_s(best.case, split.split.stages))
+        tried, best = [searched if x is best else x for x in tried], searched
+    return tried, best if best.epoch_s <= limit_s else plain
 
 
 def least_epoch_s(
@@ -326,11 +335,13 @@ def settings_apart(
     budget: MemoryBudget,
     *,
     below_s: float,
+    without: Collection[ParallelDims] = (),
 ) -> Iterator[tuple[float, Priced]]:
     """The fastest pipelines of the decoder alone, with the whole model's costs; none where its costs were measured.
 
     Each comes with the least seconds a sample that it may take with the tower's even share: fewer than `below_s`.
-    Patches are limited to what any pack of the tokens' limit may hold, for they no longer fill a stage.
+    Patches are limited to what any pack of the tokens' limit may hold, for they no longer fill a stage. Degrees in
+    `without` are left out.
     """
     if options.profile is not None or options.pp == 1:
         return
@@ -350,7 +361,9 @@ def settings_apart(
     )
     alone = replace(options, max_patches=None)
     try:
-        chosen = choose_setting(decoder_only(model), text, cluster, alone, budget, pipelines_below_s=below_s - tower_s)
+        chosen = choose_setting(
+            decoder_only(model), text, cluster, alone, budget, pipelines_below_s=below_s - tower_s, without=without
+        )
     except PartitionError:
         return
     per_token = float((samples.num_patches / np.maximum(samples.num_tokens, 1)).max())

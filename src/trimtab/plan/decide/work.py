@@ -218,9 +218,22 @@ def steps_of(
     """
     if problem.lockstep:
         work, table = in_lockstep(work, table, problem.profile)
-        phases_s = None if phases_s is None else phases_s.max(axis=1, keepdims=True)
+    return timed_steps(times_of(work, stages, problem.profile, cluster), table, stages, problem, phases_s=phases_s)
+
+
+def timed_steps(
+    times: StageTimes,
+    table: IntArray,
+    stages: Sequence[Stage],
+    problem: SplitProblem,
+    *,
+    phases_s: FloatArray | None = None,
+) -> FloatArray:
+    """As `steps_of`, where the packs' seconds are known; under ZeRO-3 of packs and table `in_lockstep`."""
+    if problem.lockstep and phases_s is not None:
+        phases_s = phases_s.max(axis=1, keepdims=True)
     return simulate_steps(
-        times_of(work, stages, problem.profile, cluster),
+        times,
         table,
         schedule=problem.schedule,
         num_devices=problem.num_stages,
