@@ -1,10 +1,14 @@
 """What people type and other programs write: tokenizers, chat templates, launchers' files, options with a grammar."""
 
 import json
+import os
 import random
+import signal
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,10 @@ from trimtab.cli.describe import read_size
 from trimtab.costs.devices import parse_cluster, parse_node_link
 from trimtab.demo import train_tokenizer
 from trimtab.errors import TrimtabError
+from trimtab.limited import MEMORY_BYTES, STEP_CPU_S, limit_process
 from trimtab.lora import parse_lora
 from trimtab.models.describe import describe
+from trimtab.options import SpecialTokens
 from trimtab.placement.machine import parse_images, parse_machine
 from trimtab.plan.options import GivenRun, parse_baseline, parse_share, parse_weights
 from trimtab.plan.predict import parse_stages
@@ -52,6 +58,7 @@ def tokenizers(folder: Path) -> Try:
     }
     talk = [{"from": "human", "value": "What is this?\u2028é漢"}, {"from": "gpt", "value": "A cat."}]
     conversation = read_conversation({"conversations": talk})
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not outlive a fork
 
     def try_seed(seed: int) -> None:
         draw = random.Random(seed)
@@ -64,8 +71,11 @@ def tokenizers(folder: Path) -> Try:
             (folder / name).write_bytes(damaged(contents[name], draw))
         if name == "tokenizer_config.json":
             (folder / "chat_template.jinja").unlink()
+        _limited(partial(read, draw.choice(("template", "processor"))))
+
+    def read(special_tokens: SpecialTokens) -> None:
         with suppress(TrimtabError, BadRecordError):
-            files = read_tokenizer(folder, special_tokens=draw.choice(("template", "processor")))
+            files = read_tokenizer(folder, special_tokens=special_tokens)
             counter = TokenCounter(files)
             (count,) = counter.count([counter.render(conversation, [])])
             if isinstance(count, BadRecordError):
@@ -75,6 +85,29 @@ def tokenizers(folder: Path) -> Try:
             assert len(encoded.input_ids) == len(encoded.learnt) == count
 
     return try_seed
+
+
+def _limited(read: Callable[[], None]) -> None:
+    """Read as `size` does, in a child with its limits: forty steps that each double a text end by its processor time.
+
+    A library that gives up its process (SIGABRT: no memory) costs a sample there, and is no finding.
+    """
+    there, here = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            limit_process(memory_bytes=MEMORY_BYTES)
+            signal.setitimer(signal.ITIMER_PROF, STEP_CPU_S)
+            read()
+            os._exit(0)
+        except BaseException:
+            os.write(here, traceback.format_exc()[-4000:].encode(errors="replace"))
+        os._exit(1)
+    os.close(here)
+    _, status = os.waitpid(child, 0)
+    said = os.read(there, 4000).decode(errors="replace")
+    os.close(there)
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    assert status == 0 or ended_by in (signal.SIGPROF, signal.SIGABRT), f"ended by {ended_by}: {said}"
 
 
 def launchers(folder: Path) -> Try:

@@ -69,4 +69,6 @@ if __name__ == "__main__":
     elif sys.argv[1] == "same":
         same(Path(sys.argv[2]), Path(sys.argv[3]))
     else:  # a run under a plan: it has trained
-        assert len(losses(Path(sys.argv[2]))) >= 3, "it printed no losses"
+        found = losses(Path(sys.argv[2]))
+        assert len(found) >= 3, "it printed no losses"
+        assert all(loss > 0 for loss in found), f"it has trained on nothing: {found}"

@@ -1,5 +1,6 @@
 """Tests of runtime/training/balanced.py (a whole plan folder: recompute, and what the folder asks of the model)."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from balanced_cases import arguments, noted
 from train_runs import write_run, write_variant
 
 from refusals import refused
-from trimtab.errors import PlanError
+from trimtab.errors import ConfigError, PlanError
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.recompute import applied_to, apply
@@ -59,6 +60,16 @@ def test_what_runs_is_compared_with_the_plan_once(folder, tmp_path, caplog):
     assert len(said) == 1
     assert "1 layers do not recompute" in said[0]
     assert "layers.0 the first" in said[0]
+
+
+def test_in_launchers_a_missing_library_or_file_is_no_bad_sample(folder, tmp_path):
+    """Else every sample becomes a filler, and training runs to its end with a loss of 0."""
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    samples = planned_samples(folder / "alone", str(model))
+    (model / "preprocessor_config.json").unlink()
+    with refused(ConfigError, "image processor"):
+        samples[0]
+    assert samples.num_fillers == 0
 
 
 RAN = Ran(ranks=1, num_packs=2, most_tokens=10, dtype=torch.bfloat16, attention="flash_attention_2", recomputed={})

@@ -111,9 +111,9 @@ def image_rule_by_processor(
 ) -> tuple[ImageRule, ImageMarkup | None]:
     """What Transformers' processor does to images; `files`: its own by name, `settings`: those of the image processor.
 
-    A family whose formula and text of an image are both declared is not asked about. Of another, a formula of any
-    family here is taken where it reads these files and equals the processor on every size of `asked.STANDARD`: it
-    needs no Transformers afterwards.
+    A family whose formula and text of an image are both declared is not asked about, unless processor_config.json
+    counts by other numbers than the model has. Of another, a formula of any family here is taken where it reads these
+    files and equals the processor on every size of `asked.STANDARD`: it needs no Transformers afterwards.
     """
     family = family_of(config.get("model_type"))
     own: ImageRule = UnsettledRule(reason=NO_FILES)
@@ -122,7 +122,7 @@ def image_rule_by_processor(
             own = image_rule_or_reason(config, settings)
         except ConfigError as error:
             own = UnsettledRule(reason=str(error))
-    is_settled = not isinstance(own, UnsettledRule)
+    is_settled = not isinstance(own, UnsettledRule) and not _contradict(config, files)
     if not files or (is_settled and family.markup is not None):
         return own, None
     try:
@@ -130,6 +130,20 @@ def image_rule_by_processor(
     except ConfigError as error:
         return own if is_settled else UnsettledRule(reason=str(error)), None
     return next((x for x in _formulas(config, settings, rule) if _equals(x, rule)), rule), markup
+
+
+_COUNTED_BY = (
+    ("patch_size", "vision_config.patch_size"),
+    ("vision_feature_select_strategy", "vision_feature_select_strategy"),
+)
+"""What a processor of LLaVA's kind counts tokens by, and where the model has it."""
+
+
+def _contradict(config: Mapping[str, object], files: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether processor_config.json has another of these than the model."""
+    written, own = files.get("processor_config.json", {}), Fields(config)
+    values = ((written.get(name), own.raw(of_model)) for name, of_model in _COUNTED_BY)
+    return any(None not in (one, other) and one != other for one, other in values)
 
 
 def _formulas(

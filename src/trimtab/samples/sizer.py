@@ -30,7 +30,7 @@ from trimtab.samples.problems import TOO_DEEP, BadRecordError, BadSample, Broken
 from trimtab.samples.records import names_of, read_chunk
 from trimtab.samples.rows import HARMLESS_KEYS, KNOWN_KEYS, Conversation, read_conversation, record_id
 from trimtab.samples.shapes import Columns
-from trimtab.samples.table import COLUMNS, ChunkFile, Part, load_part, numbers_of, part_bytes, part_from, save_part
+from trimtab.samples.table import PART_COLUMNS, ChunkFile, Part, load_part, numbers_of, part_bytes, part_from, save_part
 from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles
 from trimtab.specs import Clip, ClipRule, ImageCounts, ImageRule
 
@@ -136,12 +136,12 @@ class Sizer:
         both = list(zip(sized, self._count_all(sized, broken), strict=True))
         bad += [_bad(chunk, x.line, x.name, error) for x, error in both if isinstance(error, BadRecordError)]
         bad.sort(key=lambda sample: sample.line or 0)
-        counts = [(x, num) for x, num in both if isinstance(num, int)]
-        sized, rows = [x for x, _ in counts], [numbers_of(x.images, num) for x, num in counts]
+        counts = [(x, own) for x, own in both if not isinstance(own, BadRecordError)]
+        sized, rows = [x for x, _ in counts], [numbers_of(x.images, sum(own), sum(own[1:])) for x, own in counts]
         codes: dict[str, int] = {}
         source = np.array([codes.setdefault(x.source, len(codes)) for x in sized], np.int32)
         return Part(
-            numbers=np.array(rows, np.int64).reshape(-1, len(COLUMNS)),
+            numbers=np.array(rows, np.int64).reshape(-1, len(PART_COLUMNS)),
             image_patches=np.array([image.patches for x in sized for image in x.images], np.int64),
             lines=np.array([x.line for x in sized], np.int64),
             ids=tuple(x.name for x in sized) if any(x.name is not None for x in sized) else None,
@@ -156,8 +156,8 @@ class Sizer:
             media=media.take_seen(),
         )
 
-    def _count_all(self, sized: list[_Read], broken: Broken) -> list[int | BadRecordError]:
-        counted: list[int | BadRecordError] = []
+    def _count_all(self, sized: list[_Read], broken: Broken) -> list[list[int] | BadRecordError]:
+        counted: list[list[int] | BadRecordError] = []
         batch = 1 if broken.one_by_one else _BATCH
         for first in range(0, len(sized), batch):
             place, cpu_s = (f"record {sized[first].line}", STEP_CPU_S) if broken.one_by_one else ("texts", _BATCH_CPU_S)
@@ -165,13 +165,13 @@ class Sizer:
             counted += self._count(sized[first : first + batch])
         return counted
 
-    def _count(self, batch: list[_Read]) -> Iterator[int | BadRecordError]:
-        """Yield the tokens of each sample, of both sequences of a pair, or why the tokenizer refuses it."""
+    def _count(self, batch: list[_Read]) -> Iterator[list[int] | BadRecordError]:
+        """Yield the tokens of each sample's sequence, of both of a pair, or why the tokenizer refuses it."""
         counts = iter(self._counter.count([chat for x in batch for chat in x.chats]))
         for x in batch:
             own = [next(counts) for _ in x.chats]
             refused = [count for count in own if isinstance(count, BadRecordError)]
-            yield refused[0] if refused else sum(count for count in own if isinstance(count, int))
+            yield refused[0] if refused else [count for count in own if isinstance(count, int)]
 
     def _records(self, chunk: Chunk, broken: Broken, more_columns: tuple[str, ...]) -> Iterator[Record]:
         """The records, each announced before it is read."""

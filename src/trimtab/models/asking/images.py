@@ -135,7 +135,8 @@ class Looker:
                 )
                 _ = [int(x) for k, v in output.items() if _GRIDS.search(k) for t in tensors_in(v) for x in t.flatten()]
             except Exception as error:  # whatever a processor raises on an input that is not its own
-                failed = failed or error
+                if failed is None or isinstance(failed, NotImplementedError):  # what pixels of no memory raise
+                    failed = error
                 continue
             self._found[kind, count] = way
             return output, list(self._texts)

@@ -100,9 +100,10 @@ def load_processor(model_type: str, files: Mapping[str, Mapping[str, Any]]) -> A
     for name, value in list(vars(processor).items()):
         if name.endswith("token") and (isinstance(value, str) or hasattr(value, "content")):
             number = tokenizer.convert_tokens_to_ids(str(value))
-            made_up = getattr(tokenizer, f"{name}_id", None)
-            if made_up is not None and getattr(processor, f"{name}_id", None) == made_up:
-                setattr(processor, f"{name}_id", number)  # of its own text
+            own = getattr(processor, f"{name}_id", None)
+            # of its own text, and not its first byte, which it was before the tokenizer had the token
+            if own is not None and (own == getattr(tokenizer, f"{name}_id", None) or own < NUM_BYTES):
+                setattr(processor, f"{name}_id", number)
     return processor
 
 

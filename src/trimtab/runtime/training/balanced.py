@@ -18,7 +18,7 @@ from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import PackedCollator, step_denominator
-from trimtab.runtime.data.conversations import open_conversations
+from trimtab.runtime.data.conversations import UnreadableSampleError, open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.runtime.data.packing import collator_of, sharded, untouched, unwrap, verify_packing
 from trimtab.runtime.data.tables import PlanTables, open_tables
@@ -319,7 +319,7 @@ def _is_changed(model: nn.Module) -> bool:
 def planned_samples(plan: Path | str, model: str) -> PlanDataset:
     """The plan's samples for the model of this name or folder, tokenized when asked for; unreadable ones are filled."""
     rows = open_conversations(plan, Path(str(cached_file(model, "config.json"))).parent)
-    return PlanDataset(rows, rows.records.samples, on_error="filler")
+    return PlanDataset(rows, rows.records.samples, on_error="filler", fill_for=UnreadableSampleError)
 
 
 def run_as_planned(trainer: Any, plan: Path | str) -> None:
