@@ -49,7 +49,8 @@ def test_what_is_left_open_is_chosen_so_that_it_fits(tmp_path: Path) -> None:
     assert first.epoch_s < moved.epoch_s
     assert first.fits
     elsewhere = next(x for x in settings if x.label in first.packs)
-    there = PlanOptions(host="none", dp=elsewhere.dp, pp=elsewhere.pp, tp=elsewhere.tp, zero_stage=elsewhere.zero_stage)
+    same = {x: getattr(elsewhere, x) for x in ("dp", "pp", "tp", "zero_stage", "schedule", "num_chunks")}
+    there = PlanOptions(host="none", **same)
     alone = make_plan(MODEL, tile_samples(), CLUSTER, there).plan.estimates.compared[0]
     assert first.samples_per_s == pytest.approx(
         alone.samples_per_s, rel=0.25

@@ -61,12 +61,12 @@ def carry(saved: Profile, dims: ParallelDims, **settings: object) -> Profile:
 def test_at_its_own_degrees_a_profile_keeps_its_seconds_to_the_bit() -> None:
     for dims in (ParallelDims(), ParallelDims(tp=2)):
         saved = slower(profile_model(MODEL, A100, dims=dims), 1.7)
-        carried = carry(saved, dataclasses.replace(dims, pp=2, dp=4), zero_stage=2)
+        carried = carry(saved, dataclasses.replace(dims, pp=2, dp=4), zero_stage=1)
         for ours, theirs in zip(carried.layers, saved.layers, strict=True):
             assert [getattr(ours, name) for name in TERMS] == [getattr(theirs, name) for name in TERMS]
             assert [t.extra_backward_s for t in ours.tiers] == [t.extra_backward_s for t in theirs.tiers]
         assert (carried.method, carried.time_error, carried.dims.dp) == ("timed", 0.05, 4)
-        by_formula = profile_model(MODEL, A100, dims=carried.dims, zero_stage=2)
+        by_formula = profile_model(MODEL, A100, dims=carried.dims, zero_stage=1)
         assert [x.state_bytes for x in carried.layers] == [x.state_bytes for x in by_formula.layers]
 
 

@@ -148,8 +148,8 @@ def choose_vision(
         if is_open:
             bound_s = least_epoch_s(case.setting, case.options, group, _rank_work(case), whole)
             if bound_s > limit_s:
-                if least is None or bound_s < least[1]:
-                    least = f"over {group} {group_degree(group, case.setting.dims)}", bound_s
+                own = f"over {group} {group_degree(group, case.setting.dims)}", bound_s
+                least = min(least or own, own, key=lambda x: x[1])
                 continue
         # 2. each way, with stages and recompute of its own; searched is only the best of those left open
         for decision in decisions:
