@@ -45,6 +45,7 @@ class Control:
         `what` names the place in the program: ranks that are at different ones all raise. One exchange of 256 bytes,
         and one of the rest where a rank has more.
         """
+        # nearly all values fit one exchange of a fixed size; where one does not, all send the rest padded to the longest
         own = pickle.dumps((what, value))
         room = _FIRST_BYTES - _LENGTH_BYTES
         heads = self._exchange(len(own).to_bytes(_LENGTH_BYTES, "little") + own[:room].ljust(room, b"\0"), what)
@@ -53,6 +54,7 @@ class Control:
         if longest > room:
             rest = self._exchange(own[room:].ljust(longest - room, b"\0"), what)
             answers = [first + more for first, more in zip(answers, rest, strict=True)]
+        # ranks at different places in the program say so, instead of reading one another's values
         found = [pickle.loads(text) for text in answers]  # noqa: S301 (what ranks of this run have sent)
         if len({place for place, _ in found}) > 1:
             where = ", ".join(f"rank {rank} at {place}" for rank, (place, _) in enumerate(found))
@@ -129,6 +131,7 @@ def fingerprint(words: Sequence[object], tensors: Sequence[Tensor]) -> int:
     """64 bits of everything that must be equal: of a tensor its type, shape and 64 elements spread over it."""
     digest = hashlib.blake2b(repr(tuple(words)).encode(), digest_size=8)
     for tensor in tensors:
+        # 64 elements tell other images apart; all of them would be copied from the device
         flat = tensor.detach().reshape(-1)
         step = max(1, len(flat) // 64)
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -181,10 +184,12 @@ def agree_on_rows(
         own = features.num_rows.tolist(), str(features.rows.dtype), features.rows.requires_grad, features.widths
     failed = "the vision tower failed on rank {}: see its own message"
     everyone = control.gather_unless(problem, f"the end of {name}", own, failed=failed)
+    # a tower in another precision, or frozen on one rank alone, would end in a hang of the backward
     counts, *kinds = zip(*everyone, strict=True)
     for column, what in zip(kinds, ("another type", "another need of gradients", "other widths"), strict=True):
         if others := differing_ranks(column):
             raise TrimtabError(f"rank {listed(others)} has image features of {what}: use one precision and freezing")
+    # what each rank counted of its own atoms, in the order of the batch
     num_rows = np.empty(len(shares.order), np.int64)
     for rank, counted in enumerate(counts):
         num_rows[shares.atoms_of(rank)] = counted

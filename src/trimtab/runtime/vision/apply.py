@@ -112,6 +112,7 @@ class VisionDataParallel:
     def vision_parameters(self) -> list[nn.Parameter]:
         """All of the module that are not its language model's: the tower and what follows it up to the features."""
         module = self.functions[0].module
+        # by identity, for tied weights have several names
         children = [child for name in _TEXT if isinstance(child := getattr(module, name, None), nn.Module)]
         text = {id(p) for child in children for p in child.parameters()}
         return [p for p in module.parameters() if id(p) not in text]
@@ -125,6 +126,7 @@ class VisionDataParallel:
         if self.sharing is None:
             return
         trained = [p for p in self.vision_parameters() if p.requires_grad]
+        # Megatron keeps gradients in main_grad, which only it can average
         if self.load.calls and trained and all(p.grad is None for p in trained):
             raise TrimtabError(
                 "no vision parameter has a gradient: call this after the backward, or average main_grad yourself "
@@ -208,6 +210,7 @@ def vision_dp(
     at once. One that does not come at all cannot be distinguished from a slow one: those that wait name it after 10 s
     and raise after `timeout_s`, by default what NCCL's own watchdog waits.
     """
+    # what was asked
     problems = []
     if exchange not in get_args(Exchange):
         problems.append(f"exchange {exchange!r} is unknown: choose one of {', '.join(get_args(Exchange))}")
@@ -217,6 +220,7 @@ def vision_dp(
         problems.append("rows= is for ranks that hold the same images: leave it out, or exchange='gather'")
     if problems:
         raise TrimtabError("\n".join(problems))
+    # what is replaced, and how shares are weighed
     functions = find_functions(model, at)
     cost = cost or tower_flops(functions[0].module.config)
     settings = Settings(exchange=exchange, rule=rule, cost=cost)
@@ -260,12 +264,14 @@ def _put_on(
         functions=functions,
         over=over if over is not None and dist.get_world_size(over) > 1 else None,
     )
+    # a group of one has nobody to share with
     control = None
     if group is not None and dist.get_world_size(group) > 1:
         control = open_control(group, timeout_s)
         found.sharing = Sharing(
             group=group, control=control, settings=settings, family=found.family, config=found.config, rows=rows
         )
+    # a dispatch keeps in step over the connection that it has already
     if found.over is not None:
         shared = control if settings.exchange == "dispatch" else None
         found.heartbeat = _make_heartbeat(found, shared or open_control(found.over, timeout_s))
@@ -310,6 +316,7 @@ def vision_dp_from_plan(
     decision = plan.decisions.vision_data_parallel
     if decision is None:
         return None
+    # what a hook on the model can run of it
     if dist.get_world_size(group) != decision.degree:
         raise PlanError(
             f"the group has {dist.get_world_size(group)} ranks: give the plan's {decision.degree} along "

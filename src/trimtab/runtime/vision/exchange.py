@@ -55,13 +55,16 @@ class RowLayout:
 
 def lay_out_rows(order: IntArray, offsets: IntArray, rows: IntArray) -> RowLayout:
     """From atoms: rank r makes those of `order[offsets[r]:offsets[r + 1]]`, atom i has `rows[i]` rows."""
+    # rows as they are made: rank after rank, atom after atom
     made = rows[order]
     ends = np.concatenate([[0], np.cumsum(made)])
     num_ranks = len(offsets) - 1
+    # of each atom its rank, and where its first row lies among those of that rank
     rank_of = np.empty(len(rows), np.int64)
     rank_of[order] = np.repeat(np.arange(num_ranks), np.diff(offsets))
     first = np.empty(len(rows), np.int64)  # of each atom, within its rank's rows
     first[order] = ends[:-1] - np.repeat(ends[offsets[:-1]], np.diff(offsets))
+    # of each row its place within its atom
     within = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
     return RowLayout(
         owner=np.repeat(rank_of, rows),
@@ -86,6 +89,7 @@ def zigzag_rows(is_image: npt.ArrayLike, lengths: Sequence[int], num_ranks: int)
             f"documents of {list(lengths)} tokens were given for {len(image)} tokens on {num_ranks} ranks: pad each to "
             f"a multiple of {2 * num_ranks} tokens"
         )
+    # the r-th piece and the r-th from the end together have the same causal pairs for every r
     piece = np.concatenate([np.arange(length) // (length // (2 * num_ranks)) for length in lengths if length])
     rank = np.minimum(piece, 2 * num_ranks - 1 - piece)[image]
     return [np.flatnonzero(rank == r) for r in range(num_ranks)]
@@ -97,9 +101,11 @@ def gather_rows(rows: Tensor, layout: RowLayout, group: Any) -> Tensor:
     One collective forward and one backward, of (N - 1) / N T D elements received by each rank.
     """
     num_ranks = dist.get_world_size(group)
+    # padding would move more bytes than an all-to-all of the rows alone, which takes longer to start
     if not layout.is_padded_cheaply:
         everything = np.arange(len(layout))
         return route_rows(rows, layout, [everything] * num_ranks, group)
+    # row i of rank r arrives at place r x padded + i
     padded = int(layout.counts.max())
     index = torch.from_numpy(layout.owner * padded + layout.position).to(rows.device)
     result: Tensor = _GatherRows.apply(rows, index, padded, group)  # type: ignore[no-untyped-call]
@@ -113,6 +119,7 @@ def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: A
     order of ranks.
     """
     rank = dist.get_rank(group)
+    # what goes to each rank, and where the rows that arrive belong
     send = [layout.position[ids[layout.owner[ids] == rank]] for ids in wanted]
     owners = layout.owner[wanted[rank]]
     received = np.bincount(owners, minlength=len(wanted))
@@ -138,6 +145,7 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, index: Tensor, padded: int, group: Any) -> Tensor:
         ctx.index, ctx.padded, ctx.num_rows, ctx.group = index, padded, len(rows), group
         num_ranks = dist.get_world_size(group)
+        # all ranks send equally much; no index reads what is padded
         own = rows.new_zeros(padded, rows.shape[1])
         own[: len(rows)] = rows
         gathered = rows.new_empty(num_ranks * padded, rows.shape[1])
@@ -147,6 +155,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        # every rank's gradients of each row, added up where it was made
         spread = grad.new_zeros(dist.get_world_size(ctx.group) * ctx.padded, grad.shape[1])
         spread.index_copy_(0, ctx.index, grad)
         own = grad.new_empty(ctx.padded, grad.shape[1])
@@ -213,6 +222,7 @@ def used_gradients(parameters: Sequence[nn.Parameter], group: Any) -> list[Tenso
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         return []
+    # a rank without images used no weight of the tower: all agree on one list, or the collectives would not match
     used = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
     gradients = []

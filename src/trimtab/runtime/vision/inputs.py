@@ -124,6 +124,7 @@ class GridFamily:
         if not isinstance(grid, Tensor):
             raise TrimtabError(f"{grid_name} is missing: pass what the processor returned")
         table = grid.detach().cpu().numpy().astype(np.int64)
+        # an atom is what attention stays inside: a frame, or a whole clip
         clips = table[:, 0] if self.frames else np.ones(len(table), np.int64)
         atoms = np.repeat(table, clips, axis=0)
         if self.frames:
@@ -134,6 +135,7 @@ class GridFamily:
                 f"{grid_name} counts {int(patches.sum())} patches, {pixels.name} has {len(pixels.rows)}: pass both of "
                 "the same images"
             )
+        # what is said of a clip is said of each of its frames
         own = np.ones(len(atoms), np.int64)
         more = [
             Part(
@@ -144,6 +146,7 @@ class GridFamily:
             for name in (self.more or {}).get(kind, ())
             if given.get(name) is not None
         ]
+        # the merger makes one row of a block of side x side patches
         side = self.block_side(config)
         return VisionInputs(
             parts=(
@@ -192,6 +195,7 @@ class BatchFamily:
     def read(self, kind: Kind, given: dict[str, Any], config: Any) -> VisionInputs:
         pixels = _pixels(kind, given)
         more = [(name, torch.as_tensor(given.pop(name))) for name in self.more if given.get(name) is not None]
+        # images of zeros fill a padded batch up; nobody encodes them
         rows, entries = pixels.rows, None
         if self.padded:
             real = (rows.flatten(2) != 0).any(-1)
@@ -199,6 +203,7 @@ class BatchFamily:
             entries = real.sum(1).cpu().numpy().astype(np.int64)
             more = [(name, tensor[real][:, None]) for name, tensor in more]
             rows = rows[real][:, None]
+        # tiles of one image stay on one rank: the model joins them
         lengths, tiles = np.ones(len(rows), np.int64), np.ones(len(rows), np.int64)
         if self.tiles is not None:
             tiles = self.tiles(dict(more)["image_sizes"], config)
@@ -254,6 +259,7 @@ def ask_family(config: Any, encode: Callable[..., Any]) -> Family:
     """Return what the arguments of the function that encodes images say."""
     names = list(inspect.signature(inspect.unwrap(encode)).parameters)
     if not set(GRIDS.values()).isdisjoint(names):
+        # a table of grids: patches of all images stand in one tensor
         if any(name.endswith("merge_sizes") for name in names):  # a side of its own for each image
             more: dict[Kind, tuple[str, ...]] = {
                 "image": ("image_merge_sizes",),
@@ -266,6 +272,7 @@ def ask_family(config: Any, encode: Callable[..., Any]) -> Family:
             frames=getattr(vision, "temporal_merge_size", 1) == 1,  # else several frames become one
             merge=next((x for x in fields if hasattr(vision, x)), None),
         )
+    # no table: the first dimension counts images
     if not any("pixel_values" in name for name in names):
         raise TrimtabError("it takes neither pixel_values nor a table of grids")
     more_names = tuple(x for x in names if _BESIDE.match(x) and x not in PIXELS.values())
@@ -294,12 +301,14 @@ def tower_flops(config: Any) -> LinearCost:
     Not counted: patch embedding, merger, projector.
     """
     vision = vision_config(config)
+    # widths have several names among the families; what none gives is that of a ViT-L
     d = first_int(vision, "hidden_size", "embed_dim", "d_model") or 1024
     if hasattr(vision, "embed_dim") and hasattr(vision, "mlp_ratio"):  # there hidden_size is the language model's
         d = int(vision.embed_dim)
     f = first_int(vision, "intermediate_size") or int(d * getattr(vision, "mlp_ratio", 4))
     layers = first_int(vision, "depth", "num_hidden_layers") or 24
     matrices = 3 if str(getattr(vision, "hidden_act", "")) in ("silu", "swish") else 2
+    # layers with windows attend inside them
     whole = getattr(vision, "fullatt_block_indexes", None)
     num_whole = layers if whole is None else len(whole)
     return LinearCost(
@@ -352,6 +361,7 @@ def _fixed(kind: Kind, given: dict[str, Any]) -> dict[str, Any]:
         for name, value in given.items()
         if value is not None and name not in _TEXT_ONLY | _DERIVED and not name.startswith(_OTHER[kind])
     }
+    # one rank's hidden states are not those of the batch
     if captured := sorted(name for name in ("output_hidden_states", "output_attentions") if fixed.get(name)):
         raise TrimtabError(f"ranks have only their images for {' and '.join(captured)}: use handle.paused()")
     if whole := sorted(name for name, value in fixed.items() if isinstance(value, Tensor)):

@@ -37,6 +37,7 @@ class Features:
 def read_features(output: Any, inputs: VisionInputs) -> Features:
     """`output` of a call that encoded `inputs`, all of their atoms."""
     first, *others = columns_of(output)
+    # DeepStack's features have as many rows as the features: one matrix, so one exchange for all
     pieces = [_pieces(first, len(inputs), inputs.rows)]
     num_rows = np.array([len(piece) for piece in pieces[0]], np.int64)
     pieces += [_pieces(column, len(inputs), num_rows) for column in others]
@@ -62,6 +63,7 @@ def fill_features(sample: Any, columns: Sequence[Tensor], num_rows: IntArray) ->
 
 def _with_columns(sample: Any, columns: list[Any]) -> Any:
     """Return an output like `sample` that holds these columns, as `columns_of` gives them."""
+    # the three shapes that models return
     if _has_layers(sample):
         return columns[0], columns[1:]
     if isinstance(sample, (Tensor, tuple, list)):
@@ -115,6 +117,7 @@ def rows_of(output: Any) -> list[Tensor]:
 
 def _pieces(column: Any, num_atoms: int, expected: IntArray | None) -> Sequence[Tensor]:
     """Rows of each atom."""
+    # a piece for each image; images of equal size stacked; or the rows of all in one matrix
     if isinstance(column, (tuple, list)):
         if len(column) == num_atoms:
             return [piece.reshape(-1, piece.shape[-1]) for piece in column]
