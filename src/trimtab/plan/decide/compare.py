@@ -198,6 +198,7 @@ def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstim
 
     On all degrees, then on the plan's where that is another run.
     """
+    # what was asked for, or what a trainer offers; the fastest that fits is compared with
     asked = [parse_baseline(text) for text in case.options.baselines] or [Baseline(method=x) for x in _BY_THEMSELVES]
     runs = [_baseline(case, baseline, balanced) for baseline in asked]
     own = _fastest(runs, case.cluster)
@@ -225,6 +226,7 @@ def _moved(case: Case, to: SettingEstimate) -> Case:
     """The same run on other degrees, with as many samples a step."""
     dims = _dims(to)
     options = replace(case.options, pp=to.pp, zero_stage=to.zero_stage, schedule=to.schedule, num_chunks=to.num_chunks)
+    # as many samples a step, in whole units of its schedule
     num_microbatches = max(1, round(case.setting.num_microbatches * case.setting.dims.dp / to.dp))
     unit = microbatch_unit(to.schedule, to.pp)
     num_microbatches = -(-num_microbatches // unit) * unit
@@ -239,6 +241,7 @@ def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int 
     Of padded batches of 1, 2, 4, ... samples up to a pack's mean, of greedy packs of 1/4 to 2 times the plan's tokens.
     `most`: samples, spread over the data set; None: all, where a part of them says which size is fast.
     """
+    # sizes that a user may try: doubled up to the pack's mean, for above it padding only grows
     per_pack = max(1.0, len(case.packing.indices) / case.packing.num_packs)
     if baseline.batch is not None or baseline.method in ("isf", "balanced"):
         sizes = [baseline.batch or per_pack]
@@ -246,6 +249,7 @@ def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int 
         sizes = [share * per_pack for share in _GREEDY_SIZES]
     else:
         sizes = [2.0**i for i in range(math.ceil(math.log2(per_pack)))] + [per_pack]
+    # a part of the data tells which size is fast, in a tenth of the time; all of it tells what fits
     if len(sizes) > 1:
         part = [_of_size(case, baseline, balanced, size, most or _TRIED_SAMPLES) for size in sizes]
         if most is not None:
@@ -262,6 +266,7 @@ def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int 
 def _of_size(case: Case, baseline: Baseline, balanced: _Balanced, size: float, most: int | None) -> Run:
     """The baseline in batches of about `size` samples."""
     samples, samples_work = case.samples, case.samples_work
+    # the rows that the plan packs, in the order of the data
     rows = np.sort(case.packing.indices)
     per_pack = max(1.0, len(rows) / case.packing.num_packs)
     if most is not None and len(rows) > most:
@@ -295,6 +300,7 @@ def _fastest(runs: Sequence[Run], cluster: ClusterSpec) -> Run:
 def _estimate_s(run: Run, cluster: ClusterSpec) -> float:
     """Seconds of the whole data set, from up to 64 steps spread over it."""
     table = run.schedule.table
+    # 64 steps put baselines in order; whole epochs would take longer than the search
     steps = np.unique(np.linspace(0, len(table) - 1, num=min(_ESTIMATED_STEPS, len(table))).astype(np.int64))
     packs = table[steps]
     slots = np.where(packs >= 0, np.arange(packs.size).reshape(packs.shape), -1)

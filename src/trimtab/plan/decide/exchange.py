@@ -41,9 +41,11 @@ class ImageSizes:
 
     def atoms_of(self, rows: IntArray) -> FloatArray:
         """Return (n, 3): patches, patches_sq and patches_windowed of the atoms of samples `rows`, in their order."""
+        # every atom's place among all that the table holds
         count = self.count[rows]
         owner = np.repeat(np.arange(len(rows)), count)
         place = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
+        # its share of the sample's sums, so that these stay exact where single sizes are a guess
         share = self.each[(np.cumsum(self.count) - self.count)[rows][owner] + place]
         share /= np.bincount(owner, share, len(rows))[owner]
         squares = share * share
@@ -84,10 +86,12 @@ def _from_sums(count: IntArray, ratio: FloatArray) -> tuple[npt.NDArray[np.bool_
     Two images are 1 ± d with d² = ratio - 1. The i-th of n others is exp(s z): s² = ln ratio, as of a log-normal
     distribution, z the logistic quantile of (i + 1/2) / n at variance 1, large and small ones mixed.
     """
+    # one image, two, or equal ones follow exactly from n, Σp and Σp²
     known = (count <= 1) | (np.abs(ratio - 1) <= _EQUAL) | ((count == 2) & (ratio >= 1))
     ratio = np.maximum(ratio, 1.0)
     owner = np.repeat(np.arange(len(count)), count)
     n, i = count[owner], np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
+    # the golden ratio mixes large and small ones: a pack's first images are no rule for its last
     i = i[np.lexsort((i * _GOLDEN % 1.0, owner))]
     z = np.log((i + 0.5) / (n - i - 0.5)) * (3**0.5 / np.pi)
     pair = 1 + (2 * i - 1) * np.sqrt(np.minimum(ratio - 1, 1.0))[owner]
@@ -116,6 +120,7 @@ def pool_packs(table: IntArray, decision: VisionDecision) -> IntArray:
     """(calls, packs): the packs whose images are shared in one call, -1 for an empty slot; calls step by step."""
     num_steps, dp, num_microbatches = table.shape
     k = decision.pooling
+    # ranks of dp share across packs of one micro-batch; those of tp and cp hold the same pack
     by_call = table.reshape(num_steps, dp, num_microbatches // k, k)
     if decision.group == "dp":
         return by_call.transpose(0, 2, 1, 3).reshape(-1, dp * k)
@@ -156,6 +161,7 @@ class _Atoms:
 
 def lay_out(pools: IntArray, packing: Packing, sizes: ImageSizes) -> _Atoms:
     """The atoms of these calls, call after call."""
+    # samples of every pack of a call, then the atoms of every sample
     call, slot = np.nonzero(pools >= 0)
     packs = pools[call, slot]
     held = np.diff(packing.offsets)[packs]  # samples
@@ -195,6 +201,7 @@ def price_exchange(
     """
     dims = case.setting.dims
     N, num_ranks = decision.degree, 1 if decision.group == "dp" else dims.dp
+    # features of all images that a group shares, and of its largest call
     patches = np.where(pools >= 0, case.work[np.maximum(pools, 0), PATCHES], 0.0)
     row = feature_values(case.model) * ITEM_BYTES[case.options.dtype]
     num_calls = len(pools) // num_ranks
@@ -266,6 +273,7 @@ def _moved_share(case: Case, decision: VisionDecision, sizes: ImageSizes, pools:
 
 def with_exchange(profile: Profile, case: Case, decision: VisionDecision, exchange: Exchange) -> Profile:
     """The last layer of the projector also exchanges and holds the features: constants of each micro-batch."""
+    # on the last layer of the projector, whose stage has the features first
     number = max(case.model.indices("vision") + case.model.indices("projector"))
     layer, num_packs = profile.layers[number], len(case.work) / case.setting.dims.dp  # of one rank
     held = exchange.largest_rows
@@ -289,6 +297,7 @@ def plus_constant(terms: tuple[float, ...], constant: float) -> tuple[float, ...
 
 def num_trained(case: Case, layer: LayerCost) -> float:
     """Parameters of the layer that get a gradient: its own, or with LoRA those of its adapters."""
+    # under LoRA adapters alone have gradients
     lora = case.options.lora
     if lora is not None:
         spec = next(x for x in case.model.layers if x.name == layer.name)

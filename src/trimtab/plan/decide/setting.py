@@ -117,6 +117,7 @@ class ChosenSetting:
     @property
     def by_preference(self) -> tuple[Priced, ...]:
         """The simplest of those that are alike in speed first, of equally simple ones the fastest; then the others."""
+        # speeds within the error are alike: a plan should not move to a pipeline for half a per cent
         least = self.considered[0].samples_per_s / (1 + self.error)
         alike = [x for x in self.considered if x.samples_per_s >= least]
         alike.sort(key=lambda x: complexity(x.estimate))
@@ -131,6 +132,7 @@ class ChosenSetting:
         """The one that is taken, then the fastest others and the fastest of every kind; none where nothing was open."""
         if len(self.considered) < 2:
             return ()
+        # the fastest few, and one of every kind, so that a reader sees what was turned down
         best, kinds, listed = self.best, set[str](), list[SettingEstimate]()
         for place, found in enumerate(self.considered):
             estimate = found.estimate
@@ -225,6 +227,7 @@ def _expert_degrees(
     model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, ranks: int, tp: int
 ) -> list[tuple[int, int | None]]:
     """Pairs of ep and etp for the `ranks` devices of a pipeline stage; etp None is that of the dense layers."""
+    # degrees that divide the experts of every layer
     mlps = [layer.mlp for layer in model.layers if layer.mlp is not None]
     experts = math.gcd(*(m.num_experts for m in mlps if m.num_experts is not None))
     if options.ep is not None or not experts:
@@ -232,6 +235,7 @@ def _expert_degrees(
         return [(options.ep or 1, options.etp)] if ranks % size == 0 else []
     etp = options.etp or 1
     divisors = [ep for ep in range(2, experts + 1) if experts % ep == 0 and ranks % (ep * etp) == 0]
+    # rows that stay in the node travel ten times as fast: all degrees inside, and the largest over nodes
     inside = [ep for ep in divisors if ep * etp <= cluster.devices_per_node]
     return [(1, options.etp), *((ep, options.etp or (1 if tp > 1 else None)) for ep in {*inside, *divisors[-1:]})]
 
@@ -241,6 +245,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
 
     A traced profile gives its bytes instead, a probed one both.
     """
+    # whose seconds and bytes stand: the formula's, or those that were measured
     traced = options.profile is not None and options.profile.method == "traced"
     fused = {}  # left open: as in what was measured
     if options.profile is not None and options.fused_kernels is None:

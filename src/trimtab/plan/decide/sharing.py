@@ -90,6 +90,7 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
 def _share_replica(case: Case, decision: VisionDecision) -> Case:
     """As `share_vision`, with the tower outside the pipeline: see `replica`."""
     plain = case.without_vision()
+    # the tower outside of the pipeline, on every device; the pipeline without it
     alone = tower_alone(plain)
     sizes, pools = image_sizes(plain.samples, plain.model), pool_packs(plain.schedule.table, decision)
     found = share_calls(plain, alone, decision, sizes, pools)
@@ -128,6 +129,7 @@ def _margin(case: Case) -> FloatArray:
 
 def undivided_tower(case: Case) -> Profile:
     """The profile of devices that each hold the whole tower, with the pipeline, cp and dp of the case."""
+    # as many dp and cp ranks: state and exchange stay those of the case
     dims = replace(case.setting.dims, tp=1, ep=1, etp=None)  # a tower has no experts to divide
     return profile_setting(case.model, case.cluster, case.options, dims)
 
@@ -258,6 +260,7 @@ def _tower_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
     """
     if case.phases is not None:
         return case.phases.state_bytes, case.phases.saved_bytes
+    # what all micro-batches in flight keep adds up on a device, whatever its stages are
     problem, profile = case.problem, case.setting.profile
     split, work = problem.assess(stages), problem.work_max
     state, saved = np.zeros(problem.num_stages), np.zeros(problem.num_stages)

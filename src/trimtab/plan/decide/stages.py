@@ -73,12 +73,14 @@ def choose_split(case: Case, *, search: bool = True) -> SplitChoice:
         return SplitChoice(split=split_stages(problem), one_switch=(), search=None)
     if case.options.search == "omnibal":
         return _omnibal_split(case)
+    # exact at the mean pack, then moved on real packs, whose unevenness no mean shows
     splits = [split_stages(problem)]
     found: SearchResult | None = None
     evaluator = _evaluator(case)
     if evaluator is not None:
         found = search_makespan(evaluator, max_simulated=_MAX_SIMULATED)
         splits.append(found.split)
+    # one switch for all layers is what most launchers have; it sometimes wins, and stands in the report
     one_switch = price_splits(case, uniform_splits(problem))
     best = min([*price_splits(case, splits), *one_switch], key=lambda x: x.epoch_s)
     return SplitChoice(split=best.split, one_switch=one_switch, search=found)
@@ -157,6 +159,7 @@ def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:
 
 def _full_rows(table: IntArray) -> IntArray:
     """Return (n, num_microbatches) packs of some (step, rank) pairs without an empty slot, spread over the data set."""
+    # rows with an empty slot are shorter, and would favour deep pipelines
     rows = table.reshape(-1, table.shape[2])
     rows = rows[(rows >= 0).all(axis=1)]
     chosen = np.unique(np.linspace(0, len(rows) - 1, num=min(_SAMPLED_STEPS, len(rows))).astype(np.int64))

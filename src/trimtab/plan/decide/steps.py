@@ -110,6 +110,7 @@ def _skipped(samples: SampleTable, options: PlanOptions) -> np.ndarray:
     """Samples that are left out as too large for a limit that was given, or for 99 % of the samples."""
     if options.oversize != "skip":
         return np.zeros(len(samples), np.bool_)
+    # a limit that was left open leaves out one sample of a hundred: one giant would size every buffer
     over = np.zeros(len(samples), np.bool_)
     for sizes, limit in ((samples.num_patches, options.max_patches), (samples.num_tokens, options.max_tokens)):
         over |= sizes > (np.quantile(sizes, _LARGE, method="higher") if limit is None else limit)

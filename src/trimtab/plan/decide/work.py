@@ -56,6 +56,7 @@ def pad_documents(samples: SampleTable, dims: ParallelDims) -> SampleTable:
 def padded_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
     """Return (num_packs, T): every sample is as long as the batch's longest; images are not padded."""
     work = packed_work(packing, samples_work)
+    # a batch computes its longest sample as often as it holds samples
     size = np.diff(packing.offsets)
     gathered = samples_work[packing.indices]
     for term in (TOKENS, TOKENS_SQ, TOKENS_WINDOWED):
@@ -73,6 +74,7 @@ def limit_work(work: FloatArray, max_patches: int, max_tokens: int, *, joined: b
     `work` holds samples or packs, one a row, or just their `extreme_rows`. A pack is no denser than its densest sample,
     so rows of samples bound every pack that can be made of them.
     """
+    # squares are bounded by the densest sample: of a pack of short ones they are far below its own square
     largest = np.zeros(NUM_WORK_TERMS)
     largest[MICROBATCHES] = 1.0
     largest[PATCHES] = max(max_patches, work[:, PATCHES].max(initial=0.0))
@@ -190,6 +192,7 @@ def in_lockstep(work: FloatArray, table: IntArray, profile: Profile) -> tuple[Fl
     No rank is more than a layer ahead of the others. So in each tower every rank waits for the one whose micro-batch
     takes longest there: its images may be one rank's, and its tokens another's.
     """
+    # of every micro-batch the packs of all ranks
     slots, empty = np.maximum(table, 0).swapaxes(1, 2), (table < 0).swapaxes(1, 2)
     per_layer = profile.matrix("forward_s") + profile.matrix("backward_s")
     of_language = np.array([layer.tower == "language" for layer in profile.layers])
@@ -199,6 +202,7 @@ def in_lockstep(work: FloatArray, table: IntArray, profile: Profile) -> tuple[Fl
         seconds = np.where(empty, -1.0, evaluate(per_layer[layers].sum(axis=0), work)[slots])
         chosen = np.take_along_axis(slots, seconds.argmax(axis=2)[..., None], axis=2)[..., 0]
         slowest[..., terms] = work[chosen][..., terms]
+    # a slot stays empty where no rank has a pack
     numbers = np.where(empty.all(axis=2), -1, np.arange(slowest[..., 0].size).reshape(slots.shape[:2]))
     return slowest.reshape(-1, NUM_WORK_TERMS), numbers[:, None, :]
 
@@ -269,6 +273,7 @@ def band_sentence(profile: Profile, model: ModelSpec, work: FloatArray, cluster:
 
 def rank_step_s(problem: SplitProblem, stages: Sequence[Stage]) -> float:
     """Seconds of gradient exchange and optimizer on the pipeline rank that has most of both."""
+    # chunks of one device update one after the other
     devices = problem.order.device
     per_rank = [0.0] * problem.num_stages
     for stage in stages:
