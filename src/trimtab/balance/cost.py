@@ -40,6 +40,7 @@ class LinearCost:
         tokens_sq: npt.ArrayLike | None = None,
     ) -> FloatArray:
         """Cost of each item; without squares its patches, or tokens, are one segment, without windows these are."""
+        # what is not given is one segment: an image attends to all of itself
         p, t = np.asarray(patches, np.float64), np.asarray(tokens, np.float64)
         squares = p * p if patches_sq is None else np.asarray(patches_sq, np.float64)
         windows = squares if patches_windowed is None else np.asarray(patches_windowed, np.float64)
@@ -53,6 +54,7 @@ class LinearCost:
 
     def of_samples(self, samples: SampleTable, rows: IntArray | None = None) -> FloatArray:
         """Cost of each sample of a table, or of these rows."""
+        # a sample of two sequences attends inside each of them
         columns = (samples.num_patches, samples.num_tokens, samples.patches_sq, samples.patches_windowed)
         patches, tokens, squares, windows = (column if rows is None else column[rows] for column in columns)
         attended = sum(t * t for t in samples.sequences(slice(None) if rows is None else rows))

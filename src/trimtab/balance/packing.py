@@ -232,6 +232,7 @@ def _pack_small(
     # methods that were published, each by its own rule
     from trimtab.balance import published
 
+    # what is published has no parts and no aim: these see all samples at once
     seed, epoch = asked.keys
     if asked.method == "isf":
         filters, iterations = asked.filters, asked.iterations
@@ -242,6 +243,7 @@ def _pack_small(
     if asked.method == "greedy":
         return published.pack_greedily(columns, limits=asked.limits, seed=seed, epoch=epoch), None
     # batches of a fixed number of samples, padded
+    # padding is by tokens; images are not padded
     lengths = columns[:, 1].astype(np.float64)
     batch = {"length_group": published.batch_by_length, "device_group": published.batch_by_device}.get(asked.method)
     if batch is None:
@@ -274,6 +276,7 @@ def report_packing(
     if packing.method not in PADDED_METHODS:
         return report_balance(samples, packing, result.schedule, cost=per_sample)
     own = samples.num_tokens.astype(np.float64)
+    # each batch computes its longest sample as often as it holds samples
     longest = np.maximum.reduceat(own[packing.indices], packing.offsets[:-1])
     padded = own.copy()
     padded[packing.indices] = np.repeat(longest, np.diff(packing.offsets))
@@ -312,6 +315,7 @@ def read_sizes(samples: SampleTable, rows: IntArray | None = None) -> IntArray:
 
 def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None, rows: IntArray | None = None) -> FloatArray:
     """Cost of each sample, or of these rows: by weights, as given, or of the default model."""
+    # a line in the sizes, or a number for each sample
     if cost is None:
         cost = default_cost(samples)
     if isinstance(cost, LinearCost):
@@ -329,6 +333,7 @@ def check_costs(column: FloatArray) -> None:
     """Raise `PackingError` for a cost that compiled loops cannot add up or divide by."""
     if not (np.isfinite(column).all() and (column >= 0).all()):
         raise PackingError("cost holds a negative or non-finite number: give each sample a cost of 0 or more")
+    # compiled loops divide by costs: a subnormal one overflows, and an index with it
     smallest, largest = column[column > 0].min(initial=1.0), column.max(initial=1.0)
     if smallest < LEAST_COST or largest > MOST_COST:
         raise PackingError(f"cost holds {smallest:g} and {largest:g}: give 0, or {LEAST_COST:g} to {MOST_COST:g}")

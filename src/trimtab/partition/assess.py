@@ -191,12 +191,14 @@ class StageBytes(NamedTuple):
 def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool) -> StageBytes:
     """Of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again is counted only in `whole`."""
     saved, whole, transient = np.zeros((3, len(work)))
+    # layers of one kind are priced once: a stage of 40 has three or four kinds
     alike = Counter(
         (tier.saved_bytes, layer.tiers[0].saved_bytes, layer.transient_bytes, layer.other_transient_bytes)
         for layer, tier in zip(profile.layers[stage.start : stage.stop], chosen_tiers(profile, stage), strict=True)
     )
     for (held, everything, *moments), number in alike.items():
         kept, full = (np.maximum(work @ np.array(terms), 0.0) for terms in (held, everything))
+        # layers compute one after the other, so that the largest moment counts, not the sum
         workspace = np.max([work @ np.array(terms) for terms in moments if terms], axis=0)
         saved, whole = saved + number * kept, whole + number * full
         again = 0.0 if once else np.maximum(full - kept, 0.0)

@@ -57,6 +57,7 @@ def uneven_pp_parameters_generator(
     >>> uneven_pp_parameters_generator(224, 224, 3, 14, 28, 4096, 4 * 4096, 1024, 28, 3584, 18944, 2)
     (10, 18)
     """
+    # the notebook's arguments in our names
     model = UnevenModel(
         vision_tokens=-(-image_w // patch_size) * -(-image_h // patch_size),
         patch_values=image_in_channels * patch_size**2,
@@ -115,6 +116,7 @@ def memory_first_pp_rank_calculator(
     tp: int = 1,
 ) -> float:
     """Print GB of tower, decoder layers and both on the first stage; return bytes of its decoder layers, as there."""
+    # as printed there: the tower counts in what is printed, and not in what is returned
     tower = memory_vit_encoder_calculator(
         *(image_w, image_h, image_in_channels, patch_size, vit_num_layers, vit_hidden_size, vit_intermediate_size, bs),
         tp,

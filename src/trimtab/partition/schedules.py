@@ -98,6 +98,7 @@ def num_warmup(schedule: ScheduleName, *, device: int, num_devices: int, num_chu
     P, V, M = num_devices, num_chunks, num_microbatches
     if schedule == "GPipe":
         return M
+    # an interleaved device runs ahead by a round trip, and by all chunks but its last
     ahead = 2 * (P - device - 1) + (V - 1) * P if schedule == "Interleaved1F1B" else P - device - 1
     return min(ahead, V * M)
 
@@ -154,6 +155,7 @@ def _alternating(schedule: ScheduleName, device: int, P: int, V: int, M: int) ->
 
 def _zbv(device: int, P: int, M: int) -> Iterator[tuple[int, int]]:
     """(chunk, kind) of every block for max(M, 2 P - 1) micro-batches; chunk 0 on the way down, 1 on the way up."""
+    # laid out for as many as fill both ways; blocks of micro-batches that are not there are left out
     N = max(M, 2 * P - 1)
     down, up = ([(chunk, BACKWARD), (chunk, WEIGHT)] for chunk in (0, 1))
     yield from [(0, FORWARD)] * (2 * (P - device) - 1)
@@ -210,6 +212,7 @@ def peak_saved_bytes(
     """
     P, V, M = num_devices, num_chunks, num_microbatches
     saved = np.asarray(saved_bytes, np.float64)
+    # one chunk peaks when most micro-batches are in flight; chunks of one device peak at different moments
     if V == 1 and not splits_backward(schedule):
         return np.asarray(peak_in_flight(schedule, num_devices=P, num_microbatches=M) * saved, np.float64)
     pending = saved if pending_bytes is None else np.asarray(pending_bytes, np.float64)

@@ -52,6 +52,7 @@ class MemoryBudget:
     @staticmethod
     def of(cluster: ClusterSpec, options: PlanOptions) -> MemoryBudget:
         """By the risk that was accepted; where a probe or an older plan named bytes to keep free, by those."""
+        # a part of the device may be asked for; never more than it has
         device = cluster.device
         total = options.memory_bytes if options.memory_bytes is not None else device.memory_bytes
         if 0 < total < MIB:
@@ -61,6 +62,7 @@ class MemoryBudget:
                 f"{device.name} has {format_bytes(device.memory_bytes)}, not {format_bytes(total)}: give that, or less"
             )
         band = memory_band(options.profile)
+        # bytes that a probe or an older plan keeps free; else by the risk of running out
         reserve = options.reserve_bytes
         if reserve is not None:
             if not 0 <= reserve < total:
@@ -138,6 +140,7 @@ class Case:
     @cached_property
     def problem(self) -> SplitProblem:
         """Time at the mean pack, memory at the largest pack that the limits allow."""
+        # memory by what the limits allow, not by the packs that came out: other epochs pack otherwise
         work_max = limit_work(
             self.work if self.extremes is None else self.extremes,
             self.setting.max_patches,
@@ -145,6 +148,7 @@ class Case:
             joined=joins_samples(self.options.attention),
         )
         model, phases, budget = self.model, self.phases, self.budget
+        # a share of the images in place of whole packs; the tower stays in one piece
         if self.vision is not None:
             work_max[IMAGE_TERMS] = self.vision.largest
             model = replace(model, forbidden_cuts=model.forbidden_cuts | tower_cuts(model))
@@ -231,6 +235,7 @@ def pack_case(
     case = _pack_within(model, epoch, cluster, budget, setting, options)
     if options.fills_packs or case.setting.num_microbatches <= setting.num_microbatches:
         return case
+    # one crowded step would give every step a micro-batch more: rather limits that are 1, 2 or 5 % wider
     given = (options.max_patches, options.max_tokens)
     limits = (setting.max_patches, setting.max_tokens)
     for room in _MORE_ROOM if None in given else ():
@@ -250,6 +255,7 @@ def _pack_within(
     model: ModelSpec, epoch: Epoch, cluster: ClusterSpec, budget: MemoryBudget, setting: Setting, options: PlanOptions
 ) -> Case:
     """The epoch in packs within the setting's limits."""
+    # the same cost column for every packer, so that what is even is seconds
     samples_work = pad_documents(epoch.samples, setting.dims).work(token_window=model.token_window)
     cost = price_samples(setting.profile, samples_work)[epoch.rows]
     limits, count = (setting.max_patches, setting.max_tokens), setting.num_microbatches

@@ -64,6 +64,7 @@ def decision_problems(
     model: ModelSpec,
 ) -> Iterator[str]:
     """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
+    # the group itself: there is one, and it is as large as was decided
     group, degree = decision.group, group_degree(decision.group, parallel)
     if degree == 1:
         alone = ["pp"] if group == "replica" else [x for x in group_axes(group) if getattr(parallel, x) == 1]
@@ -75,6 +76,7 @@ def decision_problems(
         yield (
             f"vision data parallel over {group} has degree {decision.degree}, and the plan has {true}: make them equal"
         )
+    # how it exchanges, and what is decided apart from the stages
     reduction = reduction_of(group)
     if (decision.exchange, decision.reduction) != (exchange_of(group), reduction):
         yield (
@@ -83,6 +85,7 @@ def decision_problems(
         )
     if decision.recompute and group != "replica":
         yield f"recompute of a tower shared over {group} is decided by stages: leave vision_data_parallel.recompute out"
+    # how many micro-batches one call of the tower holds
     if group == "replica":
         if decision.pooling != schedule.num_microbatches:
             yield (
@@ -99,6 +102,7 @@ def _pooling_problems(
     schedule: ScheduleDecision,
     model: ModelSpec,
 ) -> Iterator[str]:
+    # a pool is held until its last backward, which stages in flight would multiply
     if parallel.pp > 1 or schedule.name == "GPipe":
         why = f"a pipeline of {parallel.pp} stages" if parallel.pp > 1 else "GPipe, which holds all micro-batches,"
         yield (

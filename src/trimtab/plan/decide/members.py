@@ -155,6 +155,7 @@ def list_members(
     global_batch = default_global_batch(cluster, options, len(samples))
     num_blocks = sum(layer.kind == "block" for layer in model.layers)
     for dims in divisions:
+        # divisions that neither model nor batch allows
         if options.pp is None and dims.pp > num_blocks:
             continue
         if dims.dp > global_batch and not options.fills_packs:
@@ -200,6 +201,7 @@ def _refuse_sharded_pipeline(options: PlanOptions, dims: ParallelDims) -> None:
 
 def _refuse_state(profile: Profile, budget: MemoryBudget) -> None:
     """What no split of the layers can hold."""
+    # a mean stage is a bound: some stage holds at least as much
     state = sum(layer.state_bytes for layer in profile.layers) / profile.dims.pp
     if state > budget.fill_bytes:
         raise PartitionError(
@@ -214,6 +216,7 @@ def _zero_stages(options: PlanOptions, dims: ParallelDims) -> tuple[int, ...]:
         return (options.zero_stage,)
     if options.profile is not None and options.profile.method == "probed":
         return (options.profile.zero_stage or 1,)  # at which its state was measured
+    # stage 0 holds more than 1 and is no faster: it is tried only where a framework has no other
     stages = tuple(x for x in options.zero_stages if x or 1 not in options.zero_stages) or _ZERO_STAGES
     stages = tuple(x for x in stages if x != 2 or dims.pp == 1) or stages
     return stages if dims.replicas > 1 else stages[:1]
@@ -288,6 +291,7 @@ def _microbatch_counts(options: PlanOptions, dims: ParallelDims, global_batch: i
     unit = microbatch_unit(options.schedule, dims.pp)
     if options.num_microbatches is not None:
         return [-(-options.num_microbatches // unit) * unit]
+    # powers and multiples of pp: between them time changes by less than predictions are off
     most = -(-global_batch // dims.dp)
     counts = {*_COUNTS, dims.pp, 2 * dims.pp, most, max(1, global_batch // dims.dp)}
     fills = options.schedule == "ZBVZeroBubble" or (options.fills_pipeline and options.schedule == "1F1B")
@@ -306,6 +310,7 @@ def _filled_packs(
     unit, found = microbatch_unit(options.schedule, dims.pp), False
     reason: PartitionError | None = None
     for per_pack, packed, extremes in made:
+        # as many packs as hold about the batch; many more would be another training
         count = options.num_microbatches or max(1, round(global_batch / (dims.dp * per_pack * unit))) * unit
         over = options.num_microbatches is None and dims.dp * unit * per_pack > 1.25 * global_batch
         if over and found:

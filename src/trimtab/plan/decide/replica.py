@@ -61,6 +61,7 @@ def encode_phases(case: Case, alone: Profile, decision: VisionDecision, found: S
     The slowest share decides; a call costs its constant once, for the images of a step are one call. Recompute runs the
     forward again before the backward. The tower's gradients and update come once a step on every device.
     """
+    # layers of the tower with the recompute that was decided for all of them
     towers = [layer for layer in alone.layers if layer.tower != "language"]
     again = [layer.tiers[-1] if decision.recompute else layer.tiers[0] for layer in towers]
     # 1. seconds of the slowest share of every step and replica

@@ -115,6 +115,7 @@ def choose_vision(
     than it saves is not taken. Raises `PlanError` where the plan has no such group, `PartitionError` where nothing
     fits. `replica`: whether a tower on the whole replica can run.
     """
+    # the single grid, which every form must beat
     plain = SharedSplit(case=case, found=found, epoch_s=epoch_s(case, found.split.stages))
     choice = case.options.vision
     if choice.group == "one-grid":
@@ -162,6 +163,7 @@ def choose_vision(
                 ruled_out.append(f"{_label(shared)} does not fit the memory, or leaves too few cuts")
                 continue
             tried.append(SharedSplit(case=shared, found=split, epoch_s=epoch_s(shared, split.split.stages)))
+    # what was asked for and cannot be is refused; of what was open the best stands
     if not is_open and len(tried) == 1:
         raise PartitionError(join_problems(misfits))
     tried, best = _take(tried, limit_s, is_open=is_open)
@@ -173,6 +175,7 @@ def _take(tried: list[SharedSplit], limit_s: float, *, is_open: bool) -> tuple[l
 
     Of forms left open the best is searched, if it may gain enough by what the search gained on the single grid.
     """
+    # the shortest, or a smaller pool that is nearly as short: it holds less
     plain, *forms = tried
     shortest = min((x.epoch_s for x in forms), default=math.inf)
     best = next((x for x in forms if x.epoch_s <= _GOOD_ENOUGH * shortest), plain)

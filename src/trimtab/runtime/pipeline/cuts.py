@@ -58,6 +58,7 @@ class SizeRules:
 
     def observe(self, shapes: Mapping[str, Shape], quantities: Mapping[str, int]) -> None:
         for name, shape in shapes.items():
+            # every rule that fitted so far; one that misses once is gone
             known = self._rules.get(name)
             if known is None or len(known) != len(shape):
                 self._rules[name] = [_all_rules(size, quantities) for size in shape]
@@ -80,6 +81,7 @@ class SizeRules:
 
 def _all_rules(size: int, quantities: Mapping[str, int]) -> list[Rule]:
     """That size always, or in proportion to a quantity by a whole number, or by one part of a whole number."""
+    # sizes follow from others by whole factors: rows from patches, patches from pixels
     found: list[Rule] = [(None, Fraction(size))]
     for key, value in quantities.items():
         if value and size:
@@ -111,6 +113,7 @@ class Way:
     @cached_property
     def place(self) -> dict[str, int]:
         """Of each layer in the plan; image features are made where the last layer is that they are made of."""
+        # a call that is no layer of the plan runs where the last of what it reads is made
         found = {name: i for i, name in enumerate(self.layers)}
         written = dict(found)
         for call in self.trace.calls:
@@ -143,6 +146,7 @@ class Way:
 
     @cached_property
     def _needed(self) -> frozenset[str]:
+        # backwards from the logits
         needed, layers = set(self.trace.result), set()
         for call in reversed(self.trace.calls):
             if needed & {x.name for x in call.outputs}:
@@ -171,6 +175,7 @@ class Way:
 
     def is_fed(self, start: int, stop: int) -> bool:
         """Return whether all that these layers send on with a gradient was made of something received with one."""
+        # an output without a gradient path into the stage would leave the sender waiting
         received = set(self.alive(start)) & self.graded
         fed = set(received)
         for call in self.trace.calls:
@@ -225,6 +230,7 @@ class Cuts:
         """Sizes of outputs, by the rules that earlier micro-batches have left or by following this one."""
         way = self.way(batch)
         quantities = self._measure(batch)
+        # following the forward again costs milliseconds: only where no rule is sure
         found = {name: way.sizes.foretell(name, quantities) for name in names}
         if any(shape is None for shape in found.values()):
             trace = try_trace(self.tracer, batch)
@@ -243,6 +249,7 @@ class Cuts:
 
     def _measure(self, batch: Batch) -> dict[str, int]:
         """Return what sizes may be in proportion to: dimensions of the arguments, and tokens of each special kind."""
+        # sizes depend on shapes and on how many tokens are images or videos
         found = {f"{key}.{i}": n for key, x in tensors_of(batch).items() for i, n in enumerate(x.shape)}
         ids = batch["input_ids"]
         for name in ("image_token_id", "image_token_index", "video_token_id", "video_token_index"):
@@ -280,6 +287,7 @@ class Cuts:
 
 
 def _follow(trace: Trace, trained: Mapping[str, bool]) -> frozenset[str]:
+    # as autograd has it: what a trained layer makes, or what is made of such
     graded = {name for name, is_trained in trained.items() if is_trained}  # bare parameters
     for call in trace.calls:
         if trained.get(call.layer, False) or graded & call.reads:

@@ -45,7 +45,7 @@ class Control:
         `what` names the place in the program: ranks that are at different ones all raise. One exchange of 256 bytes,
         and one of the rest where a rank has more.
         """
-        # nearly all values fit one exchange of a fixed size; where one does not, all send the rest padded to the longest
+        # nearly all values fit one exchange of a fixed size; where one does not, all send the rest, padded alike
         own = pickle.dumps((what, value))
         room = _FIRST_BYTES - _LENGTH_BYTES
         heads = self._exchange(len(own).to_bytes(_LENGTH_BYTES, "little") + own[:room].ljust(room, b"\0"), what)
