@@ -7,6 +7,8 @@ of verl 0.9 import its function by name (its trainer of `use_v1`, the older one,
 a module changes nothing there: `stand_in_for` changes the function itself. Tested with verl 0.9.1's own module.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType

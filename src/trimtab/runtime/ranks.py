@@ -5,6 +5,8 @@ processes: that the rank is alive, and how many common places of the program it 
 read what all have written. A rank that has stopped writing, or has not come as far as one that waits, is named once.
 """
 
+from __future__ import annotations
+
 import atexit
 import json
 import os

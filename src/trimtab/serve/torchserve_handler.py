@@ -3,6 +3,8 @@
 This file is copied into the model archive as it stands. Its worker needs `trimtab[serve]`, nothing else.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import uuid

@@ -1,5 +1,7 @@
 """Training batches for a model of any family: words and images of chosen sizes, as its own forward takes them."""
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import itertools

@@ -4,6 +4,8 @@ Of an image only its size is asked, so resizing is making a blank one. Numbers a
 operation of torch writes them. What Transformers' image and video processors call is here (5.23); nothing else is.
 """
 
+from __future__ import annotations
+
 import enum
 import importlib.machinery
 import sys

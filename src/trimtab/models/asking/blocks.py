@@ -1,5 +1,7 @@
 """A block's own modules -> attention and feed-forward as the cost formulas know them, where it is a plain block."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -4,6 +4,8 @@ Units of one list that are built alike run once: the others hand on what the fir
 Tested with Transformers 5.23.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field

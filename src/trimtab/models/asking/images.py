@@ -1,5 +1,7 @@
 """What a model's own processor makes of images and videos: run on blank ones, of which only sizes are looked at."""
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import re

@@ -7,6 +7,8 @@ at 015d3b2). Renaming and splitting are left to Transformers (`core_model_loadin
 checkpoints. InternLM2 is Llama under other names, with one matrix for queries, keys and values.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Units and what they did in a forward pass -> the layers of a model, in forward order."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

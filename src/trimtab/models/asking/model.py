@@ -1,5 +1,7 @@
 """A model of Transformers' conventions, built on the meta device -> its description."""
 
+from __future__ import annotations
+
 import functools
 import json
 import re

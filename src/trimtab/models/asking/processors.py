@@ -1,5 +1,7 @@
 """A model folder's processor files -> Transformers' own processor, around a tokenizer that knows every token."""
 
+from __future__ import annotations
+
 import inspect
 import json
 import tempfile

@@ -1,5 +1,7 @@
 """Processed samples of one pack to the arguments of one forward, and the loss of packs: start at `PackedCollator`."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass

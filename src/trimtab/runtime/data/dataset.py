@@ -1,5 +1,7 @@
 """A plan in torch's data loading: the batch sampler of one rank, the loader that knows its place, the data set."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

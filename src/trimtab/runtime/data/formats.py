@@ -5,6 +5,8 @@ restart, M-RoPE is known by `get_rope_index`, the keys of its images by the sign
 them, and layers that carry a state along the row by their kinds.
 """
 
+from __future__ import annotations
+
 import inspect
 import json
 import re

@@ -1,5 +1,7 @@
 """Is packing exact for the model at hand? `verify_packing` says so in seconds."""
 
+from __future__ import annotations
+
 import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence

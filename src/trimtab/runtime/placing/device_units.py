@@ -7,6 +7,8 @@ be taken for a unit, also by readers that compare letters instead of path parts 
 part of `layers.1`).
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

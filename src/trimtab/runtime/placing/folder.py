@@ -1,5 +1,7 @@
 """What a model folder says of itself: its configuration, its class in Transformers, the names of its tensors."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Loads a model folder onto the devices that a placement names, ready to generate."""
 
+from __future__ import annotations
+
 import math
 import warnings
 from collections.abc import Mapping

@@ -3,6 +3,8 @@
 The paper: recompute everything and see what is left; switch some layers off and see what they take; set as many as fit.
 """
 
+from __future__ import annotations
+
 import platform
 import time
 from collections import Counter

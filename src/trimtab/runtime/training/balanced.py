@@ -1,5 +1,7 @@
 """`balanced`: one line puts a plan under a Transformers `Trainer`, TRL's among them, or under an Accelerate loop."""
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Iterator, Mapping

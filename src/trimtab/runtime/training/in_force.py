@@ -1,5 +1,7 @@
 """Is the plan in force? What the first step runs, and each place where that is not what was planned."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The loop behind `trimtab train`: a plan's packs through a plan's stages, on torch's own parts; read `train`."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

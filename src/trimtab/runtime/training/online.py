@@ -4,6 +4,8 @@ Every rank says what its samples cost; all decide alike who runs what, and each 
 loss of a batch is divided by the labels of all ranks, so the mean gradient is that of one process with all samples.
 """
 
+from __future__ import annotations
+
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

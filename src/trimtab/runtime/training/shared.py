@@ -5,6 +5,8 @@ Each sample's size is asked of the Trainer's own data set and collator, once: th
 themselves, and tell one another what they found. Then all compute the same shares (`share_step`).
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
