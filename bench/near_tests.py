@@ -30,9 +30,7 @@ def tests_of(file: Path, levels_more: int) -> tuple[list[Path], list[Path]]:
     while level and len(levels) <= levels_more:
         known = {path for group in levels for path in group}
         own = [path for path, (_, used) in files.items() if used & level and path not in known]
-        own.sort(
-            key=lambda path: (path.parent.name != "unit", len(files[path][1]), path)
-        )  # those about least else first
+        own.sort(key=lambda path: (path.parent.name != "unit", len(files[path][1]), path))  # about least else first
         if own or levels:
             levels.append(own if levels else own[:MOST])
         level = {above for below in level for above in _importers().get(below, ())} - seen

@@ -144,8 +144,7 @@ def samples_of(row: Row) -> SampleTable:
 def predict(row: Row, *, stated: bool) -> Prediction:
     """Return the prediction under the row's settings, with its host's defaults for the others."""
     given = {**row.settings, **(row.stated if stated else {})}
-    lora = given.pop("lora", None)
-    weights = given.pop("adapter_weights", None)
+    lora, weights = given.pop("lora", None), given.pop("adapter_weights", None)
     if lora is not None:
         given["lora"] = Lora(**{"weights": weights, **lora})
     given["frozen_towers"] = tuple(given.get("frozen_towers", ()))
