@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trimtab.costs.formula.adapters import Adapted, adapt_layer, quantised_params
-from trimtab.costs.formula.flops import has_expert_biases, layer_matmuls, local_heads, measured_terms
+from trimtab.costs.formula.flops import MeasuredTerms, has_expert_biases, layer_matmuls, local_heads, measured_terms
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.specs import AttentionSpec, LayerSpec, MlpSpec
 
@@ -50,6 +50,12 @@ def uses_dense_pairs(layer: LayerSpec, settings: CostSettings) -> bool:
     return settings.attention == "eager" or (settings.attention == "sdpa" and (settings.packed or a.window is not None))
 
 
+def _measured(layer: LayerSpec, settings: CostSettings) -> MeasuredTerms:
+    """Return what was measured of the layer, as one of its devices has it."""
+    share, flash = settings.row_share(layer.tower), settings.attention == "flash"
+    return measured_terms(layer, settings.dims.tp, share, flash=flash)
+
+
 def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
     """Return every tensor that the layer keeps when nothing is recomputed.
 
@@ -59,9 +65,7 @@ def kept_by_layer(layer: LayerSpec, settings: CostSettings) -> tuple[Kept, ...]:
     w = settings.item_bytes
     # work that was counted; else what each operation needs for its backward
     if layer.measured is not None:  # counted in 16 bits
-        terms = measured_terms(
-            layer, settings.dims.tp, settings.row_share(layer.tower), flash=settings.attention == "flash"
-        )
+        terms = _measured(layer, settings)
         wide = w / 2
         return (Kept(name="measured", row_bytes=wide * terms.row_bytes, pair_bytes=wide * terms.pair_bytes),)
     if layer.kind == "block":
@@ -165,9 +169,7 @@ def layer_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, ..
     """
     w, h, share = settings.item_bytes, layer.hidden_size, settings.row_share(layer.tower)
     if layer.measured is not None:  # what is kept was written once and read once, by ten kernels or so: an estimate
-        terms = measured_terms(
-            layer, settings.dims.tp, settings.row_share(layer.tower), flash=settings.attention == "flash"
-        )
+        terms = _measured(layer, settings)
         return (
             Traffic(name="measured", row_bytes=w * terms.row_bytes, pair_bytes=w * terms.pair_bytes, num_kernels=10),
         )
