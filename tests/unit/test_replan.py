@@ -85,6 +85,17 @@ def test_a_run_settles_the_factors_that_made_it(found: ReloadedPlan) -> None:
     assert abs(seconds_under(found)[1:9] / taken[1:] - 1).max() > 0.1, "the plan's own costs are far off"
 
 
+def test_under_zero_3_a_run_that_went_as_planned_teaches_nothing_new(tmp_path):
+    options = PlanOptions(global_batch=16, pp=1, tp=1, dp=4, zero_stage=3, host="eager")
+    write_plan(make_plan(describe("Qwen2.5-VL-3B"), drawn_samples(), parse_cluster("4xH200"), options), tmp_path)
+    own = reload_plan(tmp_path)
+    taken = seconds_under(own)
+    learnt = learn_from(own, log_of(own, taken)).calibration.profile
+    case = own.case
+    again = steps_of(case.work, case.schedule.table, own.stages, replace(case.problem, profile=learnt), case.cluster)
+    np.testing.assert_allclose(again, taken, rtol=0.005)
+
+
 def test_noise_is_one_factor_not_three(found: ReloadedPlan) -> None:
     rng = np.random.default_rng(0)
     planned = seconds_under(found)[:8]

@@ -11,7 +11,7 @@ from trimtab.balance.packing import PackResult
 from trimtab.costs.measured.fitted import Calibration, LoggedRun, Term, TermFit, apply_terms, fit_runs
 from trimtab.errors import PlanError
 from trimtab.plan.build import Progress, Within, make_plan
-from trimtab.plan.decide.work import steps_of, times_of
+from trimtab.plan.decide.work import as_run, timed_steps, times_of
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -77,22 +77,24 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
         raise PlanError(f"no step of the first epoch ({len(table)} steps) ran as the last one: log more of it")
     # 1. what the plan expects of each of these steps, and which rank it waits for
     steps = np.array([x.step - 1 for x in records])
-    times, problem = times_of(case.work, found.stages, case.setting.profile, case.cluster), case.problem
+    problem = case.problem
+    work, rows = as_run(case.work, table[steps], problem)
+    times = times_of(work, found.stages, problem.profile, case.cluster)
     phases_s = None if case.phases is None else case.phases.step_s[steps]
-    planned_s = steps_of(case.work, table[steps], found.stages, problem, case.cluster, phases_s=phases_s)
+    planned_s = timed_steps(times, rows, found.stages, problem, phases_s=phases_s)
     measured_s = np.array([x.step_s - x.data_s for x in records])
     # 2. the fit, on steps spread over the run
     chosen = np.unique(np.linspace(0, len(records) - 1, num=min(_MOST_FITTED, len(records))).astype(np.int64))
     pack_s = np.append(times.forward_s.sum(axis=0) + times.backward_s.sum(axis=0), 0.0)
     runs = []
     for i in chosen.tolist():
-        packs = table[steps[i]][int(pack_s[table[steps[i]]].sum(axis=1).argmax())]
+        packs = rows[i][int(pack_s[rows[i]].sum(axis=1).argmax())]
         runs.append(
             LoggedRun(
                 name=f"step {records[i].step}",
                 profile=case.setting.profile,
                 stages=found.stages,
-                work=case.work[packs[packs >= 0]],
+                work=work[packs[packs >= 0]],
                 iteration_s=float(measured_s[i]),
                 schedule=problem.schedule,
             )

@@ -28,7 +28,7 @@ from trimtab.plan.decide.work import (
     PATCHES,
     TOKENS,
     above_all,
-    in_lockstep,
+    as_run,
     packed_work,
     padded_work,
     rank_step_s,
@@ -393,10 +393,9 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     problem, table = run.problem, run.schedule.table
     dims, busy = problem.profile.dims, table[table >= 0]
     # seconds of all steps; idle is what is left of the pipelines' part, exchange and optimizer aside
-    own = times = times_of(run.work, run.stages, problem.profile, cluster)
-    if problem.lockstep:
-        together, table = in_lockstep(run.work, table, problem.profile)
-        times = times_of(together, run.stages, problem.profile, cluster)
+    work, table = as_run(run.work, table, problem)
+    times = times_of(work, run.stages, problem.profile, cluster)
+    own = times_of(run.work, run.stages, problem.profile, cluster) if problem.lockstep else times
     alone_s = step_s = timed_steps(times, table, run.stages, problem)
     if run.phases is not None:  # idle is counted while pipelines run
         step_s = timed_steps(times, table, run.stages, problem, phases_s=run.phases.step_s)

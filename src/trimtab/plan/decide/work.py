@@ -207,6 +207,11 @@ def in_lockstep(work: FloatArray, table: IntArray, profile: Profile) -> tuple[Fl
     return slowest.reshape(-1, NUM_WORK_TERMS), numbers[:, None, :]
 
 
+def as_run(work: FloatArray, table: IntArray, problem: SplitProblem) -> tuple[FloatArray, IntArray]:
+    """Return the packs and table that are simulated: those `in_lockstep` where ranks run so, else as they are."""
+    return in_lockstep(work, table, problem.profile) if problem.lockstep else (work, table)
+
+
 def steps_of(
     work: FloatArray,
     table: IntArray,
@@ -220,8 +225,7 @@ def steps_of(
 
     `phases_s` (num_steps, dp): what ranks do outside of their pipelines.
     """
-    if problem.lockstep:
-        work, table = in_lockstep(work, table, problem.profile)
+    work, table = as_run(work, table, problem)
     return timed_steps(times_of(work, stages, problem.profile, cluster), table, stages, problem, phases_s=phases_s)
 
 
@@ -233,7 +237,7 @@ def timed_steps(
     *,
     phases_s: FloatArray | None = None,
 ) -> FloatArray:
-    """As `steps_of`, where the packs' seconds are known; under ZeRO-3 of packs and table `in_lockstep`."""
+    """As `steps_of`, where the seconds of packs and table `as_run` are known."""
     if problem.lockstep and phases_s is not None:
         phases_s = phases_s.max(axis=1, keepdims=True)
     return simulate_steps(
