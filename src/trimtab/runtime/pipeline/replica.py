@@ -107,16 +107,17 @@ class ReplicaTower:
         try:
             own = inputs.take(share).to(self.device) if len(share) else self.template
             features = read_features(call_tower(self.function, own), own)
+            features = features if len(share) else features.without_rows()
         except Exception as error:  # the other ranks learn of it
             problem = error
-        made = None if features is None else _without_rows(features, keep=len(share) > 0)
-        num_rows = agree_on_rows(self.control, self.function.name, made, shares, problem)
+        num_rows = agree_on_rows(self.control, self.function.name, features, shares, problem)
         assert features is not None
-        assert made is not None
         # 2. all rows to the first rank, whose leaves they are by micro-batch
         layout = lay_out_rows(shares.order, shares.offsets, num_rows)
         everything, nothing = np.arange(len(layout)), np.empty(0, np.int64)
-        rows = route_rows(made.rows, layout, [everything if r == 0 else nothing for r in range(num_ranks)], self.group)
+        rows = route_rows(
+            features.rows, layout, [everything if r == 0 else nothing for r in range(num_ranks)], self.group
+        )
         self._rows = rows
         if rank == 0:
             self._hand_out(features, rows, num_rows, atoms)
@@ -191,13 +192,4 @@ def spread_tower(
         rule=decision.rule,
         device=device,
         template=smallest.to(device),
-    )
-
-
-def _without_rows(features: Features, *, keep: bool) -> Features:
-    """The features of a share; of an empty one no row."""
-    if keep:
-        return features
-    return Features(
-        rows=features.rows[:0], num_rows=np.zeros(0, np.int64), widths=features.widths, sample=features.sample
     )

@@ -242,8 +242,7 @@ def run_on_nothing(family: Family, config: Any, function: PatchedFunction, like:
     Type, device, width, DeepStack layers and whether a gradient flows are then right by construction, and wrappers
     that gather parameters or count uses see the same calls on every rank.
     """
-    features = run_tower(function, family.smallest(like, config))
-    return replace(features, rows=features.rows[:0], num_rows=np.zeros(0, np.int64))
+    return run_tower(function, family.smallest(like, config)).without_rows()
 
 
 def _encode_share(

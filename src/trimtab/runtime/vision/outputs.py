@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,10 @@ class Features:
     num_rows: IntArray  # by atom
     widths: tuple[int, ...]  # of the features and of each DeepStack layer; sums to D
     sample: Any  # what the tower returned: the shape to return in
+
+    def without_rows(self) -> Features:
+        """The same of no image: for a share that is empty, and encoded another one to know its form."""
+        return replace(self, rows=self.rows[:0], num_rows=np.zeros(0, np.int64))
 
 
 def read_features(output: Any, inputs: VisionInputs) -> Features:
