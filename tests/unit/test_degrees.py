@@ -1,6 +1,6 @@
 """Expert and context parallelism: bytes, work and traffic against counting by hand; which degrees are tried.
 
-costs/formula/ (exchange, activations, layers, flops), plan/decide/ (degrees).
+costs/formula/ (activations, layers, flops), plan/decide/ (degrees).
 """
 
 import itertools

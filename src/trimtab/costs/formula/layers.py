@@ -443,7 +443,7 @@ def _add(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-# What devices that share the experts of a layer, or the tokens of a pack, send one another; bytes of one device.
+# -- what devices that share experts, or the tokens of a pack, send one another: bytes of one device ------------------
 #
 # Context parallelism is the ring of Megatron-Core and Transformer Engine: each document is padded to a multiple of 2 cp
 # tokens and cut into as many chunks, rank r holds the r-th from the front and the r-th from the back, so that all ranks
