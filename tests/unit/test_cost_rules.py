@@ -1,6 +1,6 @@
 """Every documented rule of costs as a row of a table.
 
-costs/ (profile), costs/formula/ (activations, adapters, layers, state, exchange, curves, settings).
+costs/ (profile), costs/formula/ (activations, adapters, layers, state, curves, settings).
 """
 
 from dataclasses import replace
@@ -19,8 +19,7 @@ from trimtab.costs.formula.activations import (
     selective_bytes,
 )
 from trimtab.costs.formula.curves import Efficiency, efficiency_of, product_line, product_rates, weight_line
-from trimtab.costs.formula.exchange import expert_tp_bytes, ring_bytes
-from trimtab.costs.formula.layers import COLLECTIVE_S, KERNEL_S, Gradients, cost_layer
+from trimtab.costs.formula.layers import COLLECTIVE_S, KERNEL_S, Gradients, cost_layer, expert_tp_bytes, ring_bytes
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import Share, added_bytes, bytes_per_param, shares_of, state_bytes, step_seconds
 from trimtab.costs.profile import chosen_tiers, price_model, profile_model, weight_coefficients

@@ -12,8 +12,17 @@ import numpy as np
 from trimtab.costs.formula.flops import layer_matmuls, pair_flops
 from trimtab.costs.formula.layers import find_columns
 from trimtab.models.description import runs_of
-from trimtab.report.table import Cell, Column, Table, numeric, print_lines, print_table
-from trimtab.report.words import balance_rows, memory_scale, percent
+from trimtab.report.table import (
+    Cell,
+    Column,
+    Table,
+    balance_rows,
+    memory_scale,
+    numeric,
+    percent,
+    print_lines,
+    print_table,
+)
 from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, Profile, SampleTable
 from trimtab.units import TERA, fold_modules, format_bytes, format_count, format_seconds
 
@@ -26,8 +35,7 @@ if TYPE_CHECKING:
     from trimtab.costs.measured.timed_fit import KindFit
     from trimtab.costs.measured.traced_fit import KindCounts
     from trimtab.placement.bytes import DeviceUse
-    from trimtab.placement.placed import Placement
-    from trimtab.placement.published import Assessed
+    from trimtab.placement.placed import Assessed, Placement
     from trimtab.samples.table import SizingResult
     from trimtab.specs import IntArray
 

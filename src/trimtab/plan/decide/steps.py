@@ -12,7 +12,7 @@ from trimtab.balance.packing import PackResult, pack_samples, refuse_empty
 from trimtab.balance.schedule import fill_table, schedule_packs
 from trimtab.balance.step import pack_steps
 from trimtab.compiled import permutation
-from trimtab.costs.formula.exchange import document_multiple
+from trimtab.costs.formula.layers import document_multiple
 from trimtab.errors import PackingError, PartitionError
 from trimtab.options import Oversize
 from trimtab.partition.schedules import microbatch_unit

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from trimtab.costs.bands import WAITS
-from trimtab.costs.formula.exchange import document_multiple
+from trimtab.costs.formula.layers import document_multiple
 from trimtab.costs.formula.settings import Efficiency
 from trimtab.costs.profile import host_share, regime_of, time_band
 from trimtab.errors import PlanError
