@@ -35,7 +35,7 @@ IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)  # what images ask of the tow
 
 
 def packed_work(packing: Packing, samples_work: FloatArray, attention: Attention = "flash") -> FloatArray:
-    """Return (num_packs, T): rows of one pack are laid end to end, nothing is padded; pairs are those of `attention`."""
+    """Return (num_packs, T): rows of one pack are laid end to end, none is padded; pairs as `attention` has them."""
     work = np.asarray(packing.sums(samples_work), np.float64)
     work[:, MICROBATCHES] = 1.0
     return join_samples(work) if joins_samples(attention) else work
