@@ -185,9 +185,8 @@ def host_seconds(layer: LayerSpec, settings: CostSettings) -> float:
 def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
     """Rows count in "patches" or "tokens"; pairs in the squares, or the windowed squares where a window cuts them.
 
-    Masked pairs are skipped by fused kernels, computed by `uses_dense_pairs`. Even those count each sample's square,
-    for no work term holds the square of a whole pack: a lower bound for packs of several samples. Rows and pairs of the
-    language model are those of one of cp devices.
+    Masked pairs are skipped by fused kernels, computed by `uses_dense_pairs`: there a pack's pairs are the square of
+    all its tokens (`join_samples`). Rows and pairs of the language model are those of one of cp devices.
     """
     tower = "tokens" if layer.tower == "language" else "patches"
     a = layer.attention

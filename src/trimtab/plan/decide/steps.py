@@ -187,7 +187,7 @@ def _tried_packs(
         extremes=extremes,
         samples_per_step=samples_per_step,
         slowest_over_mean=float(by_rank.max(axis=1).mean() / by_rank.mean()),
-        mean_work=np.average(packed_work(packed.packing, work)[packs], axis=0, weights=counts),
+        mean_work=np.average(packed_work(packed.packing, work, tried.options.attention)[packs], axis=0, weights=counts),
     )
 
 
