@@ -193,7 +193,7 @@ class PackedStage(PipelineStage):
         )
 
     def _drop(self, microbatch: int, *, num_inputs: int) -> None:
-        """Forgets a micro-batch, with what torch keeps of its forward; the keeper's name is private, and torch's own."""
+        """Forgets a micro-batch, with what torch keeps of its forward (by a private name, torch's own)."""
         kept = "fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"  # torch 2.13 | 2.15
         getattr(self, kept).pop(microbatch)
         self.gradients.pop(microbatch, None)
