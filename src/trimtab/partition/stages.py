@@ -184,9 +184,6 @@ def _infeasible(problem: SplitProblem, table: LayerTable) -> PartitionError:
 # -- makespans of cuts, each stage with its least recompute; what was priced is remembered ----------------------------
 
 
-# -- splits of least simulated makespan: local search around the split of least slowest stage --------------------------
-
-
 class Evaluator:
     """Prices cuts; a cut is the number of a `LayerTable` position."""
 
