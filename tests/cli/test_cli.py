@@ -360,12 +360,21 @@ def test_the_answer_beside_the_optimum(run):
     )
     memory = told["splits"]["the rule"]["memory"]
     assert round(sum(memory[0].values()) / 1e9, 3) == 51.340
+    assert told["smallest_tp"] == 1  # of 102 GB
 
 
-def test_a_model_that_the_rule_cannot_divide(run):
+@pytest.mark.parametrize(("device", "batch", "tp"), [("H20", 1, 2), ("A100-40GB", 1, 4), ("L4", 1, 8), ("L4", 8, None)])
+def test_tp_is_raised_until_the_memory_of_the_notebook_fits(run, device, batch, tp):
     words = ["InternVL-Chat-V1-5", "--pp", "4", "--image", "1792x896", "--seq", "4096"]
-    told = run("uneven", *words).out
+    words += ["--device", device, "--micro-batch", batch]
+    assert run("uneven", *words, "--json").json["smallest_tp"] == tp
+
+
+def test_a_model_that_the_rule_cannot_divide(run, tmp_path):
+    words = ["InternVL-Chat-V1-5", "--pp", "4", "--image", "1792x896", "--seq", "4096"]
+    told = run("uneven", *words, "--out", tmp_path / "drawn.html").out
     assert "The rule has no answer here" in told
+    assert (tmp_path / "drawn.html").read_text().count("<h3>") == 2  # even and the optimum
     assert (
         "Flags: --pipeline-model-parallel-layout 'E|t*16|t*16|t*16L' (a count of 0 is refused by Megatron-Core)" in told
     )

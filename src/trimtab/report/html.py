@@ -336,6 +336,14 @@ def stacked_timelines(shown: Mapping[str, Timeline]) -> str:
     return f'<div class="scroll"><div class="time">{"".join(parts)}</div></div>'
 
 
+def uneven_page(model: str, shown: Mapping[str, Timeline]) -> str:
+    """Return one self-contained page of even and uneven stages by the published rule, on one time axis."""
+    entries = [(("f0", "f1", "f2"), "forward of a micro-batch"), (("b0", "b1", "b2"), "backward"), (("idle",), "idle")]
+    note = "By FLOPs at the device's peak; sends, recompute and the optimizer are not counted."
+    title = f"Even and uneven stages of {esc(model, 80)}"
+    return page(title, section(title, note, legend(entries) + stacked_timelines(shown)))
+
+
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 _MEMORY_PARTS = (
