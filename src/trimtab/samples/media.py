@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.address import Address, Allowed, fetch, refuse_address
-from trimtab.errors import ConfigError, ImageError, SampleError
+from trimtab.errors import ConfigError, ImageError, SampleError, shorten
 from trimtab.options import Exif
-from trimtab.samples.problems import BadRecordError, shorten
+from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import Video
 from trimtab.specs import Clip
 
@@ -494,7 +494,7 @@ class AddressFolder(MediaFolder):
                 return self._fetched(image, kind)
             raise outside_media(f"{kind} {shorten(image)}", self._root)
         try:
-            return _held(fetch(str(address)))
+            return _held(fetch(str(address), elsewhere=self._allowed.remote))
         except SampleError as error:
             raise unreadable_media(f"{kind} {shorten(image)}", "read", self._root, error) from None
 
