@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trimtab.errors import PartitionError, PlanError, refuse_type
+from trimtab.errors import PartitionError, PlanError, join_problems, refuse_type
 from trimtab.files import write_atomically, written_together
 from trimtab.options import VisionGroup
 from trimtab.partition.assess import SplitResult
@@ -19,14 +19,17 @@ from trimtab.plan.decide.groups import GROUPS, group_degree
 from trimtab.plan.decide.members import default_global_batch
 from trimtab.plan.decide.search import Tiers, choose_setting
 from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced
-from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split
+from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split, epoch_s
 from trimtab.plan.decide.towers import (
     MUST_GAIN,
+    SharedSplit,
     VisionChosen,
     choose_vision,
     least_epoch_s,
     rank_work,
     settings_apart,
+    settings_own,
+    split_own,
     whole_tower,
 )
 from trimtab.plan.decide.work import band_sentence, host_sentences
@@ -157,7 +160,7 @@ class _Settled:
     """The setting that is taken, and the stages at it."""
 
     tried: ChosenSetting  # those before it left out
-    without: SplitChoice  # where no image is shared
+    without: SplitChoice | None  # where no image is shared; None: the tower has devices of its own
     vision: VisionChosen
     split: SplitResult
 
@@ -178,6 +181,8 @@ def _settle(
     packs does not hold.
     """
     group = chosen.best.options.vision.group
+    if group == "own":
+        return _settle_own(model, epoch, cluster, options, budget, chosen)
     if group == "auto" or group == "shared":
         return _settle_open(model, epoch, cluster, options, budget, chosen, within)
     left, most = list(chosen.by_preference), 1
@@ -238,6 +243,7 @@ def _settle_open(
     grid = _settle(model, epoch, cluster, options, budget, replace(chosen, considered=tuple(plain)), within)
     vision = chosen.best.options.vision
     case = replace(grid.vision.best.case, options=replace(grid.vision.best.case.options, vision=vision))
+    assert grid.without is not None, "its tower is on the decoder's grid"
     shared = choose_vision(case, grid.without, replica=within is None)
     settled = [replace(grid, vision=shared)]
     if shared.best.case.vision is not None:
@@ -268,6 +274,37 @@ def _settle_open(
         settled += [] if one is None else [one]
     gaining = [x for x in settled[1:] if x.vision.best.case.vision is not None and x.vision.best.epoch_s <= limit_s]
     return min([settled[0], *gaining], key=lambda x: x.vision.best.epoch_s)
+
+
+def _settle_own(
+    model: ModelSpec,
+    epoch: Epoch,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    budget: MemoryBudget,
+    chosen: ChosenSetting,
+) -> _Settled:
+    """The fastest with the tower on devices of its own; the best single grid is what it is compared with."""
+    plain = [replace(x, options=replace(x.options, vision=VisionChoice())) for x in chosen.considered]
+    grid = _settle(model, epoch, cluster, options, budget, replace(chosen, considered=tuple(plain)), None).vision.best
+    # each setting of the decoder, its tower's activations kept or not
+    tried, misfits = list[tuple[Priced, SharedSplit]](), list[str]()
+    for priced, num in settings_own(model, epoch.drawn, cluster, options, budget):
+        try:
+            case = pack_case(model, epoch, cluster, budget, priced.setting, priced.options)
+            tried += [(priced, found) for found in split_own(case, num)]
+        except (PartitionError, PlanError) as error:
+            misfits.append(str(error))
+    if not tried:
+        raise PartitionError(join_problems(misfits or ["no part of the devices holds the decoder alone: use more"]))
+    priced, best = min(tried, key=lambda x: x[1].epoch_s)
+    # the search on the epoch's own steps
+    found = choose_split(best.case)
+    best = replace(best, found=found, epoch_s=epoch_s(best.case, found.split.stages))
+    rate, steps = len(best.case.packing.indices) / best.epoch_s, best.case.schedule.num_steps
+    priced = replace(priced, step_s=best.epoch_s / steps, samples_per_s=rate, peak_bytes=found.split.peak_bytes)
+    vision = VisionChosen(best=best, tried=(grid, best))
+    return _Settled(tried=chosen.taking(priced), without=None, vision=vision, split=found.split)
 
 
 def _expected_s(model: ModelSpec, epoch: Epoch, priced: Priced, whole: FloatArray, *, replica: bool) -> float:

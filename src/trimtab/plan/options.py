@@ -112,7 +112,7 @@ def parse_baseline(text: str) -> Baseline:
 # What a user may ask of vision data parallel.
 
 
-GroupChoice = Literal["one-grid", "auto", "shared", "replica", "tp", "cp", "tp_cp", "dp"]
+GroupChoice = Literal["one-grid", "auto", "shared", "replica", "own", "tp", "cp", "tp_cp", "dp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class VisionChoice:
         GroupChoice,
         Option(
             "The grid of vision towers: the decoder's, images shared among ranks of it (shared: the best of tp, cp, "
-            "tp_cp, dp), every device of a replica, or auto: what gains 2 %.",
+            "tp_cp, dp), every device of a replica, devices of its own, or auto: what gains 2 %.",
             flag="--towers",
         ),
     ] = "one-grid"

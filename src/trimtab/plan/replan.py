@@ -78,10 +78,10 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
     # 1. what the plan expects of each of these steps, and which rank it waits for
     steps = np.array([x.step - 1 for x in records])
     problem = case.problem
-    work, rows = as_run(case.work, table[steps], problem)
-    times = times_of(work, found.stages, problem.profile, case.cluster)
-    phases_s = None if case.phases is None else case.phases.step_s[steps]
-    planned_s = timed_steps(times, rows, found.stages, problem, phases_s=phases_s)
+    apart = None if case.apart is None else case.apart.of_steps(steps)
+    work, rows = as_run(case.work, table[steps], problem, apart)
+    times = times_of(work, found.stages, problem.profile, case.cluster, apart=apart)
+    planned_s = timed_steps(times, rows, found.stages, problem, apart=apart)
     measured_s = np.array([x.step_s - x.data_s for x in records])
     # 2. the fit, on steps spread over the run
     chosen = np.unique(np.linspace(0, len(records) - 1, num=min(_MOST_FITTED, len(records))).astype(np.int64))
