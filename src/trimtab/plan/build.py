@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trimtab.errors import PartitionError, PlanError, join_problems, refuse_type
 from trimtab.files import write_atomically, written_together
@@ -51,6 +52,7 @@ _MOST_SHARED, _SHARING_GAINS = 4, 1.3  # settings that are tried with shared ima
 _SEARCH_GAINS = 1.05  # what the search on the epoch's own steps may gain for a pipeline, over its price at mean packs
 _MOST_OPEN = 1  # other settings at which forms of sharing are simulated, where the form is left open
 _ALIKE = 0.9  # of what a setting's own price is above its bound, with its images shared
+_OF_THE_DECODER = ("dp", "pp", "tp", "cp", "num_microbatches", "max_patches", "max_tokens")  # if its grid is its own
 _MOST_DEVICES_A_SAMPLE = 128  # a replica of the model is no larger: tp 8 x pp 16
 
 
@@ -96,14 +98,19 @@ def make_plan(
     samples, rows, budget, asked = epoch.samples, epoch.rows, MemoryBudget.of(cluster, options), options
     if cluster.num_devices > _MOST_DEVICES_A_SAMPLE * len(rows):
         raise PlanError(f"{cluster.num_devices} devices have {len(rows)} samples: give more data, or fewer devices")
-    options, chosen = _choose(model, epoch, cluster, asked, budget, tiers, _step(progress, "settings"))
+    is_own = asked.vision.group == "own"
+    decoder: dict[str, Any] = {name: getattr(asked, name) for name in _OF_THE_DECODER} if is_own else {}
+    left_open: dict[str, Any] = dict.fromkeys(decoder)
+    grid = replace(asked, **left_open)  # what a tower on devices of its own is compared with
+    options, chosen = _choose(model, epoch, cluster, grid, budget, tiers, _step(progress, "settings"))
+    options = replace(options, **decoder)
     settled = _settle(model, epoch, cluster, options, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options_of_search, options = case.setting, options, case.options
     variants = compare_variants(
         case, split.stages, without=settled.without, elsewhere=tried.listed, progress=_step(progress, "simulation")
     )
-    tied = tied_settings(tried)
+    tied = () if is_own else tied_settings(tried)
     tips = find_tips(model, epoch.drawn, cluster, options_of_search, tied) if len(tied) > 1 else ()
     return assemble_plan(
         case,
@@ -182,6 +189,8 @@ def _settle(
     """
     group = chosen.best.options.vision.group
     if group == "own":
+        if within is not None:
+            raise PlanError("no framework of --for has its tower on devices of its own: leave --for out")
         return _settle_own(model, epoch, cluster, options, budget, chosen)
     if group == "auto" or group == "shared":
         return _settle_open(model, epoch, cluster, options, budget, chosen, within)

@@ -419,12 +419,21 @@ class VisionDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
+    """What runs: all that the runtime and the exports read."""
+
     parallel: ParallelDecision
     schedule: ScheduleDecision
     stages: tuple[StageDecision, ...]
     recompute: tuple[RecomputeDecision, ...]
     packing: PackingDecision
     vision_data_parallel: VisionDecision | None = None  # none, and no such key: every rank encodes what it holds
+
+    @property
+    def num_devices(self) -> int:
+        """Return the devices that the run uses, those of a tower's own included."""
+        dims, vision = self.parallel, self.vision_data_parallel
+        own = vision.degree if vision is not None and vision.group == "own" else 0
+        return dims.dp * dims.pp * dims.tp * dims.cp + own
 
 
 # -- the plan ------------------------------------------------------------------------------------------------------

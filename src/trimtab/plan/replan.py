@@ -11,7 +11,7 @@ from trimtab.balance.packing import PackResult
 from trimtab.costs.measured.fitted import Calibration, LoggedRun, Term, TermFit, apply_terms, fit_runs
 from trimtab.errors import PlanError
 from trimtab.plan.build import Progress, Within, make_plan
-from trimtab.plan.decide.work import as_run, timed_steps, times_of
+from trimtab.plan.decide.work import Lanes, as_run, timed_steps, times_of
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -67,6 +67,8 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
     if not log.comparable:
         raise PlanError(f"the run was on {header.device}, the plan is for {header.planned_device}: plan for that")
     table, dims = case.schedule.table, case.setting.dims
+    if isinstance(case.apart, Lanes):
+        raise PlanError("a tower on devices of its own was planned, whose runs no fit knows: plan again instead")
     if (header.dp, header.num_microbatches) != table.shape[1:]:
         raise PlanError(
             f"the run had dp {header.dp} x {header.num_microbatches}, the plan {table.shape[1]} x {table.shape[2]}: "

@@ -28,7 +28,7 @@ from trimtab.plan.decide.exchange import (
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, Lanes, Phases
 from trimtab.plan.plan import VisionDecision
-from trimtab.specs import NUM_WORK_TERMS, FloatArray, LayerCost, ParallelDims, Profile, RecomputeTier
+from trimtab.specs import NUM_WORK_TERMS, FloatArray, LayerCost, ParallelDims, Profile, RecomputeChoice, RecomputeTier
 
 _NOTHING = (0.0,) * NUM_WORK_TERMS
 
@@ -104,6 +104,12 @@ class _Tower:
     def of(alone: Profile, decision: VisionDecision) -> _Tower:
         layers = tuple(layer for layer in alone.layers if layer.tower != "language")
         return _Tower(layers=layers, tiers=tuple(x.tiers[-1 if decision.recompute else 0] for x in layers))
+
+    @property
+    def recompute(self) -> tuple[RecomputeChoice, ...]:
+        """Which of the layers, the model's first ones, run again."""
+        again = tuple(i for i, tier in enumerate(self.tiers) if tier.name != "none")
+        return (RecomputeChoice(tier="full", layers=again),) if again else ()
 
     @property
     def update_s(self) -> float:
@@ -186,6 +192,7 @@ def own_lanes(case: Case, alone: Profile, decision: VisionDecision, found: Share
         state_bytes=tower.state_bytes,
         saved_bytes=tower.saved(most) * min(M, dims.pp + 1),
         transient_bytes=tower.moment(most),
+        recompute=tower.recompute,
     )
 
 

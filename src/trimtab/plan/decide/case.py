@@ -15,6 +15,7 @@ from trimtab.plan.decide.steps import fill_epoch, share_epoch
 from trimtab.plan.decide.work import (
     IMAGE_TERMS,
     Apart,
+    Lanes,
     Phases,
     join_samples,
     joins_samples,
@@ -137,7 +138,10 @@ class Case:
         # a share of the images in place of whole packs; the tower stays in one piece
         if self.vision is not None:
             work_max[IMAGE_TERMS] = self.vision.largest
-            model = replace(model, forbidden_cuts=model.forbidden_cuts | tower_cuts(model))
+            cuts = tower_cuts(model)
+            if isinstance(apart, Lanes):  # the first stage of a pipeline holds a part of the decoder
+                cuts |= {max(cuts) + 1}
+            model = replace(model, forbidden_cuts=model.forbidden_cuts | cuts)
         if isinstance(apart, Phases):  # on every device, whatever its stage
             everywhere = apart.state_bytes + apart.saved_bytes
             budget = replace(budget, outside_bytes=budget.outside_bytes + everywhere)

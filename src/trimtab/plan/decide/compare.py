@@ -31,6 +31,7 @@ from trimtab.plan.decide.work import (
     Lanes,
     above_all,
     as_run,
+    lanes_first,
     packed_work,
     padded_work,
     rank_step_s,
@@ -421,6 +422,13 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     # memory at the largest pack, stages at the mean one
     assessed = replace(problem, work_mean=run.work.mean(axis=0)).assess(run.stages)
     held = run.work if run.held is None else run.held
+    stages, memory = run.stages, assessed.memory
+    forward_s, backward_s = assessed.forward_s, assessed.backward_s
+    if lanes:
+        stages = lanes_first(stages, _num_tower(problem), lanes.recompute)
+        memory = (lanes.memory(problem), *memory)
+        forward_s = (float(lanes.forward_s.mean()), *forward_s)
+        backward_s = (float(lanes.backward_s.mean()), *backward_s)
     return Variant(
         name=run.name,
         packs=run.packs,
@@ -428,15 +436,20 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
         recompute_rule=run.rules[1],
         pack_patches=held[:, PATCHES],
         pack_tokens=held[:, TOKENS],
-        stages=run.stages,
-        stage_forward_s=np.array(assessed.forward_s),
-        stage_backward_s=np.array(assessed.backward_s),
-        memory=assessed.memory,
+        stages=stages,
+        stage_forward_s=np.array(forward_s),
+        stage_backward_s=np.array(backward_s),
+        memory=memory,
         step_s=step_s,
         idle_share=idle_share,
         fits=run.fits,
         timeline=_typical_timeline(times, table, step_s, problem.schedule, problem.num_stages + (lanes is not None)),
     )
+
+
+def _num_tower(problem: SplitProblem) -> int:
+    """Layers of tower and projector, which are the model's first."""
+    return sum(layer.tower != "language" for layer in problem.profile.layers)
 
 
 def _typical_timeline(

@@ -260,7 +260,7 @@ def _refuse_moment(case: Case, found: SplitChoice) -> None:
         held = max(x.state_bytes for x in found.split.memory) + problem.overhead_bytes + apart.moment_bytes
         what, cure = "a step's share of the images", "give fewer micro-batches a step"
     else:
-        held = apart.held_bytes(problem)
+        held = apart.memory(problem).total_bytes
         what, cure = "the tower on devices of its own", "give smaller packs"
     if held > problem.memory_bytes:
         raise PartitionError(
@@ -444,7 +444,8 @@ def settings_own(
         fitting = [x for x in chosen.considered if cluster.devices_per_node % x.setting.dims.tp == 0]
         for priced in fitting[:_MOST_OWN]:
             dp, left = priced.setting.dims.dp, W - part.num_devices
-            num = next(x for x in range(left, 0, -1) if x % dp == 0 or dp % x == 0)
+            most = min(left, options.vision.devices or left)
+            num = next(x for x in range(most, 0, -1) if x % dp == 0 or dp % x == 0)
             yield _of_whole_model(priced, model, samples, cluster, options), num
 
 
@@ -494,10 +495,10 @@ def _about_own(taken: SharedSplit) -> str:
     rate, used = len(case.packing.indices) / taken.epoch_s, decoder + own
     idle = f"; {there - used} are idle" if used < there else ""
     return (
-        f"The tower is on {own} devices of its own, ranks {decoder} to {used - 1}, after {decoder} of the "
-        f"pipelines{idle}: {format_number(rate / used)} samples/s for each device in use, "
-        f"{format_number(rate / there)} for each of the cluster. Megatron-Bridge runs it (MegatronMIMO), without "
-        "FSDP; `trimtab train` does not."
+        f"The tower is on {own} devices of its own, the decoder on {decoder} others{idle}: "
+        f"{format_number(rate / used)} samples/s for each device in use, {format_number(rate / there)} for each of the "
+        "cluster. Megatron-Bridge runs it (MegatronMIMO), and `trimtab train` with tp 1, where the tower has "
+        f"{dims.dp} devices."
     )
 
 

@@ -13,6 +13,7 @@ from trimtab.costs.formula.settings import Efficiency
 from trimtab.costs.profile import host_share, regime_of, time_band
 from trimtab.errors import PlanError
 from trimtab.options import Attention
+from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem
 from trimtab.specs import (
@@ -25,6 +26,7 @@ from trimtab.specs import (
     Packing,
     ParallelDims,
     Profile,
+    RecomputeChoice,
     SampleTable,
     Stage,
     evaluate,
@@ -212,16 +214,22 @@ class Lanes:
     state_bytes: float
     saved_bytes: float  # of the calls in flight
     transient_bytes: float
+    recompute: tuple[RecomputeChoice, ...]  # of the tower's layers
 
     def of_steps(self, steps: IntArray) -> Lanes:
         """The same of some steps."""
         names = ("forward_s", "backward_s", "send_s", "return_s")
         return replace(self, **{name: getattr(self, name)[steps] for name in names})
 
-    def held_bytes(self, problem: SplitProblem) -> float:
-        """Bytes of an encoder device, with what is expected on top of the counted ones."""
-        counted = self.state_bytes + self.saved_bytes + self.transient_bytes
-        return problem.overhead_bytes + counted * (1 + problem.overhead_share)
+    def memory(self, problem: SplitProblem) -> DeviceMemory:
+        """Bytes of an encoder device."""
+        held = DeviceMemory(
+            state_bytes=self.state_bytes,
+            saved_bytes=self.saved_bytes,
+            transient_bytes=self.transient_bytes,
+            overhead_bytes=problem.overhead_bytes,
+        )
+        return held.with_share(problem.overhead_share)
 
     def before(self, times: StageTimes) -> StageTimes:
         """The pipelines' stages with the lanes as the first one; micro-batches as `as_run` numbers them."""
@@ -241,6 +249,12 @@ class Lanes:
 
 Apart = Phases | Lanes
 """What a tower does outside of the pipelines' stages."""
+
+
+def lanes_first(stages: Sequence[Stage], num_tower: int, recompute: tuple[RecomputeChoice, ...]) -> tuple[Stage, ...]:
+    """The stages with the tower's own devices as the first one; `num_tower`: layers of tower and projector."""
+    first, *rest = (replace(stage, index=stage.index + 1) for stage in stages)
+    return (Stage(index=0, start=0, stop=num_tower, recompute=recompute), replace(first, start=num_tower), *rest)
 
 
 def stage_link(cluster: ClusterSpec) -> float:

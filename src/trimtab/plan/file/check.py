@@ -133,11 +133,10 @@ def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
     """Numbers of the file that other parts of it, or the model, say otherwise."""
     inputs, decisions, case = found.plan.inputs, found.plan.decisions, found.case
     parallel, given = decisions.parallel, inputs.cluster
-    used, there = parallel.dp * parallel.pp * parallel.tp * parallel.cp, given.num_nodes * given.devices_per_node
-    vision = decisions.vision_data_parallel
-    if vision is not None and vision.group == "own":
-        if used + vision.degree > there:
-            yield f"dp x pp x tp x cp is {used} with {vision.degree} for the tower, and the cluster has {there} devices"
+    used, there = decisions.num_devices, given.num_nodes * given.devices_per_node
+    if isinstance(case.apart, Lanes):  # others may be idle
+        if used > there:
+            yield f"dp x pp x tp x cp and the tower's own make {used}, and the cluster has {there} devices"
     elif used != there:
         yield f"dp x pp x tp x cp is {used}, and the cluster has {there} devices: make them equal"
     if given.devices_per_node % (parallel.etp or 1):
@@ -195,7 +194,7 @@ def _over_memory(found: ReloadedPlan) -> Iterator[str]:
                 f"pipeline rank {rank} holds {format_bytes(memory.total_bytes)} of {format_bytes(problem.memory_bytes)}"
             )
     if isinstance(found.case.apart, Lanes):
-        held = found.case.apart.held_bytes(problem)
+        held = found.case.apart.memory(problem).total_bytes
         if held > problem.memory_bytes:
             yield f"a device of the tower's own holds {format_bytes(held)} of {format_bytes(problem.memory_bytes)}"
 
