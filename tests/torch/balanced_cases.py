@@ -3,7 +3,9 @@
 No description is made and no other helper imported, so that older releases of Transformers can run this.
 """
 
+import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -318,3 +320,23 @@ def resume_in_pieces(rank: int, folder: Path, settings: dict[str, Any], fsdp_ver
             getattr(parameter, "ds_tensor", parameter).mul_(1.5)
     with pytest.raises(PlanError, match="differ"):
         ours.check_weights(again.model, before, folder, torch.device("cpu"))
+    if rank == 0:
+        _take_states(folder / "checkpoint-2")
+    torch.distributed.barrier()
+    with pytest.raises(PlanError, match="optimizer"):
+        make(1.5).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+
+
+def _take_states(checkpoint: Path) -> None:
+    """The optimizer's states, out of a checkpoint that says nothing of them: hosts go on with fresh ones."""
+    for path in checkpoint.rglob("optimizer*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in checkpoint.rglob("*optim_states.pt"):  # DeepSpeed's
+        content = torch.load(path, weights_only=False)
+        held = content["optimizer_state_dict"]
+        for state in held.get("base_optimizer_state", held.get("optimizer_state_dict"))["state"].values():
+            state["exp_avg"].zero_()
+        torch.save(content, path)
+    state = json.loads((checkpoint / "trimtab_plan.json").read_text())
+    state["files"] = {x: (checkpoint / x).stat().st_size for x in state["files"] if (checkpoint / x).is_file()}
+    (checkpoint / "trimtab_plan.json").write_text(json.dumps(state))

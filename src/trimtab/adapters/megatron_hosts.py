@@ -76,7 +76,8 @@ def export_bridge(plan: Decided, price: float | None) -> Exported:
         values |= {f"cfg.model.num_layers_in_{end}_pipeline_stage": None for end in ("first", "last")}
         values |= {f"cfg.model.account_for_{end}_in_pipeline_split": False for end in ("embedding", "loss")}
     lines = {name: repr(value) for name, value in values.items()}
-    if plan.dims.pp > 1:  # recipes for one stage leave it None
+    if plan.dims.pp > 1:  # packs differ in length; recipes for one stage leave the number format None
+        lines["cfg.model.variable_seq_lengths"] = "True"
         lines["cfg.model.pipeline_dtype"] = "cfg.model.params_dtype"
     if _GRADS in fields:  # a field of the recipe's object, which a name alone does not have yet
         kind = lines["cfg.mixed_precision"]
@@ -171,6 +172,7 @@ def _launch(plan: Decided) -> dict[str, Any]:
         found[_GRADS] = fp32_grads
     found |= {
         "cfg.ddp.grad_reduce_in_fp32": fp32_grads,
+        "cfg.ddp.average_in_collective": False,  # as calculate_per_token_loss asks
         "cfg.optimizer.optimizer": {"adamw": "adam", "sgd_momentum": "sgd"}[launch.optimizer],
     }
     return found | {f"cfg.model.freeze_{name}": tower in plan.frozen_towers for name, tower in _FREEZES.items()}
@@ -236,7 +238,8 @@ def _refuse_family(model: ModelSpec) -> None:
 
 
 _FULL: RecomputedTier = "full"
-_NOT_TAKEN = ("bf16", "fp16", "grad_reduce_in_bf16", "transformer_impl")  # it says them otherwise, or has one value
+# it says them otherwise, or has one value
+_NOT_TAKEN = ("bf16", "fp16", "grad_reduce_in_bf16", "transformer_impl", "seq_length", "calculate_per_token_loss")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16", "mxfp8": "bfloat16"}
 _KNOWN: Mapping[str, Collection[object]] = {
     "dtype": _DTYPES,

@@ -358,13 +358,12 @@ def pack_kinds(
     """
     needed = sum_columns(columns)[:2] / bounds[:2]
     d = int(np.argmax(needed))
+    if not all(_are_few(part[:, d], part[:, -1]) for part in (columns[:4096], columns)):
+        return None
     values, kind, counts = np.unique(-columns[:, d], return_inverse=True, return_counts=True)
     sizes, limit = (-values).astype(np.int64), int(bounds[d])
     step = int(np.gcd.reduce(sizes))
-    if len(sizes) > MOST_KINDS or sizes[-1] == 0 or limit > MOST_ROOM * step or needed[1 - d] > 0.5 * needed[d]:
-        return None
-    costs = [columns[kind == i, -1] for i in range(len(sizes))]
-    if any(np.ptp(cost) > ALIKE * cost.mean() for cost in costs):
+    if sizes[-1] == 0 or limit > MOST_ROOM * step or needed[1 - d] > 0.5 * needed[d]:
         return None
     # 1. patterns, and the samples of each kind to them as they come
     patterns = fill_patterns(sizes // step, counts, limit // step)
@@ -381,6 +380,15 @@ def pack_kinds(
     if above_limits(packs.sums, bounds).any():
         return None
     return Streamed(members=members, offsets=offsets_of(counts), oldest=0, num_grown=0)
+
+
+def _are_few(sizes: FloatArray, costs: FloatArray) -> bool:
+    """Return whether there are few sizes, and samples of one size cost about the same."""
+    values = np.unique(sizes)
+    if len(values) > MOST_KINDS:
+        return False
+    own = [costs[sizes == value] for value in values]
+    return all(np.ptp(cost) <= ALIKE * cost.max() for cost in own)
 
 
 def fill_patterns(sizes: IntArray, counts: IntArray, limit: int) -> IntArray:

@@ -11,7 +11,7 @@ from trimtab.compiled import UIntArray, compiled, inner, make_stream
 from trimtab.specs import FloatArray, IntArray
 
 ROW_TRIALS, ROW_PARTNERS = 200, 256
-"""Times that the largest pack of a row is shared with others, and how many are tried each time."""
+"""Times that the largest pack of a row is shared with others, four of each rank at least; and how many are tried."""
 
 ROW_CLOSE = 5e-4
 """A row is level once its largest pack is this close to the mean: below, nothing can be seen on a device."""
@@ -85,7 +85,7 @@ def _level_each(
         for turn in range(D if P > 1 else 0):
             led = (D - 1 + turn) % D
             _aim_at(row.sums, led, bounds, excess, goal)
-            tries = np.int64(ROW_TRIALS), np.int64(ROW_PARTNERS)
+            tries = np.int64(max(ROW_TRIALS, 4 * dp)), np.int64(ROW_PARTNERS)
             target = goal[led].mean if led == D - 1 else np.ceil(goal[led].mean)  # sizes are whole numbers
             level_worst(own, row, goal, led, target, ROW_CLOSE, *tries, np.int64(ROW_FREE), state, scratch)
         # 3. the packs in their places

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from trimtab.balance.pair import MAX_FREE, Goal, Packs, Scratch, share_pairs
-from trimtab.compiled import UIntArray, below, compiled, inner, next_u64, permute
+from trimtab.compiled import UIntArray, below, compiled, inner, next_u64, permute, relaxed
 from trimtab.specs import FloatArray, IntArray
 
 NUM_BUCKETS = 4096
 BLOCK = 32  # packs that `fit` looks at, or leaves out, together
+NO_REST = 1e150  # more than any pack has left
+_U = np.uint64
 ALL_AGAIN = 8  # every eighth round packs that nothing could improve are tried again
 REPAIR_PASSES = 4
 REPAIR_PARTNERS, SHARED_PARTNERS = 8, 2048  # of each pack above its limit, in each pass; more where they are few
@@ -124,7 +126,7 @@ def spread(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
         last[bucket] = p
 
 
-@compiled
+@relaxed
 def fit(
     sizes: FloatArray, order: IntArray, limits: FloatArray, squared: bool, packs: Packs, num_open: int, most: int
 ) -> tuple[int, IntArray]:
@@ -135,68 +137,123 @@ def fit(
     start. Returns the number of open packs, and the samples that found no place.
 
     Packs are looked through in blocks. A block is left out if its largest rest in some column is too small, or if even
-    its fullest pack would keep more than the best so far.
+    its fullest pack would keep more than the best so far. Packs that have no room for the smallest sample are looked at
+    no more: once they are half of all, the others move together.
 
     Example: limits (10, 10); of (6, 1), (5, 5), (4, 4) the first two open a pack each, and the third joins the second,
     which keeps (1, 1): a rest of 0.2, where the first would keep (0, 5), 0.5.
     """
     P = min(most, num_open + len(order))
-    w_0, w_1 = 1.0 / limits[0], 1.0 / limits[1]
-    rest_0, rest_1 = np.empty(P), np.empty(P)
+    least_0, least_1 = limits[0], limits[1]  # the smallest sample
+    for position in range(len(order)):
+        least_0, least_1 = min(least_0, sizes[order[position], 0]), min(least_1, sizes[order[position], 1])
+    open_packs = _make_open(P, limits)
+    rests, pack_at = open_packs.rests, open_packs.pack_at
+    # 1. packs that have room for it
+    num_roomy, num_closed = np.int64(0), np.int64(0)
     for p in range(num_open):
-        rest_0[p], rest_1[p] = limits[0] - packs.sums[p, 0], limits[1] - packs.sums[p, 1]
-    num_blocks = P // BLOCK + 1
-    most_0, most_1, fullest = np.zeros(num_blocks), np.zeros(num_blocks), np.zeros(num_blocks)
-    for block in range(num_open // BLOCK + 1):
-        most_0[block], most_1[block], fullest[block] = _look_at(rest_0, rest_1, w_0, w_1, block, num_open)
+        room_0, room_1 = limits[0] - packs.sums[p, 0], limits[1] - packs.sums[p, 1]
+        if room_0 >= least_0 and room_1 >= least_1:
+            pack_at[num_roomy], rests[0, num_roomy], rests[1, num_roomy] = p, room_0, room_1
+            num_roomy += 1
+    for block in range(num_roomy // BLOCK + 1):
+        _look_at(open_packs, block)
     left, num_left = np.empty(len(order), np.int64), np.int64(0)
     for position in range(len(order)):
         i = order[position]
-        size_0, size_1 = sizes[i, 0], sizes[i, 1]
-        size = w_0 * size_0 + w_1 * size_1
-        # 1. the pack with the least rest
-        best, least = np.int64(-1), np.inf
-        for block in range(num_open // BLOCK + 1):
-            if size_0 > most_0[block] or size_1 > most_1[block]:
-                continue
-            kept = fullest[block] - size
-            if kept > 0.0 and (0.5 * kept * kept if squared else kept) >= least:
-                continue
-            for p in range(block * BLOCK, min(num_open, block * BLOCK + BLOCK)):
-                room_0, room_1 = rest_0[p] - size_0, rest_1[p] - size_1
-                if room_0 >= 0.0 and room_1 >= 0.0:
-                    left_0, left_1 = w_0 * room_0, w_1 * room_1
-                    rest = left_0 * left_0 + left_1 * left_1 if squared else left_0 + left_1
-                    if rest < least:
-                        best, least = np.int64(p), rest
-        # 2. or a new one, or none
+        # 2. the one with the least rest, or a new one, or none
+        best = _best_open(open_packs, sizes[i, 0], sizes[i, 1], squared, num_roomy // BLOCK + 1)
         if best < 0 and num_open == P:
             left[num_left] = i
             num_left += 1
             continue
         if best < 0:
-            best = np.int64(num_open)
+            best = num_roomy
+            pack_at[best], rests[0, best], rests[1, best] = num_open, limits[0], limits[1]
+            num_roomy += 1
             num_open += 1
-            rest_0[best], rest_1[best] = limits[0], limits[1]
-        _put(sizes, packs, i, best)
+        _put(sizes, packs, i, pack_at[best])
         # 3. what it and its block have left
-        rest_0[best] -= size_0
-        rest_1[best] -= size_1
-        block = best // BLOCK
-        most_0[block], most_1[block], fullest[block] = _look_at(rest_0, rest_1, w_0, w_1, block, num_open)
+        rests[0, best] -= sizes[i, 0]
+        rests[1, best] -= sizes[i, 1]
+        _look_at(open_packs, best // BLOCK)
+        num_closed += np.int64(rests[0, best] < least_0 or rests[1, best] < least_1)
+        if num_closed > BLOCK and 2 * num_closed > num_roomy:
+            num_roomy, num_closed = _leave_out_full(open_packs, num_roomy, least_0, least_1), np.int64(0)
     return num_open, left[:num_left]
 
 
+class _Open(NamedTuple):
+    """Packs that `fit` looks at; where there is none, rests are -1."""
+
+    pack_at: IntArray  # (P,) their numbers, ascending
+    rests: FloatArray  # (2, P and the rest of a block) of each column
+    blocks: FloatArray  # (3, blocks) the largest rest in each column, the least of both together, as shares
+    scale: FloatArray  # (2,) one over each limit
+
+
 @inner
-def _look_at(
-    rest_0: FloatArray, rest_1: FloatArray, w_0: float, w_1: float, block: int, num_open: int
-) -> tuple[float, float, float]:
-    """The largest rest of a block in each column, and the least of both together."""
-    most_0, most_1, fullest = 0.0, 0.0, np.inf
-    for p in range(block * BLOCK, min(num_open, block * BLOCK + BLOCK)):
-        most_0, most_1 = max(most_0, rest_0[p]), max(most_1, rest_1[p])
-        fullest = min(fullest, w_0 * rest_0[p] + w_1 * rest_1[p])
-    return most_0, most_1, fullest
+def _make_open(P: int, limits: FloatArray) -> _Open:
+    num_blocks, scale = P // BLOCK + 1, np.empty(2)
+    scale[0], scale[1] = 1.0 / limits[0], 1.0 / limits[1]
+    return _Open(np.empty(P, np.int64), np.full((2, num_blocks * BLOCK), -1.0), np.zeros((3, num_blocks)), scale)
+
+
+@relaxed
+def _best_open(packs: _Open, size_0: float, size_1: float, squared: bool, num_blocks: int) -> int:
+    """The place of the pack that the sample fills best, the first of equal ones; -1: it fits none."""
+    rests, blocks, w_0, w_1 = packs.rests, packs.blocks, packs.scale[0], packs.scale[1]
+    size = w_0 * size_0 + w_1 * size_1
+    best, least = np.int64(-1), NO_REST
+    for block in range(num_blocks):
+        kept = blocks[2, block] - size
+        if size_0 > blocks[0, block] or size_1 > blocks[1, block]:
+            continue
+        if kept > 0.0 and (0.5 * kept * kept if squared else kept) >= least:
+            continue
+        # vector code comes of a loop of fixed length without branches
+        first, least_here = _U(block * BLOCK), NO_REST
+        for k in range(_U(BLOCK)):
+            room_0, room_1 = rests[0, first + k] - size_0, rests[1, first + k] - size_1
+            left_0, left_1 = w_0 * room_0, w_1 * room_1
+            rest = left_0 * left_0 + left_1 * left_1 if squared else left_0 + left_1
+            least_here = min(least_here, rest if min(room_0, room_1) >= 0.0 else NO_REST)
+        if least_here < least:
+            least = least_here
+            for k in range(_U(BLOCK)):
+                room_0, room_1 = rests[0, first + k] - size_0, rests[1, first + k] - size_1
+                left_0, left_1 = w_0 * room_0, w_1 * room_1
+                rest = left_0 * left_0 + left_1 * left_1 if squared else left_0 + left_1
+                if min(room_0, room_1) >= 0.0 and rest <= least_here:
+                    best = np.int64(first + k)
+                    break
+    return best
+
+
+@inner
+def _look_at(packs: _Open, block: int) -> None:
+    """What the packs of a block have left at most, and at least."""
+    rests, most_0, most_1, least = packs.rests, -1.0, -1.0, NO_REST
+    for p in range(block * BLOCK, block * BLOCK + BLOCK):
+        most_0, most_1 = max(most_0, rests[0, p]), max(most_1, rests[1, p])
+        both = packs.scale[0] * rests[0, p] + packs.scale[1] * rests[1, p]
+        least = min(least, both if rests[0, p] >= 0.0 else NO_REST)
+    packs.blocks[0, block], packs.blocks[1, block], packs.blocks[2, block] = most_0, most_1, least
+
+
+@inner
+def _leave_out_full(packs: _Open, num_packs: int, least_0: float, least_1: float) -> int:
+    """Move packs that have room together; their number."""
+    rests, n = packs.rests, np.int64(0)
+    for p in range(num_packs):
+        rest_0, rest_1 = rests[0, p], rests[1, p]
+        rests[0, p] = rests[1, p] = -1.0
+        if rest_0 >= least_0 and rest_1 >= least_1:
+            packs.pack_at[n], rests[0, n], rests[1, n] = packs.pack_at[p], rest_0, rest_1
+            n += 1
+    for block in range(num_packs // BLOCK + 1):
+        _look_at(packs, block)
+    return n
 
 
 @compiled

@@ -13,7 +13,7 @@ from trimtab.files import write_atomically, written_together
 from trimtab.options import VisionGroup
 from trimtab.partition.assess import SplitResult
 from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, tied_settings
-from trimtab.plan.decide.case import MemoryBudget, pack_case
+from trimtab.plan.decide.case import MemoryBudget, pack_case, pair_sentences
 from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, open_epoch
 from trimtab.plan.decide.groups import GROUPS, group_degree
@@ -133,6 +133,7 @@ def make_plan(
             *model.notes,
             band_sentence(setting.profile, model, case.problem.work_mean, cluster),
             *host_sentences(setting.profile, case.problem.work_mean),
+            *pair_sentences(case),
             *setting.profile.assumptions,
         ),
     )

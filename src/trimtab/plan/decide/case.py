@@ -39,6 +39,7 @@ from trimtab.specs import (
 )
 from trimtab.units import MIB, format_bytes
 
+_LEAST_LOSS = 0.01  # of the layers' time that is worth a sentence
 _MORE_ROOM = (1.01, 1.02, 1.05)  # of open limits, where a step of the epoch would need more micro-batches than priced
 
 
@@ -162,9 +163,8 @@ class Case:
 
     @cached_property
     def held_work(self) -> FloatArray:
-        """As `work`, of what a rank holds: attention's pairs between a pack's samples too, pooled calls whole."""
-        held = self.work if self.vision is None else self.vision.held
-        return join_samples(held) if joins_samples(self.options.attention) else held
+        """As `work`, of what a rank holds: pooled calls whole."""
+        return self.work if self.vision is None else self.vision.held
 
     def without_vision(self) -> Case:
         """The same run where no image is shared."""
@@ -173,6 +173,21 @@ class Case:
         return replace(
             self, work=self.vision.work, setting=replace(self.setting, profile=self.vision.profile), vision=None
         )
+
+
+def pair_sentences(case: Case) -> list[str]:
+    """Return what packs of many samples lose where attention computes the pairs between them, if it can be seen."""
+    own = packed_work(case.packing, case.samples_work)
+    if not joins_samples(case.options.attention):
+        return []
+    apart, joined = (price_samples(case.setting.profile, work).sum() for work in (own, join_samples(own)))
+    share = 1.0 - float(apart / joined)
+    if share < _LEAST_LOSS:
+        return []
+    return [
+        f"pairs between the samples of a pack take {share:.0%} of the layers' time with {case.options.attention} "
+        "attention: use flash, or smaller packs"
+    ]
 
 
 def tower_cuts(model: ModelSpec) -> frozenset[int]:
@@ -296,6 +311,8 @@ def make_case(
         setting=setting,
         packing=packed.packing,
         schedule=packed.schedule,
-        work=(padded_work if padded else packed_work)(packed.packing, samples_work),
+        work=padded_work(packed.packing, samples_work)
+        if padded
+        else packed_work(packed.packing, samples_work, options.attention),
         extremes=extremes,
     )

@@ -359,7 +359,9 @@ def _batched(
         size = len(packing.indices) / packing.num_packs
         num_microbatches, none = per_step(size), np.empty((packing.num_packs, 0))
         schedule = schedule_packs(none, dp=dp, num_microbatches=num_microbatches, seed=options.seed)
-    work = padded_work(packing, samples_work) if baseline.is_padded else packed_work(packing, samples_work)
+    work = padded_work(packing, samples_work)
+    if not baseline.is_padded:
+        work = packed_work(packing, samples_work, options.attention)
     name = baseline.method.replace("_", "-")
     how = {"greedy": f"greedy by tokens, {format_number(size)} a pack"}.get(name, f"{name}, packed")
     return Run(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.costs.bands import WAITS
-from trimtab.costs.formula.exchange import document_multiple
+from trimtab.costs.formula.layers import document_multiple
 from trimtab.costs.formula.settings import Efficiency
 from trimtab.costs.profile import host_share, regime_of, time_band
 from trimtab.errors import PlanError
@@ -36,11 +36,11 @@ MICROBATCHES, PATCHES, PATCHES_SQ, PATCHES_WINDOWED, TOKENS, TOKENS_SQ, TOKENS_W
 IMAGE_TERMS = slice(PATCHES, PATCHES_WINDOWED + 1)  # what images ask of the tower
 
 
-def packed_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
-    """Return (num_packs, T): rows of one pack are laid end to end, nothing is padded."""
+def packed_work(packing: Packing, samples_work: FloatArray, attention: Attention = "flash") -> FloatArray:
+    """Return (num_packs, T): rows of one pack are laid end to end, none is padded; pairs as `attention` has them."""
     work = np.asarray(packing.sums(samples_work), np.float64)
     work[:, MICROBATCHES] = 1.0
-    return work
+    return join_samples(work) if joins_samples(attention) else work
 
 
 def pad_documents(samples: SampleTable, dims: ParallelDims) -> SampleTable:
@@ -87,12 +87,12 @@ def limit_work(work: FloatArray, max_patches: int, max_tokens: int, *, joined: b
 
 
 def joins_samples(attention: Attention) -> bool:
-    """Whether scores or masks of a pack are those of one long sample: all but flash attention, which needs no mask."""
+    """Whether a pack's attention computes the pairs of one long sample: all but flash, which needs no mask."""
     return attention != "flash"
 
 
 def join_samples(work: FloatArray) -> FloatArray:
-    """`work` (..., T) as bytes see it where `joins_samples`; its seconds are priced by the samples' own squares."""
+    """`work` (..., T) of packs where `joins_samples`: the pairs between a pack's samples are computed, and kept."""
     joined = work.copy()
     joined[..., TOKENS_SQ] = work[..., TOKENS] ** 2
     return joined

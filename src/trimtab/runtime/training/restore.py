@@ -32,7 +32,7 @@ class Kept:
     """What a checkpoint was taken of."""
 
     weights: Weighed
-    optimizer: Weighed | None = None  # None: an older checkpoint, or a host that keeps states itself (DeepSpeed)
+    optimizer: Weighed | None = None  # None: an older checkpoint
     scheduler: list[float] | None = None  # steps done, then the rate of each group
 
 
@@ -56,12 +56,15 @@ def weigh(model: nn.Module, device: torch.device) -> Weighed:
     return _weigh(dict(model.named_parameters()), device)
 
 
-def weigh_optimizer(optimizer: Any, device: torch.device) -> Weighed | None:
-    """Weigh every state of an optimizer, over all ranks; collective. None for DeepSpeed's, which restores its own."""
+def weigh_optimizer(optimizer: Any, device: torch.device) -> Weighed:
+    """Weigh every state of an optimizer, over all ranks; collective.
+
+    Of ZeRO's these are the parts that each rank saves, its weights in float32 among them.
+    """
     own = getattr(optimizer, "optimizer", optimizer)  # of Accelerate's wrapper
-    if not isinstance(own, torch.optim.Optimizer) or "deepspeed" in type(optimizer).__name__.lower():
-        return None
-    return _weigh(dict(_states(own)), device)
+    if isinstance(own, torch.optim.Optimizer):
+        return _weigh(dict(_states(own)), device)
+    return _weigh(dict(_tensors(own.state_dict(), "state")), device)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -70,6 +73,17 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, Tensor):
                 yield f"{key} of parameter {number}", value
+
+
+def _tensors(held: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested lists and dictionaries, and steps done, which some optimizers count in whole numbers."""
+    if isinstance(held, Tensor):
+        yield name, held
+    elif name.endswith(".step") and isinstance(held, int):
+        yield name, torch.tensor(held)
+    elif isinstance(held, (dict, list, tuple)):
+        for key, part in held.items() if isinstance(held, dict) else enumerate(held):
+            yield from _tensors(part, f"{name}.{key}")
 
 
 def stand_of(scheduler: Any) -> list[float] | None:
@@ -106,8 +120,8 @@ def check_weights(model: nn.Module, kept: Weighed, where: object, device: torch.
 
 def check_states(optimizer: Any, scheduler: Any, kept: Kept, where: object, device: torch.device) -> None:
     """`PlanError` where optimizer or scheduler do not go on from where the checkpoint stands; collective."""
-    found = weigh_optimizer(optimizer, device)
-    if found is not None and kept.optimizer is not None:
+    if kept.optimizer is not None:
+        found = weigh_optimizer(optimizer, device)
         advice = "resume with the optimizer of the run, from a checkpoint that has its states (save_only_model=False)"
         _refuse_others("states of the optimizer", found, kept.optimizer, where, advice)
     stand = stand_of(scheduler)
