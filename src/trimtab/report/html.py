@@ -336,6 +336,14 @@ def stacked_timelines(shown: Mapping[str, Timeline]) -> str:
     return f'<div class="scroll"><div class="time">{"".join(parts)}</div></div>'
 
 
+def uneven_page(model: str, shown: Mapping[str, Timeline]) -> str:
+    """Return one self-contained page of even and uneven stages by the published rule, on one time axis."""
+    entries = [(("f0", "f1", "f2"), "forward of a micro-batch"), (("b0", "b1", "b2"), "backward"), (("idle",), "idle")]
+    note = "By FLOPs at the device's peak; sends, recompute and the optimizer are not counted."
+    title = f"Even and uneven stages of {esc(model, 80)}"
+    return page(title, section(title, note, legend(entries) + stacked_timelines(shown)))
+
+
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 _MEMORY_PARTS = (
@@ -526,6 +534,8 @@ def _vision_section(details: PlanDetails) -> str:
         note += " Not shared, every rank of cp encodes all images of the packs that they share."
     if decision.group == "replica":
         note += " Every device encodes before and after the pipeline, which holds no tower."
+    if decision.group == "own":
+        note += " The tower's devices are stage 0, the first row of the timeline."
     if decision.group in ("tp", "tp_cp"):
         note += " Not shared, tensor parallelism divides the tower; shared, every rank holds it whole."
     return section("Images shared among ranks", note, on_page(plan_tables.vision_table(found)))

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from trimtab.costs.measured.traced_fit import KindCounts
     from trimtab.placement.bytes import DeviceUse
     from trimtab.placement.placed import Assessed, Placement
+    from trimtab.plan.decide.omnibal import IsfIteration
     from trimtab.samples.table import SizingResult
     from trimtab.specs import IntArray
 
@@ -112,6 +113,30 @@ def print_balance(samples: SampleTable, balance: BalanceReport, seconds: float, 
     print_table(table, console)
     if balance.num_oversize:
         print_lines(console, f"{balance.num_oversize:,} oversize samples left out, as asked.")
+
+
+def print_iterations(iterations: Sequence[IsfIteration], console: Console) -> None:
+    """How ISF converges, a line for each iteration."""
+    names = ("Kept", "Left", "Packs", "ViT", "LLM", "Cost")
+    rows = [
+        (
+            str(x.number),
+            f"{x.num_kept:,}",
+            f"{x.share_left:.2%}",
+            f"{x.num_packs:,}",
+            *(f"{ratio:.4f}" for ratio in (x.dist_ratio_vit, x.dist_ratio_llm, x.dist_ratio_cost)),
+        )
+        for x in iterations
+    ]
+    columns = (Column("Iteration"), *numeric(*names))
+    print_table(
+        Table(
+            title="ISF: packs kept, share of samples left; packs and dist ratios if it is the last",
+            columns=columns,
+            rows=rows,
+        ),
+        console,
+    )
 
 
 def _heads(layer: LayerSpec) -> str:
