@@ -29,7 +29,7 @@ from trimtab.placement.bytes import (
 )
 from trimtab.placement.machine import CONTEXT_BYTES, Machine, Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.published import assess_map, split_model_map
+from trimtab.placement.placed import assess_map, split_model_map
 from trimtab.runtime.placing.load import auto_map
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB

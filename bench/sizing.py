@@ -15,37 +15,25 @@ import random
 import resource
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trimtab.models.describe import describe
 from trimtab.samples.media import image_size
 from trimtab.samples.size import size_samples
 from trimtab.samples.tokens import compile_template
-from trimtab.specs import ImageCounts
 
 NUM_IMAGES = 500
+MODEL = "Qwen2.5-VL-7B"  # whose rule counts the tokens of images, ours and the peer's
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
     "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
 )
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-
-
-@dataclass(frozen=True)
-class PatchRule:
-    """28-pixel cells, rounded; stands in for a model's rule, whose cost is met once per image size."""
-
-    name: str = "28 pixel cells"
-
-    def count(self, width: int, height: int) -> ImageCounts:
-        tokens = max(1, round(width / 28)) * max(1, round(height / 28))
-        square = (4 * tokens) ** 2
-        return ImageCounts(patches=4 * tokens, tokens=tokens, tiles=1, patches_sq=square, patches_windowed=square)
 
 
 def draw(folder: Path, num_samples: int, seed: int) -> Path:
@@ -91,7 +79,7 @@ def draw(folder: Path, num_samples: int, seed: int) -> Path:
 
 def run_peer(data: Path, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Tokens and pixels of each sample, with Pillow and one tokenizer call a sample."""
-    rule, render = PatchRule(), compile_template(CHATML, {})
+    rule, render = describe(MODEL).image_rule, compile_template(CHATML, {})
     tokens, pixels = [], []
     with data.open() as file:
         for line in file:
@@ -141,7 +129,7 @@ def main() -> None:
             wall, cpu = [], []
             for _ in range(arguments.repeats):
                 start, cpu_start = time.perf_counter(), cpu_seconds()
-                result = size_samples(data, image_rule=PatchRule(), tokenizer=model, workers=workers)
+                result = size_samples(data, image_rule=describe(MODEL).image_rule, tokenizer=model, workers=workers)
                 wall.append(time.perf_counter() - start)
                 cpu.append(cpu_seconds() - cpu_start)
             report(f"trimtab, {workers} worker(s)", arguments.samples, min(wall), min(cpu))

@@ -77,7 +77,7 @@ from trimtab.partition.simulate import Timeline as Timeline
 
 # Training in your own loop
 from trimtab.runtime.training.balanced import balanced as balanced
-from trimtab.runtime.training.online import OnlineBalancer as OnlineBalancer
+from trimtab.runtime.training.shared import OnlineBalancer as OnlineBalancer
 from trimtab.runtime.data.conversations import open_conversations as open_conversations
 
 # Inference

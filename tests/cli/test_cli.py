@@ -145,14 +145,6 @@ def test_the_same_command_gives_the_same_bytes_whatever_the_workers_and_the_hash
     }  # fmt: skip
 
 
-def test_plan_prints_one_json_object(run: Run, drawn: Path, tmp_path: Path) -> None:
-    words = ["--tokenizer", drawn / "tokenizer.json", *PLAN, "--out", tmp_path / "p", "--json"]
-    found = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *words).json
-    assert found["decisions"]["parallel"]["pp"] == 2
-    assert found["estimates"]["variants"][0]["name"] == "baseline"
-    assert Path(found["files"]["plan"]).is_file()
-
-
 def test_a_run_of_ones_own_is_predicted_and_told_beside_a_plan(run: Run, drawn: Path) -> None:
     words = ["--cluster", "16xA100-80GB", "--tokenizer", drawn / "tokenizer.json", "--with-plan"]
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 --bf16"
@@ -175,23 +167,6 @@ def test_a_run_of_ones_own_is_predicted_and_told_beside_a_plan(run: Run, drawn: 
     alone = run(*(word for word in own if word != "--with-plan")).out
     assert alone
     assert told.startswith(alone.rstrip())
-
-
-def test_a_plan_that_shares_images_checks_reports_and_says_so(run: Run, drawn: Path, tmp_path: Path) -> None:
-    words = ["--cluster", "8xA100-80GB", "--tp", "2", "--pp", "1", "--global-batch", "64", "--set", "towers=tp"]
-    out = tmp_path / "plan"
-    said = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *words, "--set", "vision_pooling=1", "--out", out)
-    assert said.code == 0, said.err
-    assert "tp 2, gather, balanced by time, each micro-batch by itself, gradients averaged" in said.out
-    assert load_plan(out).decisions.vision_data_parallel is not None
-    assert "--set towers=tp --set vision_pooling=1" in load_plan(out).command
-    assert run("check", out).code == 0
-    assert "Images shared among ranks" in run("report", out).out
-
-
-def test_a_plan_without_a_tokenizer_says_that_it_estimates(run: Run, drawn: Path, tmp_path: Path) -> None:
-    found = run("plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", *PLAN, "--out", tmp_path / "p", "--json").json
-    assert any("estimate" in sentence for sentence in found["assumptions"])
 
 
 def test_skipped_samples_are_named_and_counted(run: Run, drawn: Path, tmp_path: Path) -> None:
@@ -385,12 +360,21 @@ def test_the_answer_beside_the_optimum(run):
     )
     memory = told["splits"]["the rule"]["memory"]
     assert round(sum(memory[0].values()) / 1e9, 3) == 51.340
+    assert told["smallest_tp"] == 1  # of 102 GB
 
 
-def test_a_model_that_the_rule_cannot_divide(run):
+@pytest.mark.parametrize(("device", "batch", "tp"), [("H20", 1, 2), ("A100-40GB", 1, 4), ("L4", 1, 8), ("L4", 8, None)])
+def test_tp_is_raised_until_the_memory_of_the_notebook_fits(run, device, batch, tp):
     words = ["InternVL-Chat-V1-5", "--pp", "4", "--image", "1792x896", "--seq", "4096"]
-    told = run("uneven", *words).out
+    words += ["--device", device, "--micro-batch", batch]
+    assert run("uneven", *words, "--json").json["smallest_tp"] == tp
+
+
+def test_a_model_that_the_rule_cannot_divide(run, tmp_path):
+    words = ["InternVL-Chat-V1-5", "--pp", "4", "--image", "1792x896", "--seq", "4096"]
+    told = run("uneven", *words, "--out", tmp_path / "drawn.html").out
     assert "The rule has no answer here" in told
+    assert (tmp_path / "drawn.html").read_text().count("<h3>") == 2  # even and the optimum
     assert (
         "Flags: --pipeline-model-parallel-layout 'E|t*16|t*16|t*16L' (a count of 0 is refused by Megatron-Core)" in told
     )

@@ -92,24 +92,6 @@ def test_the_other_frameworks_take_every_cut(run: Run, split: Path, tmp_path: Pa
     compile(module.read_text(encoding="utf-8"), module, "exec")
 
 
-def test_frameworks_without_stages_take_a_plan_without_pipeline(run, drawn, split, tmp_path):
-    assert run("check", split, "--for", "transformers").code == 1
-    plan = tmp_path / "plan"
-    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--out", plan]
-    words += [
-        *("--for", "transformers", "--zero-stage", "3", "--cluster"),
-        *("8xA100-80GB", "--memory", "70GiB", "--set", "num_microbatches=2"),
-    ]
-    made = run(*words)
-    assert made.code == 0, made.err
-    lines = run("export", "transformers", plan)
-    assert lines.code == 0, lines.err
-    assert "from trimtab.torch import apply_recompute" in lines.out
-    assert lines.err.startswith("checked with Transformers 5.23")
-    given = run("export", "transformers", plan, "--json").json
-    assert given["recompute"]
-
-
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_an_export_of_a_plan_made_for_it_warns_of_nothing(run: Run, drawn: Path, tmp_path: Path, name: str) -> None:
     runs_whole = find_target(name).can(describe("Qwen2.5-VL-7B"), 1).choices.get("pp") == (1,)
@@ -177,12 +159,6 @@ def test_a_check_for_a_framework_tells_what_differs_and_what_is_refused(run, pla
     result = run("check", planned, "--for", name)
     assert result.code == code, result.err
     assert re.search(told, result.out.strip(), re.DOTALL | re.IGNORECASE), result.out
-
-
-def test_a_plan_for_a_framework_is_one_that_it_runs(run: Run, planned: Path, tmp_path: Path) -> None:
-    words = ["plan", "Qwen2.5-VL-7B", planned / "samples.npz", "--cluster", "8xA100-80GB", "--for", "fsdp2"]
-    assert run(*words, "--out", tmp_path / "plan", "--json").json["decisions"]["parallel"]["pp"] == 1
-    assert run("check", tmp_path / "plan", "--for", "fsdp2").code == 0
 
 
 def test_the_page_of_devices_is_the_table_of_devices() -> None:

@@ -95,3 +95,14 @@ def test_what_fit_writes_is_checked(run: Run, mixed: Path, tmp_path: Path, monke
     result = run("export", "deepspeed", mixed, "--fit", tmp_path / "fit", "--json")
     assert result.code == 2
     assert "fit does not hold" in result.json["error"]
+
+
+def test_pack_chooses_limits_as_omnibal_does_and_packs_sets_apart(run: Run, lengths: Path) -> None:
+    paper = run("pack", lengths, "--set", "limits_by=paper", "--dp", "2", "--json").json
+    assert paper["limits"] == [[1, 149]]
+    isf = ["pack", lengths, "--set", "limits_by=search", "--set", "mean_batch=3", "--dp", "2", "--method", "isf"]
+    found = run(*isf, "--set", "apart=true", "--json").json
+    assert (len(found["limits"]), found["num_packed"]) == (2, 50)
+    whole = run(*isf, "--set", "iterations=2", "--set", "oversize=skip", "--json").json
+    assert [step["number"] for step in whole["iterations"]] == [1, 2]
+    assert whole["iterations"][1]["num_packs"] == whole["num_packs"]

@@ -51,7 +51,7 @@ FIELDS = {
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
-NOT_OF_THE_CONFIG = {"micro_batch_size", "global_batch_size", "use_distributed_optimizer"}
+NOT_OF_THE_CONFIG = {"micro_batch_size", "global_batch_size", "use_distributed_optimizer", "seq_length"}
 
 
 def configure(flags: tuple[str, ...], num_layers: int, *, heads: int = 8, kv: int = 2, **more) -> TransformerConfig:

@@ -11,7 +11,7 @@ from rounding import assert_close
 from tiny_models import IMAGE_TOKEN, make_tiny_model
 from torch import Tensor
 
-from trimtab.runtime.training.online import OnlineBalancer
+from trimtab.runtime.training.shared import OnlineBalancer
 from trimtab.torch import PackedCollator
 
 STEPS = (  # samples that ranks hold: (text tokens, image rows of 8 patches, or none)

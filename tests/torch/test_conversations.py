@@ -101,11 +101,11 @@ def test_an_image_that_is_gone_or_broken_is_named(tmp_path):
 def test_a_family_of_remote_code_is_refused(planned):
     rows = open_conversations(planned / "plan", planned / "model")
     with refused(ConfigError, "internvl_chat"):
-        type(rows)(
-            rows.records,
+        reader = rows._reader
+        type(reader)(
             replace(rows.model, family="internvl_chat"),
-            rows._tokenizer,
+            reader._tokenizer,
             planned,
             options=ReadingOptions(),
-            limits=rows._limits,
+            limits=reader._limits,
         )

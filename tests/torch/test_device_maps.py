@@ -12,7 +12,7 @@ from transformers.integrations.accelerate import expand_device_map
 from trimtab.models.describe import describe
 from trimtab.placement.machine import Gpu, Machine, Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.published import assess_map
+from trimtab.placement.placed import assess_map
 from trimtab.runtime.placing.load import auto_map, build_on_meta, max_memory
 from trimtab.units import GIB
 

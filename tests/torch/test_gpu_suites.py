@@ -13,7 +13,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from bench.gpu.page import PAGE, RESULTS, SUITES, make_page  # noqa: E402
 from bench.gpu.record import Record, read_records  # noqa: E402
-from bench.gpu.wheels import name_of, requirements  # noqa: E402
 
 MACHINE = {"device": "A device", "torch": "1"}
 
@@ -32,23 +31,8 @@ def test_a_record_goes_on_where_it_was_cut_off(tmp_path):
     assert all(line["machine"] == MACHINE and line["commit"] for line in lines)
 
 
-def test_what_another_machine_measured_is_measured_again(tmp_path):
-    Record(tmp_path, "costs", MACHINE).add("one", 0, {"seconds": 1.0})
-    newer = Record(tmp_path, "costs", {**MACHINE, "torch": "2"})
-    assert not newer.has("one", 0)
-    newer.add("one", 0, {"seconds": 2.0})
-    assert [line["machine"]["torch"] for line in read_records(tmp_path)] == ["1", "2"]
-    assert Record(tmp_path, "costs", {**MACHINE, "torch": "2"}).has("one", 0)
-
-
 def test_the_page_is_what_the_lines_say():
     assert PAGE.read_text(encoding="utf-8") == make_page(read_records(RESULTS))
-
-
-def test_wheels_bring_what_a_bare_machine_lacks_and_leave_its_torch_alone():
-    names = {name_of(requirement) for requirement in requirements(ROOT / "pyproject.toml")}
-    assert names >= {"typer", "rich", "uvicorn"}
-    assert not names & {"torch", "transformers", "accelerate", "trimtab"}
 
 
 @pytest.mark.integration

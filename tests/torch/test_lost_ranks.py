@@ -4,11 +4,9 @@ Each run is `torchrun ... trimtab train`, of a tiny InternVL. What is waited for
 """
 
 import os
-import random
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +17,11 @@ from train_runs import (
     said,
     settings_of,
     start_training,
-    values_of,
     wait_for,
     write_run,
     write_variant,
 )
 
-from trimtab.plan.runs import read_run_log
 from trimtab.runtime.training.settings import TrainSettings
 
 pytestmark = pytest.mark.integration
@@ -122,24 +118,3 @@ def test_a_rank_that_never_comes_or_was_started_otherwise_is_named(folder: Path)
     told = r"trimtab: rank 1 was started with seed 1, rank 0 with 0: .*\n"
     assert re.fullmatch(told, found[1] + found[2])
     assert not settings.out.exists()
-
-
-def test_a_run_killed_again_and_again_comes_to_the_losses_of_one_that_was_not(folder: Path) -> None:
-    """Two ranks in a pipeline; `tests.kills` ends one rank as often as it is told."""
-    whole = settings_of(folder, folder / "plan", "calm", steps=12, save_every=2)
-    with start_training(whole, 2) as run:
-        assert run.process.wait(timeout=300) == 0, run.errors
-    killed, seed = replace(whole, out=folder / "stormy"), random.randrange(2**32)
-    print("seed", seed)
-    draw = random.Random(seed)
-    for number in range(3):
-        with start_training(killed, 2, *(["--resume"] if number else [])) as run:
-            target = len(read_lines(killed)) + draw.randrange(1, 5)
-            wait_for(
-                lambda run=run, target=target: run.process.poll() is not None or len(read_lines(killed)) >= target, run
-            )
-            time.sleep(draw.uniform(0, 0.5))
-    with start_training(killed, 2, "--resume") as run:
-        assert run.process.wait(timeout=300) == 0, run.errors
-    assert [record.loss for record in read_run_log(killed.out / "run.jsonl").steps] == values_of(whole)
-    assert not list(killed.out.glob(".*"))

@@ -1,4 +1,4 @@
-"""Tests of runtime/training/ (online): samples of a step shared among ranks, against one process. Needs torch, gloo."""
+"""Tests of runtime/training/ (shared): samples of a step shared among ranks, against one process. Needs torch, gloo."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import online_runs
 from gloo_ranks import on_ranks
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.training.online import share_ranks
+from trimtab.runtime.training.shared import share_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 import vision_recipe
-import vision_towers
 from gloo_ranks import on_ranks
 
 from refusals import refused
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import recipe
-from trimtab.runtime.vision.hooks import find_functions
-from trimtab.runtime.vision.inputs import find_family
 
 
 def test_the_helpers_by_hand_give_the_features_and_the_averaged_gradient(tmp_path: Path) -> None:
@@ -74,18 +71,6 @@ def test_each_rank_takes_the_pixels_and_grids_of_its_own_images(given) -> None:
         assert torch.equal(local, {0: pixels[:64], 1: pixels[:0], 2: pixels[64:]}[rank])
 
 
-def test_the_ranks_of_a_batch_encode_every_patch_once() -> None:
-    grids = torch.tensor([[1, 4, 4], [1, 8, 8], [1, 4, 4], [1, 6, 6], [1, 4, 4]])
-    counts = recipe.get_image_patch_counts(grids)
-    assert counts == [16, 64, 16, 36, 16]
-    pixels = torch.randn(sum(counts), 8)
-    assigned, loads = recipe.assign_images_to_dp_ranks(counts, dp_size=2)
-    made = [recipe.prepare_local_vision_inputs(pixels, grids, assigned, dp_rank=rank) for rank in range(2)]
-    assert [len(local) for local, _, _ in made] == loads
-    assert torch.equal(torch.cat([local for local, _, _ in made]), pixels)
-    assert torch.equal(torch.cat([grid for _, grid, _ in made]), grids)
-
-
 def test_all_four_towers_of_the_recipe_are_patched() -> None:
     kinds = {kind.__name__ for kind in recipe._tower_classes()}
     assert kinds == {name.partition(".")[2] for name in recipe.TOWERS}
@@ -102,18 +87,6 @@ def test_without_a_group_embeddings_come_back_as_they_are() -> None:
     rows = torch.ones(3, 2, requires_grad=True)
     assert recipe.gather_vision_embeddings(rows, None, [3]) is rows
     assert recipe.GatherVisionEmbeddings.apply(rows, None, [3]) is rows
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
-def test_a_patched_tower_takes_a_callers_own_keywords(name: str) -> None:
-    tower = vision_towers.make_towers()[name]
-    (function,) = find_functions(tower)
-    pixels = torch.randn(16, 3 * 2 * tower.config.patch_size**2).double()
-    given = {"output_router_logits": True, "grid_thw": torch.tensor([[1, 4, 4]])}
-    inputs = find_family(tower.config, function.original).read("tower", function.bind((pixels,), given), tower.config)
-    assert inputs.parts[0].rows is pixels
-    expected = vision_towers.flatten(tower(pixels, **given))
-    assert torch.equal(vision_towers.flatten(function.call(inputs.arguments())), expected)
 
 
 def test_a_tower_without_a_group_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Every documented rule of costs as a row of a table.
 
-costs/ (profile), costs/formula/ (activations, adapters, layers, state, exchange, curves, settings).
+costs/ (profile), costs/formula/ (activations, adapters, layers, state, curves, settings).
 """
 
 from dataclasses import replace
@@ -18,9 +18,8 @@ from trimtab.costs.formula.activations import (
     layer_traffic,
     selective_bytes,
 )
-from trimtab.costs.formula.curves import Efficiency, efficiency_of, product_line, product_rates, weight_line
-from trimtab.costs.formula.exchange import expert_tp_bytes, ring_bytes
-from trimtab.costs.formula.layers import COLLECTIVE_S, KERNEL_S, Gradients, cost_layer
+from trimtab.costs.formula.curves import Efficiency, product_line, product_rates, weight_line
+from trimtab.costs.formula.layers import COLLECTIVE_S, KERNEL_S, Gradients, cost_layer, expert_tp_bytes, ring_bytes
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import Share, added_bytes, bytes_per_param, shares_of, state_bytes, step_seconds
 from trimtab.costs.profile import chosen_tiers, price_model, profile_model, weight_coefficients
@@ -373,9 +372,3 @@ def test_other_formats_run_at_their_own_rates():
     assert product_rates(e, 1000.0, "mxfp8") == (e, 1000.0)
     curve, peak = product_rates(e, 1000.0, "fp8")
     assert (curve.outputs, curve.depth, peak) == (200.0, 20.0, 2000.0)
-
-
-@pytest.mark.parametrize(("device", "plain", "cudnn"), [("H100-80GB", 0.38, 0.55), ("A100-80GB", 0.50, 0.55)])
-def test_cudnns_attention_reaches_its_published_share(device, plain, cudnn):
-    assert efficiency_of(DEVICES[device]).attention == plain
-    assert efficiency_of(DEVICES[device], "cudnn").attention == cudnn

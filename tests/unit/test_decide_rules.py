@@ -18,7 +18,7 @@ from trimtab.partition.simulate import StageTimes
 from trimtab.partition.stages import split_stages
 from trimtab.plan.decide import advice
 from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, possible_changes, tied_settings
-from trimtab.plan.decide.case import Case, MemoryBudget, Setting, pack_case, tower_cuts
+from trimtab.plan.decide.case import Case, MemoryBudget, Setting, pack_case, pair_sentences, tower_cuts
 from trimtab.plan.decide.compare import _balanced_stages, _baseline, _columns, _moved, compare_variants, explain_losses
 from trimtab.plan.decide.epoch import open_epoch
 from trimtab.plan.decide.exchange import image_sizes, pool_packs, price_exchange
@@ -484,8 +484,15 @@ def test_an_empty_slot_takes_no_time():
 def test_scores_and_masks_of_a_pack_are_those_of_one_long_sample(attention, pairs):
     options = PlanOptions(attention=attention, global_batch=8, schedule="1F1B", zero_stage=1)
     case = case_of(replace(options, max_tokens=1000, max_patches=2000), dims_of(), num_microbatches=4)
-    assert case.held_work[:, 5].max() == pairs
+    assert case.work[:, 5].max() == case.held_work[:, 5].max() == pairs
     assert case.problem.work_max[5] == pairs
+
+
+@pytest.mark.parametrize(("attention", "num_sentences"), [("flash", 0), ("sdpa", 1)])
+def test_a_plan_says_what_pairs_between_the_samples_of_packs_take(attention, num_sentences):
+    options = PlanOptions(attention=attention, global_batch=64, schedule="1F1B", zero_stage=1)
+    case = case_of(replace(options, max_tokens=32_000, max_patches=64_000), dims_of(), num_microbatches=1)
+    assert len(pair_sentences(case)) == num_sentences
 
 
 # -- shared images --------------------------------------------------------------------------------------------------

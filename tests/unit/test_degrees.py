@@ -1,6 +1,6 @@
 """Expert and context parallelism: bytes, work and traffic against counting by hand; which degrees are tried.
 
-costs/formula/ (exchange, activations, layers, flops), plan/decide/ (degrees).
+costs/formula/ (activations, layers, flops), plan/decide/ (degrees).
 """
 
 import itertools
@@ -15,9 +15,8 @@ from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import decided
 from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.costs.formula.activations import expert_launches, layer_traffic
-from trimtab.costs.formula.exchange import all_to_all_s
 from trimtab.costs.formula.flops import layer_matmuls
-from trimtab.costs.formula.layers import Gradients, cost_layer
+from trimtab.costs.formula.layers import Gradients, all_to_all_s, cost_layer
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import shares_of
 from trimtab.models.describe import describe

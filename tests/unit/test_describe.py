@@ -72,16 +72,6 @@ def test_shipped_internvl_has_remote_code_paths_and_exact_parameters():
     assert spec.image_rule.count(448, 448).patches == 1025
 
 
-def test_shipped_qwen_has_windows_in_all_but_four_vision_blocks():
-    spec = describe("Qwen2.5-VL-7B")
-    windows = [x.attention.window for x in spec.layers if x.tower == "vision" and x.attention is not None]
-    assert [i for i, w in enumerate(windows) if w is None] == [7, 15, 23, 31]
-    assert {w for w in windows if w is not None} == {64}
-    merger = next(x for x in spec.layers if x.kind == "projector")
-    assert (merger.hidden_size, merger.output_size, merger.rows_per_input) == (5120, 3584, 0.25)
-    assert spec.num_params == 8_292_166_656  # numParameters of Qwen/Qwen2.5-VL-7B-Instruct on its Hub page
-
-
 def test_deepstack_forbids_every_cut_that_would_carry_features():
     spec = describe("Qwen3-VL-8B")
     names = [x.name for x in spec.layers]
@@ -96,33 +86,6 @@ def test_tied_head_owns_nothing_but_still_multiplies():
     spec = describe("Qwen2.5-VL-3B")
     assert spec.tied == (("model.language_model.embed_tokens", "lm_head"),)
     assert (spec.layers[-1].num_params, spec.layers[-1].num_matmul_params) == (0, 2048 * 151936)
-
-
-def test_what_blocks_keep_is_described_as_the_modules_are():
-    """One qkv matrix (Qwen, InternLM2), layer scale (InternViT), quick GELU (Qwen2-VL), as in the modules."""
-    found = {
-        name: (block.attention.fused_qkv, block.layer_scale, block.mlp.quick_gelu, block.norm, block.num_norms)
-        for name, block in {
-            "InternViT": layer(describe("InternVL-Chat-V1-5"), "encoder.layers.0"),
-            "InternLM2": layer(describe("InternVL-Chat-V1-5"), "model.layers.0"),
-            "Qwen2.5 ViT": layer(describe("Qwen2.5-VL-7B"), "blocks.0"),
-            "Qwen2.5": layer(describe("Qwen2.5-VL-7B"), "language_model.layers.0"),
-            "Qwen3 ViT": layer(describe("Qwen3-VL-8B"), "blocks.0"),
-            "Qwen2 ViT": layer(describe("Qwen2-VL-72B"), "blocks.0"),
-            "Llama": layer(describe("LLaVA-1.5-7B"), "language_model.layers.0"),
-            "Gemma3": layer(describe("Gemma3-4B"), "language_model.layers.0"),
-        }.items()
-    }
-    assert found == {
-        "InternViT": (False, True, False, "rms_norm", 2),  # flash attention reads the one matrix's result as it is
-        "InternLM2": (True, False, False, "rms_norm", 2),
-        "Qwen2.5 ViT": (True, False, False, "rms_norm", 2),
-        "Qwen2.5": (False, False, False, "rms_norm", 2),
-        "Qwen3 ViT": (True, False, False, "layer_norm", 2),
-        "Qwen2 ViT": (True, False, True, "layer_norm", 2),
-        "Llama": (False, False, False, "rms_norm", 2),
-        "Gemma3": (False, False, False, "rms_norm_fp32", 4),
-    }
 
 
 def test_layers_behind_the_state_that_is_read_have_forward_work_alone():

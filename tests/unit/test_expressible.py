@@ -19,7 +19,7 @@ from trimtab.plan.decide.stages import Expressible, best_expressible, epoch_s, o
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
 from trimtab.plan.options import PlanOptions
-from trimtab.specs import RecomputeChoice, stages_between
+from trimtab.specs import stages_between
 from trimtab.units import format_bytes
 
 MODEL = describe("Qwen2.5-VL-7B")
@@ -106,25 +106,6 @@ def test_a_framework_of_one_tier_is_priced_in_seconds_and_bytes(alone: ReloadedP
     held, planned = (case.problem.assess(x).memory[0].total_bytes for x in (runs, alone.stages))
     for name in (f"{ratio:.3f} x", format_bytes(held), format_bytes(planned), "--fit"):
         assert name in said
-
-
-@pytest.mark.parametrize("name", ["megatron", "pai-megatron"])
-def test_a_frozen_tower_has_nothing_to_recompute(name: str, tmp_path: Path) -> None:
-    options = PlanOptions(pp=2, tp=2, num_microbatches=4, frozen_towers=("vision",), schedule="1F1B")
-    write_plan(make_plan(MODEL, tile_samples(60), parse_cluster("8xA100-80GB"), options), tmp_path / "made")
-    frozen = reload_plan(tmp_path / "made")
-    write_plan(fit_plan(frozen, find_target(name)), tmp_path / "fit")
-    assert check_plan(tmp_path / "fit") == []
-    fitted = reload_plan(tmp_path / "fit")
-    tower = set(MODEL.indices("vision"))
-    assert not tower.intersection(i for stage in fitted.stages for c in stage.recompute for i in c.layers)
-    everywhere = tuple(
-        replace(stage, recompute=(RecomputeChoice(tier="full", layers=tuple(sorted(tower))),) if s == 0 else ())
-        for s, stage in enumerate(fitted.stages)
-    )
-    bare = tuple(replace(stage, recompute=()) for stage in fitted.stages)
-    assert relative_time(frozen.case, everywhere, bare) == 1.0
-    assert overfull_ranks(frozen.case, everywhere) == overfull_ranks(frozen.case, bare)
 
 
 @pytest.mark.parametrize("name", KEEP_THE_TOWER_WHOLE)

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,21 +99,6 @@ def test_a_full_disk_a_file_limit_and_a_read_only_folder_name_the_file_and_leave
             write_atomically(target, b"never")
         assert (caught.value.errno, caught.value.filename) == (number, str(target))
         assert list(tmp_path.iterdir()) == []
-
-
-def test_a_limit_on_file_sizes_holds_back_the_whole_file(tmp_path: Path) -> None:
-    target = tmp_path / "sizes.npz"
-    write_atomically(target, b"old")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        with refused(OSError) as caught:
-            write_atomically(target, b"x" * 10**6)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert caught.value.filename == str(target)
-    assert target.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["sizes.npz"]
 
 
 def test_files_written_together_appear_together_or_not_at_all(tmp_path: Path) -> None:

@@ -1,14 +1,9 @@
 """Image rules at work against published counts and brute force: `models/images`."""
 
-import functools
-import itertools
-import random
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
-from described_configs import edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_configs import (
@@ -34,16 +29,13 @@ from trimtab.errors import ConfigError, ImageError
 from trimtab.models.describe import describe, image_rule, image_rule_or_reason
 from trimtab.models.images.rules import (
     AnyRes,
-    DynamicTiling,
     FixedImage,
     SmartResize,
     tell_apart,
     with_limits,
     write_rule,
 )
-from trimtab.specs import ImageCounts, ImageRule
-
-HUGE = 10**9
+from trimtab.specs import ImageRule
 
 
 @pytest.mark.parametrize(("config", "file", "patches", "tokens"), PUBLISHED)
@@ -80,35 +72,6 @@ def test_bad_sizes_are_refused(rule, size):
 
 
 # -- tiles ----------------------------------------------------------------------------------------------------------
-
-
-def remote_internvl_tiles(width: int, height: int, low: int, high: int, tile: int) -> int:
-    """The rule as the model card's code has it, on exact sets: nearest float ratio, ties by area, in order of i*j."""
-    ratio = width / height
-    grids = [(i, j) for i, j in itertools.product(range(1, high + 1), repeat=2) if low <= i * j <= high]
-    nearest = min(abs(ratio - i / j) for i, j in grids)
-    tied = sorted(i * j for i, j in grids if abs(ratio - i / j) == nearest)
-    chosen = tied[0]
-    for n in tied[1:]:
-        if Fraction(width * height) > Fraction(tile * tile * n, 2):
-            chosen = n
-    return chosen + (chosen > 1)
-
-
-@pytest.mark.parametrize(("low", "high"), [(1, 12), (1, 1), (1, 6), (2, 12), (12, 12), (4, 40)])
-def test_dynamic_tiling_equals_brute_force(low, high):
-    rule = DynamicTiling(
-        min_tiles=low, max_tiles=high, tile_size=448, thumbnail=True, rows_per_tile=1025, tokens_per_tile=256
-    )
-    rng = random.Random(high)
-    sizes = [(rng.randint(1, 4000), rng.randint(1, 4000)) for _ in range(300)]
-    sizes += [(i * k, j * k) for i in range(1, 8) for j in range(1, 8) for k in (1, 100, 317, 448, 449, 2000)]
-    sizes += [(13 * k, 2 * k) for k in (1, 50, 200)] + [(1, 2**31 - 1), (2**31 - 1, 1)]  # 6.5 ties 6 and 7
-    for width, height in sizes:
-        n = remote_internvl_tiles(width, height, low, high, 448)
-        assert rule.count(width, height) == ImageCounts(
-            patches=1025 * n, tokens=256 * n, tiles=n, patches_sq=1025**2 * n, patches_windowed=1025**2 * n
-        )
 
 
 def test_internvl_without_thumbnail_or_tiling():
@@ -197,10 +160,6 @@ def test_spellings_of_one_setting_agree():
 @pytest.mark.parametrize("file", [None, {}, {"do_pan_and_scan": None}, {"do_pan_and_scan": False}])
 def test_gemma_crops_only_when_asked(file):
     assert image_rule(GEMMA3, file) == FixedImage(rows=4096, tokens=256, name="gemma3")
-
-
-def without(data: dict, paths: list[str]) -> dict:
-    return functools.reduce(lambda left, path: edit(left, path, ...), paths, data)
 
 
 def test_the_largest_rules_are_built_at_once_and_their_counts_fit_63_bits():

@@ -91,12 +91,6 @@ def test_the_band_is_residual_plus_spread_of_the_repeats() -> None:
     assert all(kind.error == pytest.approx(0.07, abs=1e-6) for kind in noisy.kinds)
 
 
-def test_the_first_sentence_says_where_seconds_come_from() -> None:
-    said = measure().profile.assumptions
-    assert said[0] == "Seconds were measured layer by layer on A100-80GB: made up."
-    assert not any("Seconds come from formulas" in sentence for sentence in said)
-
-
 # -- costs/measured/timed_fit.py: coefficients come back from times that were made of them ----------------------------
 
 

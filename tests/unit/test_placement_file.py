@@ -10,7 +10,7 @@ from rich.console import Console
 from trimtab.models.describe import describe
 from trimtab.placement.machine import Workload, parse_machine
 from trimtab.placement.place import place
-from trimtab.placement.published import Assessed, assess_map, split_model_map
+from trimtab.placement.placed import Assessed, assess_map, split_model_map
 from trimtab.plan.file.placement import load_placement, placement_file, write_placement
 from trimtab.plan.file.yaml import record_to_yaml
 from trimtab.report.tables import print_placement

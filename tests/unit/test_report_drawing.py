@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trimtab.partition.simulate import Timeline
 from trimtab.report import html as drawing
-from trimtab.report.words import count_scale, memory_scale
+from trimtab.report.table import count_scale, memory_scale
 
 
 @settings(max_examples=200, deadline=None)

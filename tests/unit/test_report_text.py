@@ -11,7 +11,7 @@ from rich.console import Console
 import export_cases
 from trimtab.report.html import html_report
 from trimtab.report.plan_tables import print_plan
-from trimtab.report.words import clean, describe_layers, describe_recompute, memory_scale, signed_percent, time_scale
+from trimtab.report.table import clean, describe_layers, describe_recompute, memory_scale, signed_percent, time_scale
 from trimtab.specs import RecomputeChoice, Stage
 
 

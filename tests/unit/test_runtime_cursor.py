@@ -77,15 +77,6 @@ def test_every_row_once_and_equally_many_microbatches_for_any_dp(case) -> None:
     assert len(ranks[0]) == math.ceil(num_rows / order.num_microbatches) * order.num_microbatches
 
 
-@settings(max_examples=60, deadline=None)
-@given(case=DEALS, other_dp=st.integers(1, 9), other_microbatches=st.integers(1, 5))
-def test_the_order_of_packs_does_not_depend_on_dp(case, other_dp, other_microbatches) -> None:
-    here = order_of(case)
-    there = order_of({**case, "dp": other_dp, "num_microbatches": other_microbatches})
-    cursor = Cursor(epoch=case["epoch"])
-    assert in_order(epoch_of(here, cursor)) == in_order(epoch_of(there, cursor))
-
-
 @settings(max_examples=100, deadline=None)
 @given(case=DEALS, share=st.floats(0, 1))
 def test_resume_after_any_microbatch_equals_going_on(case, share) -> None:

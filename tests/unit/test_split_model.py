@@ -10,7 +10,7 @@ from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.placement.machine import Workload, machine_of
 from trimtab.placement.place import place
-from trimtab.placement.published import assess_map, split_model, split_model_map
+from trimtab.placement.placed import assess_map, split_model, split_model_map
 from trimtab.units import GIB
 
 WORK = Workload(seq_len=100, images=((448, 448),))

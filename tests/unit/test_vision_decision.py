@@ -31,7 +31,7 @@ from trimtab.plan.file.reload import load_details, options_of, reload_plan, repl
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.report.html import html_report
-from trimtab.report.words import time_scale
+from trimtab.report.table import time_scale
 from trimtab.specs import SampleTable
 
 

@@ -241,7 +241,7 @@ def write_energon_packs(
 ) -> WrittenData:
     """Write WebDataset shards with one pack a sample, for Megatron-LM and Megatron-Bridge.
 
-    A sample is json {"pack", "samples"} with the records as they are, and img0, img1, ... of all of them in order.
+    A sample is json {"pack", "rows", "samples"}, with the records as they are, and img0, img1, ... of all of them.
     `ranks`: data-parallel ranks of the run; None: the plan's. Raises `PlanError` where they do not divide the packs,
     `SampleError` for a record whose image cannot be read.
     """
@@ -275,7 +275,8 @@ def write_energon_packs(
             path = out / f"packs-{start // packs_per_shard:06}.tar"
             with open_atomically(path) as file, tarfile.open(fileobj=file, mode="w") as tar:
                 for place in order[start : start + packs_per_shard]:
-                    for name, content in _members(place, [with_images(row) for row in planned.rows(place)]):
+                    rows = planned.rows(place)
+                    for name, content in _members(place, rows, [with_images(row) for row in rows]):
                         member = tarfile.TarInfo(f"pack-{place:09}.{name}")
                         member.size = len(content)
                         tar.addfile(member, io.BytesIO(content))
@@ -300,9 +301,11 @@ def _remove_index(out: Path) -> None:
             file.unlink()
 
 
-def _members(place: int, samples: Sequence[tuple[Mapping[str, Any], list[bytes]]]) -> Iterator[tuple[str, bytes]]:
+def _members(
+    place: int, rows: Sequence[int], samples: Sequence[tuple[Mapping[str, Any], list[bytes]]]
+) -> Iterator[tuple[str, bytes]]:
     """Yield name and bytes of everything in one pack."""
-    content = {"pack": place, "samples": [record for record, _ in samples]}
+    content = {"pack": place, "rows": rows, "samples": [record for record, _ in samples]}
     yield "json", json.dumps(content, ensure_ascii=False).encode()
     images = [image for _, found in samples for image in found]
     for number, image in enumerate(images):

@@ -5,6 +5,7 @@ It has no letter for vision layers: Megatron-Core builds the whole tower and its
 first stage. Checked against megatron-core 0.16.1 by tests/integration/test_megatron_core.py; nothing is imported here.
 """
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,8 +174,9 @@ def warn_of_neglected(model: ModelSpec, stages: Sequence[Stage], warnings: list[
         warnings.append(f"Megatron-Core runs {norm.name} ({format_count(norm.num_params)} parameters) with the head")
 
 
-ENERGON = "`trimtab export energon-packs`: shards of packs that Megatron-Energon reads in order"
+ENERGON = "`trimtab export energon-packs`, read by `trimtab.runtime.training.energon` through Megatron-Energon"
 SCHEDULES = ("1F1B", "Interleaved1F1B")
+_FILLER = 2  # tokens of the smallest image of Qwen-VL, and one of text
 _PRECISION: Mapping[Precision, Mapping[str, Setting]] = {
     "bf16": {"bf16": True},
     "fp16": {"fp16": True},
@@ -281,7 +283,9 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
     if dims.pp > 1:
         settings["pipeline_model_parallel_layout"] = layout
     settings |= recompute | {"micro_batch_size": 1, "global_batch_size": plan.packs_per_step}
-    settings |= _launch(plan)
+    settings |= _launch(plan) | {"calculate_per_token_loss": True}  # else packs weigh alike
+    if plan.max_tokens is not None:
+        settings["seq_length"] = _sequence_length(plan.max_tokens, dims)
     if plan.zero_stage == 1:
         settings["use_distributed_optimizer"] = True
     return MegatronExport(
@@ -291,6 +295,12 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
         runs=as_run(model, stages, recompute),
         warnings=tuple(warnings),
     )
+
+
+def _sequence_length(max_tokens: int, dims: ParallelDims) -> int:
+    """Return a length of packs that the ranks of tp and cp divide, with room for an image where a pack has none."""
+    unit = math.lcm(128, 2 * dims.cp * dims.tp)
+    return -(-(max_tokens + _FILLER) // unit) * unit
 
 
 def _launch(plan: Decided) -> dict[str, Setting]:

@@ -15,8 +15,10 @@ from trimtab.options import Option, Order, Oversize, PackMethod, ReadingOptions,
 from trimtab.plan.options import NUM_DRAWN, ORDER, OVERSIZE, WEIGHTS
 
 if TYPE_CHECKING:
+    from trimtab.balance.packing import PackResult
+    from trimtab.plan.decide.omnibal import IsfIteration
     from trimtab.samples.table import SizingResult
-    from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec
+    from trimtab.specs import ClusterSpec, DeviceSpec, ModelSpec, SampleTable
 
 DataArgument = Annotated[
     list[Path],
@@ -237,8 +239,16 @@ class PackOptions:
     iterations: Annotated[
         int | None, Option("With --method isf: times it packs what is left; default: 10.", least=1, most=1000)
     ] = None
+    limits_by: Annotated[
+        Literal["paper", "search"] | None,
+        Option("OmniBal's limits: of the longest sample, or by its search for mean_batch samples a pack."),
+    ] = None
+    mean_batch: Annotated[int, Option("With limits_by=search: samples of a pack.", least=1)] = 4
+    apart: Annotated[bool, Option("Pack each data set for itself: ranks run packs of one set at a time.")] = False
 
     def __post_init__(self) -> None:
+        if self.limits_by is not None and (self.max_patches or self.max_tokens):
+            raise PlanError(f"limits_by {self.limits_by} was asked for, and limits were given: leave one out")
         if self.num_drawn is not None and not self.weights:
             raise PlanError(f"num_drawn {self.num_drawn} was asked for without weights: give every source a weight")
         if self.method != "isf" and (self.filters is not None or self.iterations is not None):
@@ -260,7 +270,7 @@ def pack(
     """Pack the samples of SIZES and print pad ratio, dist ratios, fill and shuffle quality."""
     import time
 
-    from trimtab.balance.packing import pack_samples, refuse_empty, report_packing, warm_up
+    from trimtab.balance.packing import refuse_empty, report_packing, warm_up
     from trimtab.files import write_atomically, written_together
     from trimtab.samples.lengths import read_lengths
 
@@ -272,16 +282,18 @@ def pack(
         epoch = draw_epoch(samples, options.weights, num_drawn=options.num_drawn, seed=options.seed)
     with told_of_compiling():
         warm_up(options.method)  # not part of the seconds below
-    limits = _given_limits(options)
+    drawn = epoch.drawn if epoch else samples
+    limits = _limits(drawn, options)
     how = {name: getattr(options, name) for name in _SHARED}
     if options.iterations is not None:
         how["iterations"] = options.iterations
     started = time.process_time()
-    packed = pack_samples(epoch.drawn if epoch else samples, method=options.method, limits=limits, **how)
+    packed = _pack(drawn, options, limits, how)
     packed = epoch.of_table(packed) if epoch else packed
     seconds = time.process_time() - started
     refuse_empty(packed.packing)
     balance = report_packing(samples, packed)
+    iterations = _iterations(drawn, options, limits, how)
     if out is not None:
         from trimtab.plan.file.yaml import pack_contents
 
@@ -300,12 +312,61 @@ def pack(
                 "seconds": seconds,
                 "unit": samples.patch_unit,
                 **({"mixture": epoch.sources} if epoch else {}),
+                **({"limits": limits} if options.limits_by else {}),
+                **({"iterations": iterations} if iterations else {}),
             }
         )
         return
-    from trimtab.report.tables import print_balance
+    from trimtab.report.tables import print_balance, print_iterations
 
+    if options.limits_by:
+        pairs = "; ".join(f"{patches:,} {samples.patch_unit} and {tokens:,} tokens" for patches, tokens in limits)
+        log(f"limits of a pack: {pairs}")
     print_balance(samples, balance, seconds, console())
+    if iterations:
+        print_iterations(iterations, console())
+
+
+def _pack(
+    samples: "SampleTable", options: PackOptions, limits: list[tuple[int, int]], how: dict[str, Any]
+) -> "PackResult":
+    from trimtab.balance.packing import pack_samples
+
+    if not options.apart:
+        return pack_samples(samples, method=options.method, limits=limits[0], **how)
+    from trimtab.plan.decide.omnibal import pack_apart
+
+    steps = {name: how[name] for name in ("dp", "num_microbatches", "seed")}
+    rest = {name: value for name, value in how.items() if name not in steps}
+    return pack_apart(samples, limits=limits, how=rest | {"method": options.method}, **steps)
+
+
+def _iterations(
+    samples: "SampleTable", options: PackOptions, limits: list[tuple[int, int]], how: dict[str, Any]
+) -> "list[IsfIteration]":
+    if options.method != "isf" or options.apart:
+        return []
+    from trimtab.plan.decide.omnibal import isf_iterations
+
+    return list(isf_iterations(samples, limits=limits[0], **how))
+
+
+def _limits(samples: "SampleTable", options: PackOptions) -> list[tuple[int, int]]:
+    """Return one pair, or one for each data set where they are packed apart and limits are chosen."""
+    if options.limits_by is None:
+        return [_given_limits(options)]
+    import numpy as np
+
+    from trimtab.plan.decide.omnibal import paper_limits, search_limits
+    from trimtab.plan.decide.work import select_rows
+
+    parts = [samples]
+    if options.apart:
+        parts = [select_rows(samples, np.flatnonzero(samples.source == x)) for x in np.unique(samples.source)]
+    if options.limits_by == "paper":
+        return [paper_limits(part) for part in parts]
+    given = {"mean_batch": options.mean_batch, "dp": options.dp, "seed": options.seed}
+    return [search_limits(part, **given)[0].limits for part in parts]
 
 
 def _given_limits(options: PackOptions) -> tuple[int, int]:

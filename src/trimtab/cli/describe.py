@@ -127,25 +127,33 @@ def uneven(
     image: Annotated[str, typer.Option(help="Width and height of a sample's image in pixels.")] = "224x224",
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples of a micro-batch.")] = 1,
     fp8: Annotated[bool, typer.Option("--fp8", help="Activations by the notebook's FP8 formula.")] = False,
+    device: Annotated[str, typer.Option(help="Device that the smallest tp is searched for.")] = "H20",
+    out: Annotated[Path | None, typer.Option(help="Draw even and uneven stages into this HTML file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Layers for uneven pipeline stages by Pai-Megatron-Patch's notebook: FLOPs, split, memory, flags.
 
     Beside its answer: the optimum in the same FLOPs. `trimtab plan` decides by seconds and bytes of every layer.
     """
+    from trimtab.costs.devices import find_device
     from trimtab.models.describe import describe
-    from trimtab.partition.published import stage_memory, uneven_model
+    from trimtab.partition.published import fitting_tp, stage_memory, uneven_model
 
-    model = describe(config)
+    model, found = describe(config), find_device(device)
     counted = uneven_model(model, image=read_size(image), decoder_tokens=seq)
     splits, no_answer = _splits(counted, pp, first)
     memory = {name: stage_memory(counted, x.counts, tp=tp, batch=micro_batch, fp8=fp8) for name, x in splits.items()}
+    chosen = splits.get("the rule", splits["optimum"]) if first is None else splits["yours"]
+    fitting = fitting_tp(counted, chosen.counts, found.memory_bytes, batch=micro_batch, fp8=fp8)
+    if out is not None:
+        _draw(out, model.name, counted, splits, found.peak_flops)
     if as_json:
         rows = {
             name: {**asdict(split), "flags": megatron_flags(split.counts)[0], "memory": memory[name]}
             for name, split in splits.items()
         }
-        print_json({"model": model.name, "no_answer": no_answer, **asdict(counted), "splits": rows})
+        rest = {"model": model.name, "no_answer": no_answer, "smallest_tp": fitting}
+        print_json({**rest, **asdict(counted), "splits": rows})
         return
     print(
         f"{model.name}: {counted.vision_tokens:,} patches and {counted.decoder_tokens:,} tokens a sample. "
@@ -157,8 +165,23 @@ def uneven(
     print(f"GB = 10^9 bytes of one micro-batch, tp {tp}; 1F1B holds up to pp of them on the first stage.")
     if no_answer:
         print(f"The rule has no answer here: {no_answer}.")
-    chosen = splits.get("the rule", splits["optimum"]) if first is None else splits["yours"]
     print(_advice(chosen, splits["optimum"]))
+    print(f"Memory: {'no tp up to 8' if fitting is None else f'tp {fitting}'} fits {found.name}.")
+
+
+def _draw(out: Path, name: str, counted: UnevenModel, splits: dict[str, UnevenSplit], flops_per_s: float) -> None:
+    """Write the splits' steps of four micro-batches a stage as timelines."""
+    from trimtab.files import write_atomically
+    from trimtab.partition.published import draw_times
+    from trimtab.partition.simulate import simulate
+    from trimtab.report.html import uneven_page
+
+    shown = {}
+    for label, split in splits.items():
+        num = 4 * len(split.counts)
+        shown[label] = simulate(draw_times(counted, split.counts, num_microbatches=num, flops_per_s=flops_per_s))
+    write_atomically(out, uneven_page(name, shown))
+    log(f"timelines: {out}")
 
 
 def _splits(counted: UnevenModel, pp: int, first: int | None) -> tuple[dict[str, UnevenSplit], str | None]:

@@ -18,8 +18,7 @@ from trimtab.placement.machine import Workload
 if TYPE_CHECKING:
     from trimtab.placement.bytes import DeviceUse
     from trimtab.placement.machine import Machine
-    from trimtab.placement.placed import Placement
-    from trimtab.placement.published import Assessed
+    from trimtab.placement.placed import Assessed, Placement
     from trimtab.specs import ModelSpec
 
 
@@ -82,7 +81,7 @@ def map_model(
 
 def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Workload) -> list[Assessed]:
     """InternVL's rule, and Accelerate's and Transformers' own maps where they are installed and know the model."""
-    from trimtab.placement.published import Assessed, assess_map, split_model_map
+    from trimtab.placement.placed import Assessed, assess_map, split_model_map
 
     rule = "InternVL split_model(0.5)"
     found = [assess_map(model, machine, workload, split_model_map(model, len(machine.gpus)), rule=rule)]

@@ -257,8 +257,7 @@ def print_probe(result: "ProbeResult", console: "Console") -> None:
     """The four steps of every device: its peak before and after each, and what that bought."""
     from rich.text import Text
 
-    from trimtab.report.table import Column, Table, numeric, print_table
-    from trimtab.report.words import memory_scale
+    from trimtab.report.table import Column, Table, memory_scale, numeric, print_table
     from trimtab.units import format_bytes, format_seconds
 
     scale = memory_scale([result.limit_bytes, *(x.full_peak_bytes for x in result.devices)])

@@ -18,10 +18,9 @@ from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.activations import casts_inputs, uses_dense_pairs
 from trimtab.costs.formula.adapters import adapt_layer, count_adapters, refuse_unknown_targets
 from trimtab.costs.formula.curves import efficiency_of
-from trimtab.costs.formula.exchange import document_multiple, find_cp_problems
 from trimtab.costs.formula.flops import find_ep_problems, find_tp_problems
 from trimtab.costs.formula.host import OTHER_LAYERS
-from trimtab.costs.formula.layers import cost_layer, find_gradients
+from trimtab.costs.formula.layers import cost_layer, document_multiple, find_cp_problems, find_gradients
 from trimtab.costs.formula.settings import CostSettings, settings_of
 from trimtab.errors import PartitionError, TrimtabError, join_problems, refuse_type
 from trimtab.files import blake2b, read_small, write_atomically

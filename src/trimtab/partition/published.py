@@ -18,6 +18,7 @@ from trimtab.costs.profile import mean_seconds
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputedTier
 from trimtab.partition.assess import SplitProblem, SplitResult
+from trimtab.partition.simulate import StageTimes
 from trimtab.partition.stages import recompute_stages
 from trimtab.specs import FloatArray, IntArray, LayerSpec, ModelSpec, Profile, Stage, recomputing, stages_between
 from trimtab.units import MIB
@@ -330,6 +331,25 @@ def stage_memory(
         )
         for stage, count in enumerate(counts)
     )
+
+
+def fitting_tp(
+    model: UnevenModel, counts: Sequence[int], memory_bytes: float, *, batch: int = 1, fp8: bool = False
+) -> int | None:
+    """Return the notebook's tip: the layers stay, and tp is doubled until the fullest stage fits; None: 8 does not."""
+    for tp in (1, 2, 4, 8):
+        stages = stage_memory(model, counts, tp=tp, batch=batch, fp8=fp8)
+        if max(stage.total_bytes for stage in stages) <= memory_bytes:
+            return tp
+    return None
+
+
+def draw_times(model: UnevenModel, counts: Sequence[int], *, num_microbatches: int, flops_per_s: float) -> StageTimes:
+    """Return seconds of equal micro-batches, if every device did `flops_per_s` and sends took no time."""
+    seconds = np.array(model.stage_flops(counts))[:, None] / flops_per_s
+    whole = np.repeat(seconds, num_microbatches, axis=1)
+    none = np.zeros_like(whole)
+    return StageTimes(forward_s=whole / 3, backward_s=whole * 2 / 3, send_forward_s=none, send_backward_s=none)
 
 
 def layer_bytes(num_tokens: int, hidden: int, ffn: int, *, tp: int, fp8: bool = False) -> float:

@@ -28,8 +28,6 @@ from trimtab.plan.decide.work import (
     above_all,
     band_sentence,
     host_sentences,
-    join_samples,
-    joins_samples,
     with_band,
 )
 from trimtab.plan.options import PADDED, GivenRun
@@ -104,8 +102,8 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
     )
     case = make_case(model, epoch.samples, cluster, options, budget, setting, made, padded=padded)
     # memory at the largest of the packs there are: their limits may be far above
-    work, joined = case.work, not padded and joins_samples(options.attention)
-    problem = replace(case.problem, work_max=(join_samples(work) if joined else work).max(axis=0))
+    work = case.work
+    problem = replace(case.problem, work_max=work.max(axis=0))
     stages = _recomputed(problem, _stages(problem, model, run), run)
     ran = Run(
         name="your run",

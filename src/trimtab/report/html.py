@@ -17,19 +17,9 @@ from trimtab.plan.decide.compare import Variant
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.runs import RunLog
-from trimtab.report.plan_tables import (
-    SEARCHED_NOTE,
-    packing_note,
-    packing_table,
-    searched_table,
-    settings_table,
-    stages_table,
-    variants_table,
-    vision_table,
-)
+from trimtab.report import plan_tables
 from trimtab.report.run import run_section
-from trimtab.report.table import esc, legend, on_page, page, section, tile
-from trimtab.report.words import (
+from trimtab.report.table import (
     GAIN_NOISE,
     MAX_SUMMARY,
     Scale,
@@ -37,8 +27,14 @@ from trimtab.report.words import (
     clean,
     count_scale,
     error_sentence,
+    esc,
+    legend,
     memory_scale,
+    on_page,
+    page,
     percent,
+    section,
+    tile,
     time_scale,
     vision_words,
 )
@@ -340,6 +336,14 @@ def stacked_timelines(shown: Mapping[str, Timeline]) -> str:
     return f'<div class="scroll"><div class="time">{"".join(parts)}</div></div>'
 
 
+def uneven_page(model: str, shown: Mapping[str, Timeline]) -> str:
+    """Return one self-contained page of even and uneven stages by the published rule, on one time axis."""
+    entries = [(("f0", "f1", "f2"), "forward of a micro-batch"), (("b0", "b1", "b2"), "backward"), (("idle",), "idle")]
+    note = "By FLOPs at the device's peak; sends, recompute and the optimizer are not counted."
+    title = f"Even and uneven stages of {esc(model, 80)}"
+    return page(title, section(title, note, legend(entries) + stacked_timelines(shown)))
+
+
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 _MEMORY_PARTS = (
@@ -393,10 +397,10 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         memory_bars(details),
         _vision_section(details),
         _stages(details),
-        section("OmniBal's search", SEARCHED_NOTE, on_page(searched_table(details)))
+        section("OmniBal's search", plan_tables.SEARCHED_NOTE, on_page(plan_tables.searched_table(details)))
         if details.plan.estimates.searched
         else "",
-        section("Packing", esc(packing_note(details)), on_page(packing_table(details))),
+        section("Packing", esc(plan_tables.packing_note(details)), on_page(plan_tables.packing_table(details))),
         _plan_file(details),
         _assumptions(details),
     )
@@ -461,7 +465,7 @@ def _variants(details: PlanDetails) -> str:
         "The whole data set, run once in each way; each row adds one decision to the row above, unless it changes "
         "nothing, and the last is this plan."
     )
-    return section("Before and after", note, on_page(variants_table(details)))
+    return section("Before and after", note, on_page(plan_tables.variants_table(details)))
 
 
 def _settings(details: PlanDetails) -> str:
@@ -474,7 +478,7 @@ def _settings(details: PlanDetails) -> str:
         "Degrees, ZeRO stage and schedule, fastest first, at their mean packs and about as many samples a step. "
         f"{rule}: it is marked."
     )
-    return section("Nearest alternatives", note, on_page(settings_table(estimates)))
+    return section("Nearest alternatives", note, on_page(plan_tables.settings_table(estimates)))
 
 
 def _stages(details: PlanDetails) -> str:
@@ -483,7 +487,7 @@ def _stages(details: PlanDetails) -> str:
     note = "Times of the mean pack, recompute counted in the backward; memory is that of the stage's rank."
     if len(total) > 1 and total.any():
         note += f" The slowest stage is {percent(float(total.max() / total.mean()) - 1)} above the mean."
-    return section("Stages", note, on_page(stages_table(details, most=MAX_STAGE_ROWS)), css_class="long")
+    return section("Stages", note, on_page(plan_tables.stages_table(details, most=MAX_STAGE_ROWS)), css_class="long")
 
 
 # -- lists ----------------------------------------------------------------------------------------------------------
@@ -530,6 +534,8 @@ def _vision_section(details: PlanDetails) -> str:
         note += " Not shared, every rank of cp encodes all images of the packs that they share."
     if decision.group == "replica":
         note += " Every device encodes before and after the pipeline, which holds no tower."
+    if decision.group == "own":
+        note += " The tower's devices are stage 0, the first row of the timeline."
     if decision.group in ("tp", "tp_cp"):
         note += " Not shared, tensor parallelism divides the tower; shared, every rank holds it whole."
-    return section("Images shared among ranks", note, on_page(vision_table(found)))
+    return section("Images shared among ranks", note, on_page(plan_tables.vision_table(found)))

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 from trimtab.plan.decide.compare import Variant
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.plan import Estimates, VariantEstimate, VisionEstimate
-from trimtab.report.table import Cell, Cells, Column, Table, numeric, print_lines, print_table
-from trimtab.report.words import (
+from trimtab.report.table import (
     MAX_SUMMARY,
+    Cell,
+    Cells,
+    Column,
+    Table,
     balance_rows,
     before_after,
     count_scale,
@@ -20,7 +23,10 @@ from trimtab.report.words import (
     describe_recompute,
     error_sentence,
     memory_scale,
+    numeric,
     percent,
+    print_lines,
+    print_table,
     relative_spread,
     signed_percent,
     time_scale,

@@ -7,8 +7,7 @@ import numpy as np
 
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.runs import RunLog, StepRecord, compare_times
-from trimtab.report.table import esc, section, tile
-from trimtab.report.words import clean, count_scale, memory_scale, percent, time_scale
+from trimtab.report.table import clean, count_scale, esc, memory_scale, percent, section, tile, time_scale
 from trimtab.units import format_ratio
 
 

@@ -12,8 +12,17 @@ import numpy as np
 from trimtab.costs.formula.flops import layer_matmuls, pair_flops
 from trimtab.costs.formula.layers import find_columns
 from trimtab.models.description import runs_of
-from trimtab.report.table import Cell, Column, Table, numeric, print_lines, print_table
-from trimtab.report.words import balance_rows, memory_scale, percent
+from trimtab.report.table import (
+    Cell,
+    Column,
+    Table,
+    balance_rows,
+    memory_scale,
+    numeric,
+    percent,
+    print_lines,
+    print_table,
+)
 from trimtab.specs import WORK_TERMS, LayerSpec, ModelSpec, Profile, SampleTable
 from trimtab.units import TERA, fold_modules, format_bytes, format_count, format_seconds
 
@@ -26,8 +35,8 @@ if TYPE_CHECKING:
     from trimtab.costs.measured.timed_fit import KindFit
     from trimtab.costs.measured.traced_fit import KindCounts
     from trimtab.placement.bytes import DeviceUse
-    from trimtab.placement.placed import Placement
-    from trimtab.placement.published import Assessed
+    from trimtab.placement.placed import Assessed, Placement
+    from trimtab.plan.decide.omnibal import IsfIteration
     from trimtab.samples.table import SizingResult
     from trimtab.specs import IntArray
 
@@ -104,6 +113,30 @@ def print_balance(samples: SampleTable, balance: BalanceReport, seconds: float, 
     print_table(table, console)
     if balance.num_oversize:
         print_lines(console, f"{balance.num_oversize:,} oversize samples left out, as asked.")
+
+
+def print_iterations(iterations: Sequence[IsfIteration], console: Console) -> None:
+    """How ISF converges, a line for each iteration."""
+    names = ("Kept", "Left", "Packs", "ViT", "LLM", "Cost")
+    rows = [
+        (
+            str(x.number),
+            f"{x.num_kept:,}",
+            f"{x.share_left:.2%}",
+            f"{x.num_packs:,}",
+            *(f"{ratio:.4f}" for ratio in (x.dist_ratio_vit, x.dist_ratio_llm, x.dist_ratio_cost)),
+        )
+        for x in iterations
+    ]
+    columns = (Column("Iteration"), *numeric(*names))
+    print_table(
+        Table(
+            title="ISF: packs kept, share of samples left; packs and dist ratios if it is the last",
+            columns=columns,
+            rows=rows,
+        ),
+        console,
+    )
 
 
 def _heads(layer: LayerSpec) -> str:

@@ -14,6 +14,9 @@ from trimtab.plan.decide.epoch import Epoch
 from trimtab.plan.decide.steps import fill_epoch, share_epoch
 from trimtab.plan.decide.work import (
     IMAGE_TERMS,
+    Apart,
+    Lanes,
+    Phases,
     join_samples,
     joins_samples,
     limit_work,
@@ -36,6 +39,7 @@ from trimtab.specs import (
 )
 from trimtab.units import MIB, format_bytes
 
+_LEAST_LOSS = 0.01  # of the layers' time that is worth a sentence
 _MORE_ROOM = (1.01, 1.02, 1.05)  # of open limits, where a step of the epoch would need more micro-batches than priced
 
 
@@ -92,22 +96,6 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Phases:
-    """What encoding before and after the pipeline takes, where a tower is on every device of a replica."""
-
-    seconds: FloatArray  # (num_steps, dp) of both phases, with the exchange of features
-    update_s: float  # of the tower's gradients and parameters, on every device
-    state_bytes: float  # of the tower, on every device
-    saved_bytes: float  # that it holds from the first phase to the last
-    moment_bytes: float  # on top of them while it computes, when the pipeline holds nothing
-
-    @property
-    def step_s(self) -> FloatArray:
-        """(num_steps, dp) seconds that a step takes outside of its pipeline."""
-        return self.seconds + self.update_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedVision:
     """How a case's images are shared, and what its work and its profile are without it."""
 
@@ -116,7 +104,7 @@ class SharedVision:
     held: FloatArray  # as `work`, of what a rank holds: a pooled call is held whole by each of its micro-batches
     profile: Profile
     largest: FloatArray  # (3,) patches, patches_sq, patches_windowed: the most of a share, with the limits' margin
-    phases: Phases | None = None  # None: the pipeline holds the tower
+    apart: Apart | None = None  # None: the pipeline holds the tower
     estimate: VisionEstimate  # but for bytes of state and activations, which depend on the stages
 
 
@@ -147,13 +135,16 @@ class Case:
             self.setting.max_tokens,
             joined=joins_samples(self.options.attention),
         )
-        model, phases, budget = self.model, self.phases, self.budget
+        model, apart, budget = self.model, self.apart, self.budget
         # a share of the images in place of whole packs; the tower stays in one piece
         if self.vision is not None:
             work_max[IMAGE_TERMS] = self.vision.largest
-            model = replace(model, forbidden_cuts=model.forbidden_cuts | tower_cuts(model))
-        if phases is not None:  # on every device, whatever its stage
-            everywhere = phases.state_bytes + phases.saved_bytes
+            cuts = tower_cuts(model)
+            if isinstance(apart, Lanes):  # the first stage of a pipeline holds a part of the decoder
+                cuts |= {max(cuts) + 1}
+            model = replace(model, forbidden_cuts=model.forbidden_cuts | cuts)
+        if isinstance(apart, Phases):  # on every device, whatever its stage
+            everywhere = apart.state_bytes + apart.saved_bytes
             budget = replace(budget, outside_bytes=budget.outside_bytes + everywhere)
         return split_problem(
             model,
@@ -166,15 +157,14 @@ class Case:
         )
 
     @property
-    def phases(self) -> Phases | None:
-        """What comes before and after the pipeline; None: nothing."""
-        return None if self.vision is None else self.vision.phases
+    def apart(self) -> Apart | None:
+        """What a tower does outside of the pipeline; None: nothing."""
+        return None if self.vision is None else self.vision.apart
 
     @cached_property
     def held_work(self) -> FloatArray:
-        """As `work`, of what a rank holds: attention's pairs between a pack's samples too, pooled calls whole."""
-        held = self.work if self.vision is None else self.vision.held
-        return join_samples(held) if joins_samples(self.options.attention) else held
+        """As `work`, of what a rank holds: pooled calls whole."""
+        return self.work if self.vision is None else self.vision.held
 
     def without_vision(self) -> Case:
         """The same run where no image is shared."""
@@ -183,6 +173,21 @@ class Case:
         return replace(
             self, work=self.vision.work, setting=replace(self.setting, profile=self.vision.profile), vision=None
         )
+
+
+def pair_sentences(case: Case) -> list[str]:
+    """Return what packs of many samples lose where attention computes the pairs between them, if it can be seen."""
+    own = packed_work(case.packing, case.samples_work)
+    if not joins_samples(case.options.attention):
+        return []
+    apart, joined = (price_samples(case.setting.profile, work).sum() for work in (own, join_samples(own)))
+    share = 1.0 - float(apart / joined)
+    if share < _LEAST_LOSS:
+        return []
+    return [
+        f"pairs between the samples of a pack take {share:.0%} of the layers' time with {case.options.attention} "
+        "attention: use flash, or smaller packs"
+    ]
 
 
 def tower_cuts(model: ModelSpec) -> frozenset[int]:
@@ -306,6 +311,8 @@ def make_case(
         setting=setting,
         packing=packed.packing,
         schedule=packed.schedule,
-        work=(padded_work if padded else packed_work)(packed.packing, samples_work),
+        work=padded_work(packed.packing, samples_work)
+        if padded
+        else packed_work(packed.packing, samples_work, options.attention),
         extremes=extremes,
     )

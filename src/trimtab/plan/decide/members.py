@@ -23,7 +23,7 @@ import numpy as np
 from trimtab.balance.packing import PackResult
 from trimtab.costs.profile import mean_seconds
 from trimtab.errors import PartitionError
-from trimtab.options import ScheduleName
+from trimtab.options import Attention, ScheduleName
 from trimtab.partition.schedules import microbatch_unit
 from trimtab.plan.decide.case import MemoryBudget
 from trimtab.plan.decide.setting import profile_setting
@@ -37,7 +37,7 @@ from trimtab.plan.decide.steps import (
     share_tried,
     too_few_samples,
 )
-from trimtab.plan.decide.work import MICROBATCHES, pad_documents, price_samples
+from trimtab.plan.decide.work import MICROBATCHES, join_samples, joins_samples, pad_documents, price_samples
 from trimtab.plan.options import PlanOptions
 from trimtab.specs import ClusterSpec, FloatArray, ModelSpec, ParallelDims, Profile, SampleTable
 from trimtab.units import format_bytes
@@ -274,16 +274,17 @@ def _pack_maker(
                 num_microbatches=count,
                 samples_per_step=float(tried.global_batch),
                 samples_per_pack=tried.global_batch / (dims.dp * count),
-                mean_work=_of_one_pack(work(dims.cp) / slots),
+                mean_work=_of_one_pack(work(dims.cp) / slots, own.attention),
                 make=partial(shared, dims.dp, dims.cp, count, unit),
             )
 
     return packs_of
 
 
-def _of_one_pack(work: FloatArray) -> FloatArray:
+def _of_one_pack(work: FloatArray, attention: Attention) -> FloatArray:
+    """The mean pack, with at least the pairs that `attention` computes in it."""
     work[MICROBATCHES] = 1.0
-    return work
+    return np.maximum(work, join_samples(work)) if joins_samples(attention) else work
 
 
 def _microbatch_counts(options: PlanOptions, dims: ParallelDims, global_batch: int) -> list[int]:

@@ -12,7 +12,7 @@ from trimtab.balance.packing import PackResult, pack_samples, refuse_empty
 from trimtab.balance.schedule import fill_table, schedule_packs
 from trimtab.balance.step import pack_steps
 from trimtab.compiled import permutation
-from trimtab.costs.formula.exchange import document_multiple
+from trimtab.costs.formula.layers import document_multiple
 from trimtab.errors import PackingError, PartitionError
 from trimtab.options import Oversize
 from trimtab.partition.schedules import microbatch_unit
@@ -187,7 +187,7 @@ def _tried_packs(
         extremes=extremes,
         samples_per_step=samples_per_step,
         slowest_over_mean=float(by_rank.max(axis=1).mean() / by_rank.mean()),
-        mean_work=np.average(packed_work(packed.packing, work)[packs], axis=0, weights=counts),
+        mean_work=np.average(packed_work(packed.packing, work, tried.options.attention)[packs], axis=0, weights=counts),
     )
 
 

@@ -12,8 +12,7 @@ from trimtab.files import write_atomically, written_together
 from trimtab.options import same_fields
 from trimtab.placement.bytes import ALLOCATOR_DIVISOR, DeviceKey
 from trimtab.placement.machine import Machine, Workload
-from trimtab.placement.placed import Placement
-from trimtab.placement.published import Assessed
+from trimtab.placement.placed import Assessed, Placement
 from trimtab.plan.file.yaml import read_file, record_from_yaml, record_to_yaml
 from trimtab.specs import ModelSpec
 from trimtab.units import GIB, fold_modules, format_bytes, unfold_modules

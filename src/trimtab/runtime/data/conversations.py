@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +39,9 @@ from trimtab.runtime.data.formats import (
 )
 from trimtab.samples.encode import ConversationEncoder
 from trimtab.samples.lengths import CountImage, image_counter
-from trimtab.samples.media import MediaFolders
+from trimtab.samples.media import MediaFolder, MediaFolders
 from trimtab.samples.problems import BadRecordError
-from trimtab.samples.rows import read_conversation
+from trimtab.samples.rows import Conversation, read_conversation
 from trimtab.samples.shapes import columns_beside, read_columns
 from trimtab.samples.tokens import TokenizerFiles, read_tokenizer
 from trimtab.specs import ModelSpec
@@ -196,26 +196,25 @@ def open_conversations(
 
     Raises `PlanError` where the model is another than the plan's, `ConfigError` where its files do not say enough.
     """
-    options, folder = options or ReadingOptions(), Path(model)
-    given = load_plan(plan).inputs.model
+    options = options or ReadingOptions()
+    reader = open_reader(load_plan(plan).inputs.model, Path(model), options)
+    return PlannedConversations(open_records(plan, data, options.media_root, allowed=options.allowed), reader)
+
+
+def open_reader(given: ModelInput, folder: Path, options: ReadingOptions) -> ConversationReader:
+    """Return what encodes conversations as they were sized for the plan's model `given`, which lies in `folder`."""
     spec = describe(folder, max_pixels=given.max_pixels, max_tiles=given.max_tiles)
     if model_fingerprint(spec) != given.layers_blake2b:
         if isinstance(spec.image_rule, UnsettledRule):
             raise PlanError(f"{folder} has no preprocessor_config.json or processor_config.json: add it")
         raise PlanError(f"the model in {folder} is not the plan's {given.name}: name its folder, or plan again")
-    return PlannedConversations(
-        open_records(plan, data, options.media_root, allowed=options.allowed),
-        spec,
-        read_tokenizer(
-            options.tokenizer or folder,
-            chat_template=options.chat_template,
-            markup=family_of(spec.family).markup or spec.image_markup,
-            special_tokens=options.special_tokens,
-        ),
-        folder,
-        options=options,
-        limits=given,
+    tokenizer = read_tokenizer(
+        options.tokenizer or folder,
+        chat_template=options.chat_template,
+        markup=family_of(spec.family).markup or spec.image_markup,
+        special_tokens=options.special_tokens,
     )
+    return ConversationReader(spec, tokenizer, folder, options=options, limits=given)
 
 
 @dataclass(slots=True)
@@ -232,15 +231,49 @@ class _Opened:
 class PlannedConversations:
     """Item i is row i of the plan as a processed sample: see `PackedCollator` for its keys.
 
+    A row that comes out with another number of tokens than the plan counted raises `SampleError`, one whose record or
+    media cannot be read `UnreadableSampleError`. Objects go to worker processes.
+    """
+
+    def __init__(self, records: PlannedRecords, reader: ConversationReader) -> None:
+        self.records = records
+        self.model = reader.model
+        self._reader = reader
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        records, place = self.records, self.records.place(row)
+
+        def load(folders: MediaFolders) -> LoadedConversation:
+            columns = self._reader.columns or columns_beside(place.file)
+            conversation = read_conversation(records[row], columns=columns)
+            media = folders.of(place.file, records.media_root(row))
+            return LoadedConversation(conversation, [media.read(image) for image in conversation.images], media)
+
+        name, expected = records.samples.sample_id(row), int(records.samples.num_tokens[row])
+        return self._reader.encode(name, str(place), expected, load)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConversation:
+    """A conversation and the bytes of its images."""
+
+    conversation: Conversation
+    images: list[bytes]
+    media: MediaFolder  # where its videos lie
+
+
+class ConversationReader:
+    """Encodes conversations for a `PackedCollator`.
+
     Ids are those that sizing counted; the assistant's turns are learnt, ends of turn included, nothing else. Images
-    are decoded with Pillow and cut by the model's own image processor (its Pillow backend). A row that comes out with
-    another number of tokens than the plan counted raises `SampleError`, one whose record or media cannot be read
-    `UnreadableSampleError`. Objects go to worker processes.
+    are decoded with Pillow and cut by the model's own image processor (its Pillow backend).
     """
 
     def __init__(
         self,
-        records: PlannedRecords,
         model: ModelSpec,
         tokenizer: TokenizerFiles,
         preprocessor: Path,
@@ -248,8 +281,8 @@ class PlannedConversations:
         options: ReadingOptions,
         limits: ModelInput,
     ) -> None:
-        self.records = records
         self.model = model
+        self.columns = read_columns(options.columns)
         self._tokenizer = tokenizer
         self._preprocessor = preprocessor
         self._options = options
@@ -257,13 +290,13 @@ class PlannedConversations:
         self._keys = _pack_keys(model, preprocessor)
         self._opened: _Opened | None = None
 
-    def __len__(self) -> int:
-        return len(self.records)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
+    def encode(
+        self, name: str, place: str, expected: int, load: Callable[[MediaFolders], LoadedConversation]
+    ) -> dict[str, Any]:
+        """Return what `load` reads at `place` as a processed sample of `expected` tokens."""
         if self._opened is None:
             options = self._options
             self._opened = _Opened(
@@ -272,17 +305,15 @@ class PlannedConversations:
                 _image_processor(self._preprocessor, self._limits, self.model.family),
                 MediaFolders(None, allowed=options.allowed, exif=options.exif),
             )
-        opened, name = self._opened, self.records.samples.sample_id(row)
+        opened = self._opened
         try:
-            file = self.records.place(row).file
-            columns = read_columns(self._options.columns) or columns_beside(file)
-            conversation = read_conversation(self.records[row], columns=columns)
+            loaded = load(opened.media)
+            conversation, media = loaded.conversation, loaded.media
             if conversation.rejected is not None:
                 raise BadRecordError(
                     "template", "it has two answers, and one is learnt here: train pairs in your own trainer"
                 )
-            media = opened.media.of(file, self.records.media_root(row))
-            pictures = [self._decode(media.read(image)) for image in conversation.images]
+            pictures = [self._decode(content) for content in loaded.images]
             counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]
             if conversation.videos and opened.videos is None:
                 opened.videos = VideoReader(self.model, self._options.video)
@@ -290,11 +321,10 @@ class PlannedConversations:
             encoded = opened.encoder.encode(conversation, counts, [x for x, _ in videos])
         except BadRecordError as error:
             kind = UnreadableSampleError if error.kind in _UNREADABLE else SampleError
-            raise kind(f"sample {name} ({self.records.place(row)}): {error}") from None
-        expected = int(self.records.samples.num_tokens[row])
+            raise kind(f"sample {name} ({place}): {error}") from None
         if len(encoded.input_ids) != expected:
             raise SampleError(
-                f"sample {name} ({self.records.place(row)}) has {len(encoded.input_ids)} tokens, sized at {expected}: "
+                f"sample {name} ({place}) has {len(encoded.input_ids)} tokens, sized at {expected}: "
                 "train with the tokenizer and template of the sizing, or plan again"
             )
         ids, learnt = torch.from_numpy(encoded.input_ids), torch.from_numpy(encoded.learnt)
@@ -312,7 +342,7 @@ class PlannedConversations:
                 sample[key] = torch.cat(alike_videos(key, parts))
         if any(not pixel_keys(x) & set(self._keys) for x in tensors):
             raise UnsupportedPlanError(
-                f"sample {name} ({self.records.place(row)}) holds a video, {self.model.family} packs none: leave it out"
+                f"sample {name} ({place}) holds a video, {self.model.family} packs none: leave it out"
             )
         return sample
 

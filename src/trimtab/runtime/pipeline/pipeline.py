@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +37,7 @@ class PackedStage(PipelineStage):
 
     def __init__(self, module: StageModule, index: int, num_stages: int, device: torch.device, group: Any) -> None:
         super().__init__(module, index, num_stages, device, group=group)
+        self.has_backward = True
         self.images: ImageDispatch | ReplicaTower | None = None  # None: this stage encodes what it holds
         self.microbatches: Sequence[Batch] = ()
         self.received: dict[int, tuple[Tensor, ...]] = {}
@@ -60,12 +60,11 @@ class PackedStage(PipelineStage):
     def wires_out(self, batch: Batch) -> tuple[Wire, ...]:
         return self.module.cuts.wires(self.module.stop, batch)
 
-    def expect(self, microbatches: Sequence[Batch], *, backward: bool) -> None:
+    def expect(self, microbatches: Sequence[Batch]) -> None:
         """Before each step: its micro-batches."""
         self.clear_runtime_states()
         for left in (self.received, self.sent, self.gradients, self.later, self.bwd_cache):
             left.clear()  # of a step that failed, or of stage 0, which hands no gradients on
-        self.has_backward = backward
         self.chunks = len(microbatches)
         self.microbatches = microbatches
         self.args_recv_info = dict.fromkeys(range(len(microbatches)), ())
@@ -112,7 +111,7 @@ class PackedStage(PipelineStage):
         wires, tensors = self.wires_in(self.microbatches[fwd_chunk_id]), self.received.pop(fwd_chunk_id)
         for wire, tensor in zip(wires, tensors, strict=True):
             assert tensor.shape == wire.shape
-            tensor.requires_grad_(wire.requires_grad and self.has_backward)
+            tensor.requires_grad_(wire.requires_grad)
         return tensors
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -123,7 +122,7 @@ class PackedStage(PipelineStage):
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or self.is_last:
+        if self.is_last:
             return []
         wires = self.wires_out(self.microbatches[bwd_chunk_id])
         buffers = tuple(self._buffer(wire) if wire.requires_grad else None for wire in wires)
@@ -131,8 +130,7 @@ class PackedStage(PipelineStage):
         return [self._operation(dist.irecv, x, self.stage_index + 1) for x in buffers if x is not None]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        if self.has_backward:
-            self.gradients[mb_index] = next_stage_bwd_outputs
+        self.gradients[mb_index] = next_stage_bwd_outputs
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         return self.gradients.pop(bwd_chunk_id)
@@ -141,9 +139,6 @@ class PackedStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Leaves out micro-batches that no gradient reaches, and splits no backward whose inputs need none."""
-        if not self.has_backward:
-            self._forget_forward(bwd_chunk_id)
-            return
         received = self.wires_in(self.microbatches[bwd_chunk_id])
         sent = self.wires_out(self.microbatches[bwd_chunk_id])
         graded = loss is not None and loss.requires_grad if self.is_last else any(w.requires_grad for w in sent)
@@ -181,13 +176,13 @@ class PackedStage(PipelineStage):
             self.images.finish(microbatch)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or self.is_first:
+        if self.is_first:
             return []
         gradients = self._input_gradients(bwd_chunk_id)
         return [self._operation(dist.isend, x, self.stage_index - 1) for x in gradients if x is not None]
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        return self._input_gradients(mb_index) if self.has_backward else ()
+        return self._input_gradients(mb_index)
 
     def _input_gradients(self, microbatch: int) -> tuple[Tensor | None, ...]:
         """Return one for each wire that needs one; zeros where nothing of the wire reached the loss."""
@@ -198,14 +193,11 @@ class PackedStage(PipelineStage):
         )
 
     def _drop(self, microbatch: int, *, num_inputs: int) -> None:
-        self._forget_forward(microbatch)
-        self.gradients.pop(microbatch, None)
-        self.bwd_cache[microbatch] = (None,) * num_inputs
-
-    def _forget_forward(self, microbatch: int) -> None:
-        """Drops what torch keeps of a forward for its backward; the keeper's name is private, and torch's own."""
+        """Forgets a micro-batch, with what torch keeps of its forward (by a private name, torch's own)."""
         kept = "fwd_cache" if hasattr(self, "fwd_cache") else "_forward_chunk_states"  # torch 2.13 | 2.15
         getattr(self, kept).pop(microbatch)
+        self.gradients.pop(microbatch, None)
+        self.bwd_cache[microbatch] = (None,) * num_inputs
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -289,13 +281,6 @@ class Pipeline:
 
         `denominator`: W of the step, where it is known; None: `step_denominator` over the data-parallel group.
         """
-        return self._run(microbatches, denominator, backward=True)
-
-    def evaluate(self, microbatches: Sequence[Batch], *, denominator: Tensor | float | None = None) -> StepResult:
-        """The loss of `step` without gradients."""
-        return self._run(microbatches, denominator, backward=False)
-
-    def _run(self, microbatches: Sequence[Batch], denominator: Tensor | float | None, *, backward: bool) -> StepResult:
         # pixels stay where they are until the vision tower reads them
         pixels, ahead = list(PIXELS.values()), self.device.type != "cpu"
         batches = [
@@ -304,25 +289,21 @@ class Pipeline:
         self._check_microbatches(batches)
         W = torch.as_tensor(self._denominator(batches) if denominator is None else denominator, device=self.device)
         for stage in self.stages:
-            stage.expect(batches, backward=backward)
+            stage.expect(batches)
         # gradients of an earlier step are no part of this one
-        if backward:
-            for parameter in self.parameters():
-                parameter.grad = None
+        for parameter in self.parameters():
+            parameter.grad = None
         losses: list[Tensor] = []
         # private, torch 2.13: the public step() would cut the batch along its first dimension, and packs have one row
-        self.schedule._has_backward = backward
-        with nullcontext() if backward else torch.no_grad():
-            if self.images is not None:
-                self.images.expect(batches)
-            self.schedule._step_microbatches(
-                kwarg_mbs=[{"sealed": Sealed(batch)} for batch in batches],
-                target_mbs=[Sealed({**batch, "denominator": W}) for batch in batches],
-                losses=losses,
-                return_outputs=False,
-            )
-        if backward:
-            self._finish_gradients()
+        if self.images is not None:
+            self.images.expect(batches)
+        self.schedule._step_microbatches(
+            kwarg_mbs=[{"sealed": Sealed(batch)} for batch in batches],
+            target_mbs=[Sealed({**batch, "denominator": W}) for batch in batches],
+            losses=losses,
+            return_outputs=False,
+        )
+        self._finish_gradients()
         loss = (
             torch.stack([x.detach().float() for x in losses]).sum() if losses else torch.zeros((), device=self.device)
         )

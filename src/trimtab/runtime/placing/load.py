@@ -19,7 +19,7 @@ from trimtab.models.asking.inputs import quietly
 from trimtab.models.asking.internvl_chat import chat_config, forget_published_names, published_name
 from trimtab.models.asking.model import build, complete, configured, library_reads
 from trimtab.models.families import REMOTE
-from trimtab.placement import published as rule
+from trimtab.placement import placed as rule
 from trimtab.placement.bytes import DeviceKey
 from trimtab.placement.machine import Machine
 from trimtab.placement.placed import Placement

@@ -251,7 +251,7 @@ class _Watch:
         for stage in self._pipeline.stages:
             for name in self.CALLS:
                 delattr(stage, name)
-            stage.expect((), backward=True)  # lets go of what a step left
+            stage.expect(())  # lets go of what a step left
 
     def _call(self, stage: PackedStage, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         gc.collect(0)
