@@ -19,9 +19,8 @@ from trimtab.models.describe import describe
 from trimtab.options import ScheduleName
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.published import even_stages
-from trimtab.partition.search import Evaluator, search_makespan
 from trimtab.partition.simulate import simulate_steps, stage_times
-from trimtab.partition.stages import SplitProblem, recompute_stages, split_stages
+from trimtab.partition.stages import Evaluator, SplitProblem, recompute_stages, search_makespan, split_stages
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, ParallelDims, Profile, Stage, stages_between
 
 LINKS = {"link_bytes_per_s": 25e9, "latency_s": 10e-6}

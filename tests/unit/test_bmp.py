@@ -7,7 +7,7 @@ import pytest
 from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
 from trimtab.partition.published import bmp_anchor, bmp_candidates, bmp_split, rank_cuts
-from trimtab.partition.search import Evaluator, search_makespan
+from trimtab.partition.stages import Evaluator, search_makespan
 from trimtab.units import MIB
 
 

@@ -54,7 +54,6 @@ INNER_FLOORS = {
     "partition/simulate": 1,
     "partition/layer_table": 2,
     "partition/stages": 3,
-    "partition/search": 4,
     "partition/published": 4,
     "partition/pai_notebook": 5,
     "models/images": 0,  # rules of counting

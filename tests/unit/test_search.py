@@ -1,4 +1,4 @@
-"""Tests of partition/search.py: near complete enumeration, never worse than the start."""
+"""Tests of partition/stages.py (the search on the makespan): near complete enumeration, never worse than the start."""
 
 import itertools
 
@@ -7,9 +7,8 @@ import pytest
 from partition_cases import equal_work, layer, problem_of, profile_of, random_profile, random_work
 
 from trimtab.errors import PartitionError
-from trimtab.partition.search import _STEPS, Evaluator, _joint_moves, search_makespan
 from trimtab.partition.simulate import simulate, stage_times
-from trimtab.partition.stages import recompute_stages, split_stages
+from trimtab.partition.stages import _STEPS, Evaluator, _joint_moves, recompute_stages, search_makespan, split_stages
 from trimtab.specs import stages_between
 
 SHAPES = [("1F1B", 4, 1), ("GPipe", 4, 1), ("ZBH1", 4, 1), ("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 2)]

@@ -13,8 +13,7 @@ from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitResult
 from trimtab.partition.published import BmpResult, bmp_split, rank_cuts
-from trimtab.partition.search import Evaluator, SearchResult, search_makespan
-from trimtab.partition.stages import SplitProblem, split_stages
+from trimtab.partition.stages import Evaluator, SearchResult, SplitProblem, search_makespan, split_stages
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.work import stage_link, steps_of
 from trimtab.plan.options import PlanOptions
@@ -148,8 +147,7 @@ def uniform_splits(problem: SplitProblem) -> list[SplitResult]:
 
 def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
     """Seconds of the whole data set on these stages."""
-    phases_s = None if case.phases is None else case.phases.step_s
-    return float(steps_of(case.work, case.schedule.table, stages, case.problem, case.cluster, phases_s=phases_s).sum())
+    return float(steps_of(case.work, case.schedule.table, stages, case.problem, case.cluster, apart=case.apart).sum())
 
 
 def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:
