@@ -1,9 +1,9 @@
 """Published pairs of a tower's grid, decided again: `python bench/grids.py [--write docs/tables/grids.md]`.
 
-A pair of data/grids.json trains one model on the same devices: *a* with the tower on the decoder's grid, *b* with it
-shared among more ranks, or on every device of a replica. Of each: whether we put the pair in order, and the ratio of
-seconds a sample. Settings were committed before their predictions were looked at; what a source does not print is named
-as a stand-in, and such a row counts by its order alone. Pairs whose tower has devices of its own are not planned.
+A pair of data/grids.json trains one model: *a* with the tower on the decoder's grid, *b* with it shared among more
+ranks, on every device of a replica, or on devices of its own. Of each: whether we put the pair in order, and the ratio
+of seconds a sample. Settings were committed before their predictions were looked at; what a source does not print is
+named as a stand-in, and such a row counts by its order alone.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def seconds(model: ModelSpec, row: Mapping[str, Any], side: Mapping[str, Any]) -
     dp = side.get("dp", 1)
     options = PlanOptions(
         **{"dp": dp, "pp": 1, "tp": 1, "cp": 1, "zero_stage": 1}
-        | {key: value for key, value in side.items() if key not in ("group", "rule", "pooling")},
+        | {key: value for key, value in side.items() if key not in ("group", "rule", "pooling", "devices", "cluster")},
         global_batch=row["batch"],
         num_microbatches=row["batch"] // dp // per_pack,
         max_patches=int(images.sum()) * per_pack,
@@ -86,11 +86,11 @@ def seconds(model: ModelSpec, row: Mapping[str, Any], side: Mapping[str, Any]) -
         recompute=row.get("recompute", "auto"),
         optimizer=row.get("optimizer", "adamw"),
         host=row["host"],
-        vision=VisionChoice(group=side["group"], rule=side.get("rule", "balanced"), pooling=side.get("pooling"))
-        if "group" in side
-        else VisionChoice(),
+        vision=VisionChoice(**{key: side[key] for key in ("group", "rule", "pooling", "devices") if key in side}),
     )
-    return make_plan(model, samples, parse_cluster(row["cluster"]), options).variants[-1].epoch_s / n
+    return (
+        make_plan(model, samples, parse_cluster(side.get("cluster", row["cluster"])), options).variants[-1].epoch_s / n
+    )
 
 
 def read_pairs(only: str | None = None) -> list[Pair]:
@@ -121,7 +121,7 @@ def page(pairs: list[Pair]) -> str:
         "",
         f"{right} of {len(pairs)} pairs in order; {len(pairs) - len(known)} do not fit by our count, and stand as "
         f"wrong. Of {len(exact)} pairs whose layout is printed, ratios are within {far:.0%}. All models are stand-ins "
-        "of the printed size. Pairs of a tower with devices of its own are not predicted.",
+        "of the printed size.",
         "",
         "| pair | model | a | b | measured | predicted | order |",
         "|---|---|---|---|---|---|---|",

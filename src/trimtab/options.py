@@ -30,10 +30,10 @@ Order = Literal["random", "tolerance", "sorted"]
 Oversize = Literal["error", "alone", "skip"]
 PackMethod = Literal["balanced", "isf", "greedy", "random", "length_group", "device_group"]
 PlanMethod = Literal["balanced", "isf"]
-VisionGroup = Literal["tp", "cp", "tp_cp", "dp", "replica"]
+VisionGroup = Literal["tp", "cp", "tp_cp", "dp", "replica", "own"]
 """Ranks that share images. tp_cp: the tp x cp ranks that hold the same pack; replica: those of the whole pipeline,
-before it runs. Only ranks of dp hold other images."""
-VisionExchange = Literal["gather", "dispatch"]
+before it runs; own: devices that hold the tower alone. Only ranks of dp hold other images."""
+VisionExchange = Literal["gather", "dispatch", "send"]
 VisionObjective = Literal["time", "memory"]
 VisionReduction = Literal["mean"]
 Rule = Literal["balanced", "contiguous"]  # any image to any rank, or runs of images in order

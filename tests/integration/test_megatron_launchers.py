@@ -23,6 +23,7 @@ from trimtab.adapters import megatron_hosts
 from trimtab.adapters.running import Decided, Launch
 from trimtab.models.describe import describe
 from trimtab.options import Dispatcher
+from trimtab.plan.plan import VisionDecision
 from trimtab.specs import ParallelDims, RecomputeChoice, stages_between
 
 pytestmark = pytest.mark.integration
@@ -207,3 +208,37 @@ def test_what_we_switch_off_is_on_in_swift_by_default():
     assert "self.vit_gradient_checkpointing = not self.freeze_vit" in tree
     for name, default in (("freeze_llm", "False"), ("freeze_vit", "True"), ("freeze_aligner", "True")):
         assert ast.unparse(known[name].value) == default
+
+
+def test_mimo_takes_both_grids():
+    """Its own classes check ours: no gaps, dp that divide, the micro-batch of all ranks."""
+    model = describe("Qwen3.5-27B")
+    own = VisionDecision(
+        group="own",
+        degree=2,
+        exchange="send",
+        pooling=1,
+        rule="balanced",
+        objective="time",
+        reduction=None,
+    )
+    stages = stages_between((0, model.indices("language", "block")[30], len(model.layers)))
+    dims = ParallelDims(dp=4, pp=2, tp=2)
+    plan = Decided(model=model, stages=stages, dims=dims, schedule="1F1B", num_microbatches=8, global_batch=64, own=own)
+    fields = megatron_hosts.export_bridge(plan, None).fields
+    path = "megatron/bridge/models/megatron_mimo/megatron_mimo_config.py"
+    if not any(str(file) == path for file in importlib.metadata.files("megatron-bridge") or []):
+        pytest.skip("needs megatron-bridge 0.6")
+    tree = source("megatron-bridge", path)
+    tree.body = [x for x in tree.body if not isinstance(x, ast.ImportFrom) or "megatron" not in (x.module or "")]
+    names: dict[str, typing.Any] = {"MIMO_LANGUAGE_MODULE_KEY": "language", "__name__": __name__}
+    exec(compile(tree, path, "exec"), names)
+    grids = {
+        module: names["ModuleParallelismConfig"](
+            **{name.removeprefix(f"{module}."): x for name, x in fields.items() if name.startswith(f"{module}.")}
+        )
+        for module in ("language", "images")
+    }
+    names["MegatronMIMOParallelismConfig"](module_parallelisms=grids).finalize(18)
+    assert all(fields["cfg.train.micro_batch_size"] % grid.data_parallel_size == 0 for grid in grids.values())
+    assert fields["cfg.train.global_batch_size"] % fields["cfg.train.micro_batch_size"] == 0

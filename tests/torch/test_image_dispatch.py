@@ -106,6 +106,33 @@ def test_training_loses_the_same_with_the_tower_on_every_rank(again, tmp_path):
     assert ", ".join(f"{sum(step[rank] for step in encoded):,}" for rank in range(2)) in words
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_training_loses_the_same_with_the_tower_on_devices_of_its_own(family, tmp_path):
+    """Two ranks of the decoder, a device each for the tower: four processes, two stages."""
+    write_run(tmp_path, family, dp=2)
+    plain = write_variant(tmp_path, "plain", num_stages=1)
+    plan = load_plan(plain)
+    model = describe(tmp_path / "model")
+    layers, text = [x.name for x in model.layers], min(model.indices("language"))
+    stages = tuple(
+        StageDecision(stage=i, modules=fold_modules(part)) for i, part in enumerate((layers[:text], layers[text:]))
+    )
+    images = replace(on_replica(2, 1), group="own", exchange="send")
+    own = tmp_path / "own"
+    shutil.copytree(plain, own)
+    decisions = replace(plan.decisions, stages=stages, vision_data_parallel=images)
+    (own / "plan.yaml").write_text(plan_to_yaml(replace(plan, decisions=decisions)))
+    usual: dict[str, Any] = {"optimizer": "AdamW", "learning_rate": 0.01}
+    one, apart = settings_of(tmp_path, plain, "one", **usual), settings_of(tmp_path, own, "apart", **usual)
+    run_on_ranks([one], 2)
+    run_on_ranks([apart], 4)
+    assert values_of(apart) == pytest.approx(values_of(one), rel=1e-6)
+    assert values_of(apart, "grad_norm") == pytest.approx(values_of(one, "grad_norm"), rel=1e-5)
+    other = replace(plan.decisions, stages=stages, vision_data_parallel=replace(images, degree=1))
+    with refused(UnsupportedPlanError):
+        read_layout(replace(plan, decisions=other))
+
+
 def test_one_rank_alone_shares_nothing(runs, capsys):
     settings = runs["apart"]
     alone = settings_of(settings.model.parent, settings.plan, "alone", steps=1)

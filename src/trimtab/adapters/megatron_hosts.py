@@ -66,6 +66,9 @@ def export_bridge(plan: Decided, price: float | None) -> Exported:
     settings = {name: setting for name, setting in flags.settings.items() if name not in _OWN_WORDS}
     fields = {f"{_TRAIN.get(name, 'cfg.model')}.{name}": setting for name, setting in settings.items()}
     fields |= _launch(plan)
+    if plan.own is not None:  # counted in samples, and a micro-batch is that of all ranks
+        counted = {"micro_batch_size": plan.dims.dp, "global_batch_size": plan.samples_per_step}
+        fields |= {f"cfg.train.{name}": count for name, count in counted.items()}
     values: dict[str, object] = {
         name: list(setting) if isinstance(setting, tuple) else setting for name, setting in fields.items()
     }
@@ -84,11 +87,77 @@ def export_bridge(plan: Decided, price: float | None) -> Exported:
     if plan.lora is not None:
         lines["cfg.peft"] = _lora(plan.model, plan.lora)
     runs = _with_towers_share(plan.model, flags.runs)
+    warnings = [*flags.warnings, *_about_tower(plan, runs[0])]
+    if plan.own is not None:
+        modules = _mimo(plan, plan.own.degree)
+        fields |= {f"{module}.{name}": value for module, given in modules.items() for name, value in given.items()}
+        lines["cfg.model"] = _mimo_provider(plan, modules)
+        warnings.append("MegatronMIMO takes samples, not packs, and cuts a micro-batch by rows of its images' grids")
     return Exported(
         text="\n".join(f"{name} = {value}" for name, value in lines.items()),
         fields=fields,
         runs=runs,
-        warnings=(*flags.warnings, *_about_tower(plan, runs[0])),
+        warnings=tuple(warnings),
+    )
+
+
+_MIMO = ("qwen3_5", "qwen3_5_moe")  # of PROVIDERS, those that build their towers and decoder apart
+
+
+def _mimo(plan: Decided, num_devices: int) -> dict[str, dict[str, int]]:
+    """Return both grids in MegatronMIMO's words; decoder first, no gaps. Its `micro_batch_size` is that of all ranks.
+
+    Source: megatron/bridge/models/megatron_mimo/megatron_mimo_config.py, 0.6.2.
+    """
+    dims = plan.dims
+    problems = []
+    if plan.model.family not in _MIMO:
+        problems.append(f"MegatronMIMO of Megatron-Bridge 0.6 knows {', '.join(_MIMO)}, not {plan.model.family}")
+    if dims.dp % num_devices:
+        problems.append(
+            f"MegatronMIMO shares the {dims.dp} sequences of a micro-batch among ranks of the tower, not {num_devices}:"
+            f" plan with --set tower_devices={dims.dp}"
+        )
+    if dims.tp & (dims.tp - 1):
+        problems.append(f"MegatronMIMO takes a power of 2 as tp, not {dims.tp}: plan with one")
+    if plan.launch.dtype != "bf16":
+        problems.append(f"MegatronMIMO trains in bf16, not {plan.launch.dtype}: plan with --set dtype=bf16")
+    if plan.lora is not None:
+        problems.append("MegatronMIMO trains weights, not adapters: plan without --lora")
+    refuse(problems)
+    decoder = {
+        "tensor_model_parallel_size": dims.tp,
+        "pipeline_model_parallel_size": dims.pp,
+        "context_parallel_size": dims.cp,
+        "expert_model_parallel_size": dims.ep,
+        "expert_tensor_parallel_size": dims.expert_tp if dims.ep > 1 else 1,
+        "data_parallel_size": dims.dp,
+        "rank_offset": 0,
+    }
+    images = {"data_parallel_size": num_devices, "rank_offset": dims.dp * dims.pp * dims.tp * dims.cp}
+    return {"language": decoder, "images": images}
+
+
+def _mimo_provider(plan: Decided, modules: Mapping[str, Mapping[str, int]]) -> str:
+    """The line that wraps the recipe's provider, whose settings are the decoder's."""
+    grids = [
+        f'    "{module}": ModuleParallelismConfig({", ".join(f"{name}={value}" for name, value in given.items())}),'
+        for module, given in modules.items()
+    ]
+    frozen = [f"cfg.model.freeze_language_model = {'language' in plan.frozen_towers}"]
+    for name, tower in (("encoders", "vision"), ("projections", "projector")):
+        frozen.append(f'cfg.model.freeze_modality_{name} = {{"images": {tower in plan.frozen_towers}}}')
+    return "\n".join(
+        [
+            "MegatronMIMOProvider.from_standard_provider(  # from megatron.bridge.models.megatron_mimo",
+            "  cfg.model, MegatronMIMOParallelismConfig(module_parallelisms={",
+            *grids,
+            "  }),",
+            ")",
+            *frozen,
+            f"# {modules['images']['rank_offset'] + modules['images']['data_parallel_size']} processes; start it with "
+            "pretrain_megatron_mimo(cfg, ...)",
+        ]
     )
 
 
@@ -252,6 +321,7 @@ TARGETS = {
         can=_can_run,
         export=export_bridge,
         lora=(16,),
+        has_own=True,
     ),
     "ms-swift": Target(
         title="ms-swift",

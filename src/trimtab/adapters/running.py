@@ -32,10 +32,11 @@ from trimtab.plan.decide.stages import (
     rank_bytes,
     relative_time,
 )
-from trimtab.plan.decide.work import above_all, packed_work, select_rows
+from trimtab.plan.decide.work import Lanes, above_all, packed_work, select_rows
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan, replan
 from trimtab.plan.options import PlanOptions
+from trimtab.plan.plan import VisionDecision
 from trimtab.specs import AttentionSpec, LayerSpec, ModelSpec, ParallelDims, Stage, recomputing, tiers_of
 from trimtab.units import format_bytes, format_seconds
 
@@ -91,6 +92,8 @@ class Decided:
     launch: Launch = Launch()
     max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
     samples_per_pack: float = 1.0  # the mean
+    global_batch: int | None = None  # samples of every step; None: it varies
+    own: VisionDecision | None = None  # of a tower on devices of its own
 
     @property
     def packs_per_step(self) -> int:
@@ -99,8 +102,11 @@ class Decided:
 
     @property
     def samples_per_step(self) -> int:
-        """What a host counts that takes no packs: micro-batches of one sample, about as many a step as planned."""
-        return self.dims.dp * max(1, round(self.num_microbatches * self.samples_per_pack))
+        """What a host counts that takes no packs: micro-batches of one sample, as many a step as its ranks divide."""
+        per_rank = self.num_microbatches * self.samples_per_pack
+        if self.global_batch is not None:
+            per_rank = self.global_batch / self.dims.dp
+        return self.dims.dp * max(1, round(per_rank))
 
     def __post_init__(self) -> None:
         pp, num_chunks = self.dims.pp, self.num_chunks
@@ -133,6 +139,7 @@ class Target:
     is the step time of the best plan that it can run, relative to this plan's; infinite where none fits."""
     host: HostName = "megatron"  # what it does by itself, which is priced where the plan says nothing
     lora: tuple[int, ...] = ()  # bits of frozen weights next to which its export tells adapters; none: it cannot
+    has_own: bool = False  # whether its export tells devices of the tower's own
     packs_by_tokens: bool = False  # whether its trainer packs by itself: greedily, by tokens
 
     def refuse_lora(self, lora: Lora | None) -> None:
@@ -165,6 +172,8 @@ def decided(found: ReloadedPlan, host: HostName) -> Decided:
         ),
         max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
         samples_per_pack=len(case.packing.indices) / case.packing.num_packs,
+        global_batch=None if options.fills_packs else options.global_batch,
+        own=case.vision.decision if case.vision is not None and isinstance(case.apart, Lanes) else None,
     )
 
 
@@ -231,13 +240,16 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     target.refuse_lora(case.options.lora)
     can, said = target.can(case.model, case.setting.dims.pp), []
     refuse(degree_problems(case.setting.dims, target.title, can.degrees))
+    is_own = isinstance(case.apart, Lanes)
+    if is_own and not target.has_own:
+        raise UnsupportedPlanError(f"{target.title} has no tower on devices of its own: export to megatron-bridge")
     try:
         exported = target.export(decided(found, target.host), None)
     except UnsupportedPlanError:
         best = best_expressible(case, can)
         price = math.inf if best is None else relative_time(case, best, planned)
         exported = target.export(decided(found, target.host), price)
-    if case.vision is not None:
+    if case.vision is not None and not is_own:
         said.append(
             f"{target.title} shares no images over {case.vision.decision.group}: use trimtab.vision.vision_dp_from_plan"
         )

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from trimtab.errors import PartitionError, PlanError, refuse_type
+from trimtab.errors import PartitionError, PlanError, join_problems, refuse_type
 from trimtab.files import write_atomically, written_together
 from trimtab.options import VisionGroup
 from trimtab.partition.assess import SplitResult
@@ -19,14 +20,17 @@ from trimtab.plan.decide.groups import GROUPS, group_degree
 from trimtab.plan.decide.members import default_global_batch
 from trimtab.plan.decide.search import Tiers, choose_setting
 from trimtab.plan.decide.setting import EQUAL, ChosenSetting, Priced
-from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split
+from trimtab.plan.decide.stages import ABOUT_SPLIT, Expressible, SplitChoice, best_expressible, choose_split, epoch_s
 from trimtab.plan.decide.towers import (
     MUST_GAIN,
+    SharedSplit,
     VisionChosen,
     choose_vision,
     least_epoch_s,
     rank_work,
     settings_apart,
+    settings_own,
+    split_own,
     whole_tower,
 )
 from trimtab.plan.decide.work import band_sentence, host_sentences
@@ -48,6 +52,7 @@ _MOST_SHARED, _SHARING_GAINS = 4, 1.3  # settings that are tried with shared ima
 _SEARCH_GAINS = 1.05  # what the search on the epoch's own steps may gain for a pipeline, over its price at mean packs
 _MOST_OPEN = 1  # other settings at which forms of sharing are simulated, where the form is left open
 _ALIKE = 0.9  # of what a setting's own price is above its bound, with its images shared
+_OF_THE_DECODER = ("dp", "pp", "tp", "cp", "num_microbatches", "max_patches", "max_tokens")  # if its grid is its own
 _MOST_DEVICES_A_SAMPLE = 128  # a replica of the model is no larger: tp 8 x pp 16
 
 
@@ -93,14 +98,19 @@ def make_plan(
     samples, rows, budget, asked = epoch.samples, epoch.rows, MemoryBudget.of(cluster, options), options
     if cluster.num_devices > _MOST_DEVICES_A_SAMPLE * len(rows):
         raise PlanError(f"{cluster.num_devices} devices have {len(rows)} samples: give more data, or fewer devices")
-    options, chosen = _choose(model, epoch, cluster, asked, budget, tiers, _step(progress, "settings"))
+    is_own = asked.vision.group == "own"
+    decoder: dict[str, Any] = {name: getattr(asked, name) for name in _OF_THE_DECODER} if is_own else {}
+    left_open: dict[str, Any] = dict.fromkeys(decoder)
+    grid = replace(asked, **left_open)  # what a tower on devices of its own is compared with
+    options, chosen = _choose(model, epoch, cluster, grid, budget, tiers, _step(progress, "settings"))
+    options = replace(options, **decoder)
     settled = _settle(model, epoch, cluster, options, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options_of_search, options = case.setting, options, case.options
     variants = compare_variants(
         case, split.stages, without=settled.without, elsewhere=tried.listed, progress=_step(progress, "simulation")
     )
-    tied = tied_settings(tried)
+    tied = () if is_own else tied_settings(tried)
     tips = find_tips(model, epoch.drawn, cluster, options_of_search, tied) if len(tied) > 1 else ()
     return assemble_plan(
         case,
@@ -158,7 +168,7 @@ class _Settled:
     """The setting that is taken, and the stages at it."""
 
     tried: ChosenSetting  # those before it left out
-    without: SplitChoice  # where no image is shared
+    without: SplitChoice | None  # where no image is shared; None: the tower has devices of its own
     vision: VisionChosen
     split: SplitResult
 
@@ -179,6 +189,10 @@ def _settle(
     packs does not hold.
     """
     group = chosen.best.options.vision.group
+    if group == "own":
+        if within is not None:
+            raise PlanError("no framework of --for has its tower on devices of its own: leave --for out")
+        return _settle_own(model, epoch, cluster, options, budget, chosen)
     if group == "auto" or group == "shared":
         return _settle_open(model, epoch, cluster, options, budget, chosen, within)
     left, most = list(chosen.by_preference), 1
@@ -239,6 +253,7 @@ def _settle_open(
     grid = _settle(model, epoch, cluster, options, budget, replace(chosen, considered=tuple(plain)), within)
     vision = chosen.best.options.vision
     case = replace(grid.vision.best.case, options=replace(grid.vision.best.case.options, vision=vision))
+    assert grid.without is not None, "its tower is on the decoder's grid"
     shared = choose_vision(case, grid.without, replica=within is None)
     settled = [replace(grid, vision=shared)]
     if shared.best.case.vision is not None:
@@ -269,6 +284,37 @@ def _settle_open(
         settled += [] if one is None else [one]
     gaining = [x for x in settled[1:] if x.vision.best.case.vision is not None and x.vision.best.epoch_s <= limit_s]
     return min([settled[0], *gaining], key=lambda x: x.vision.best.epoch_s)
+
+
+def _settle_own(
+    model: ModelSpec,
+    epoch: Epoch,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    budget: MemoryBudget,
+    chosen: ChosenSetting,
+) -> _Settled:
+    """The fastest with the tower on devices of its own; the best single grid is what it is compared with."""
+    plain = [replace(x, options=replace(x.options, vision=VisionChoice())) for x in chosen.considered]
+    grid = _settle(model, epoch, cluster, options, budget, replace(chosen, considered=tuple(plain)), None).vision.best
+    # each setting of the decoder, its tower's activations kept or not
+    tried, misfits = list[tuple[Priced, SharedSplit]](), list[str]()
+    for priced, num in settings_own(model, epoch.drawn, cluster, options, budget):
+        try:
+            case = pack_case(model, epoch, cluster, budget, priced.setting, priced.options)
+            tried += [(priced, found) for found in split_own(case, num)]
+        except (PartitionError, PlanError) as error:
+            misfits.append(str(error))
+    if not tried:
+        raise PartitionError(join_problems(misfits or ["no part of the devices holds the decoder alone: use more"]))
+    priced, best = min(tried, key=lambda x: x[1].epoch_s)
+    # the search on the epoch's own steps
+    found = choose_split(best.case)
+    best = replace(best, found=found, epoch_s=epoch_s(best.case, found.split.stages))
+    rate, steps = len(best.case.packing.indices) / best.epoch_s, best.case.schedule.num_steps
+    priced = replace(priced, step_s=best.epoch_s / steps, samples_per_s=rate, peak_bytes=found.split.peak_bytes)
+    vision = VisionChosen(best=best, tried=(grid, best))
+    return _Settled(tried=chosen.taking(priced), without=None, vision=vision, split=found.split)
 
 
 def _expected_s(model: ModelSpec, epoch: Epoch, priced: Priced, whole: FloatArray, *, replica: bool) -> float:

@@ -88,9 +88,17 @@ def read_layout(plan: Plan) -> PipelineLayout:
         if degree > 1:
             raise UnsupportedPlanError(f"this runtime has no {axis} {degree}: plan with {axis} 1, or export the plan")
     images = decisions.vision_data_parallel
+    if images is not None and images.group == "own":  # one more stage, in front
+        dp = decisions.parallel.dp
+        if images.degree != dp:
+            raise UnsupportedPlanError(
+                f"this runtime gives each of dp {dp} one device for the tower, not {images.degree} for all: plan with "
+                f"--set tower_devices={dp}"
+            )
+        images = None
     if images is not None and images.group not in ("dp", "replica"):
         raise UnsupportedPlanError(
-            f"images are not shared over {images.group} here: plan with --set towers=replica, dp or one-grid"
+            f"images are not shared over {images.group} here: plan with --set towers=replica, own, dp or one-grid"
         )
     return PipelineLayout(
         images=images,

@@ -112,7 +112,7 @@ def parse_baseline(text: str) -> Baseline:
 # What a user may ask of vision data parallel.
 
 
-GroupChoice = Literal["one-grid", "auto", "shared", "replica", "tp", "cp", "tp_cp", "dp"]
+GroupChoice = Literal["one-grid", "auto", "shared", "replica", "own", "tp", "cp", "tp_cp", "dp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class VisionChoice:
         GroupChoice,
         Option(
             "The grid of vision towers: the decoder's, images shared among ranks of it (shared: the best of tp, cp, "
-            "tp_cp, dp), every device of a replica, or auto: what gains 2 %.",
+            "tp_cp, dp), every device of a replica, devices of its own, or auto: what gains 2 %.",
             flag="--towers",
         ),
     ] = "one-grid"
@@ -139,6 +139,14 @@ class VisionChoice:
             "Micro-batches whose images are encoded in one call; default: chosen.", flag="--vision-pooling", least=1
         ),
     ] = None  # None: those of the shortest epoch that fit the memory
+    devices: Annotated[
+        int | None,
+        Option(
+            "Devices of the tower's own, under towers=own; default: all that the decoder leaves.",
+            flag="--tower-devices",
+            least=1,
+        ),
+    ] = None
     rule: Annotated[Rule, Option("Any image to any rank, or runs of images in order.", flag="--vision-rule")] = (
         "balanced"
     )
@@ -149,7 +157,7 @@ class VisionChoice:
     def problems(self) -> Iterator[str]:
         """Yield what no plan could follow of values that options take, a sentence each."""
         if self.group == "one-grid" and self != VisionChoice():
-            yield "vision_rule, vision_pooling and vision_objective need a group: give --set towers=auto too"
+            yield "vision_rule, vision_pooling, vision_objective and tower_devices need a group: give --set towers=auto"
 
 
 ScheduleChoice = Literal["1F1B", "GPipe", "Interleaved1F1B", "ZBH1", "ZBVZeroBubble", "auto"]

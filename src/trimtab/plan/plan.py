@@ -404,6 +404,7 @@ class VisionDecision:
 
     Ranks of tp and of cp hold the same images (`gather`), those of dp images of their own (`dispatch`). With `replica`
     the tower is on every device of tp x pp x cp, and encodes a step's images before its pipeline, which has no tower.
+    With `own` it is on `degree` devices after those of the pipelines, and sends features to their first stages.
     """
 
     group: VisionGroup
@@ -413,17 +414,26 @@ class VisionDecision:
     rule: Rule
     objective: VisionObjective  # what the shares are balanced by: the tower's seconds, or the bytes it holds
     reduction: VisionReduction | None  # of the vision gradients over tp; null: the sum over dp and cp stays as it is
-    recompute: Literal["full"] | None = None  # of a tower on the replica; none, and no such key: activations are kept
+    recompute: Literal["full"] | None = None  # of a tower apart; none, and no such key: activations are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
+    """What runs: all that the runtime and the exports read."""
+
     parallel: ParallelDecision
     schedule: ScheduleDecision
     stages: tuple[StageDecision, ...]
     recompute: tuple[RecomputeDecision, ...]
     packing: PackingDecision
     vision_data_parallel: VisionDecision | None = None  # none, and no such key: every rank encodes what it holds
+
+    @property
+    def num_devices(self) -> int:
+        """Return the devices that the run uses, those of a tower's own included."""
+        dims, vision = self.parallel, self.vision_data_parallel
+        own = vision.degree if vision is not None and vision.group == "own" else 0
+        return dims.dp * dims.pp * dims.tp * dims.cp + own
 
 
 # -- the plan ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from trimtab.balance.packing import PackResult
 from trimtab.costs.measured.fitted import Calibration, LoggedRun, Term, TermFit, apply_terms, fit_runs
 from trimtab.errors import PlanError
 from trimtab.plan.build import Progress, Within, make_plan
-from trimtab.plan.decide.work import as_run, timed_steps, times_of
+from trimtab.plan.decide.work import Lanes, as_run, timed_steps, times_of
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.options import PlanOptions, PlanOrigin
@@ -67,6 +67,8 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
     if not log.comparable:
         raise PlanError(f"the run was on {header.device}, the plan is for {header.planned_device}: plan for that")
     table, dims = case.schedule.table, case.setting.dims
+    if isinstance(case.apart, Lanes):
+        raise PlanError("a tower on devices of its own was planned, whose runs no fit knows: plan again instead")
     if (header.dp, header.num_microbatches) != table.shape[1:]:
         raise PlanError(
             f"the run had dp {header.dp} x {header.num_microbatches}, the plan {table.shape[1]} x {table.shape[2]}: "
@@ -78,10 +80,10 @@ def learn_from(found: ReloadedPlan, log: RunLog) -> Lesson:
     # 1. what the plan expects of each of these steps, and which rank it waits for
     steps = np.array([x.step - 1 for x in records])
     problem = case.problem
-    work, rows = as_run(case.work, table[steps], problem)
-    times = times_of(work, found.stages, problem.profile, case.cluster)
-    phases_s = None if case.phases is None else case.phases.step_s[steps]
-    planned_s = timed_steps(times, rows, found.stages, problem, phases_s=phases_s)
+    apart = None if case.apart is None else case.apart.of_steps(steps)
+    work, rows = as_run(case.work, table[steps], problem, apart)
+    times = times_of(work, found.stages, problem.profile, case.cluster, apart=apart)
+    planned_s = timed_steps(times, rows, found.stages, problem, apart=apart)
     measured_s = np.array([x.step_s - x.data_s for x in records])
     # 2. the fit, on steps spread over the run
     chosen = np.unique(np.linspace(0, len(records) - 1, num=min(_MOST_FITTED, len(records))).astype(np.int64))

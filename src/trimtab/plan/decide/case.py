@@ -14,6 +14,9 @@ from trimtab.plan.decide.epoch import Epoch
 from trimtab.plan.decide.steps import fill_epoch, share_epoch
 from trimtab.plan.decide.work import (
     IMAGE_TERMS,
+    Apart,
+    Lanes,
+    Phases,
     join_samples,
     joins_samples,
     limit_work,
@@ -93,22 +96,6 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Phases:
-    """What encoding before and after the pipeline takes, where a tower is on every device of a replica."""
-
-    seconds: FloatArray  # (num_steps, dp) of both phases, with the exchange of features
-    update_s: float  # of the tower's gradients and parameters, on every device
-    state_bytes: float  # of the tower, on every device
-    saved_bytes: float  # that it holds from the first phase to the last
-    moment_bytes: float  # on top of them while it computes, when the pipeline holds nothing
-
-    @property
-    def step_s(self) -> FloatArray:
-        """(num_steps, dp) seconds that a step takes outside of its pipeline."""
-        return self.seconds + self.update_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedVision:
     """How a case's images are shared, and what its work and its profile are without it."""
 
@@ -117,7 +104,7 @@ class SharedVision:
     held: FloatArray  # as `work`, of what a rank holds: a pooled call is held whole by each of its micro-batches
     profile: Profile
     largest: FloatArray  # (3,) patches, patches_sq, patches_windowed: the most of a share, with the limits' margin
-    phases: Phases | None = None  # None: the pipeline holds the tower
+    apart: Apart | None = None  # None: the pipeline holds the tower
     estimate: VisionEstimate  # but for bytes of state and activations, which depend on the stages
 
 
@@ -148,13 +135,16 @@ class Case:
             self.setting.max_tokens,
             joined=joins_samples(self.options.attention),
         )
-        model, phases, budget = self.model, self.phases, self.budget
+        model, apart, budget = self.model, self.apart, self.budget
         # a share of the images in place of whole packs; the tower stays in one piece
         if self.vision is not None:
             work_max[IMAGE_TERMS] = self.vision.largest
-            model = replace(model, forbidden_cuts=model.forbidden_cuts | tower_cuts(model))
-        if phases is not None:  # on every device, whatever its stage
-            everywhere = phases.state_bytes + phases.saved_bytes
+            cuts = tower_cuts(model)
+            if isinstance(apart, Lanes):  # the first stage of a pipeline holds a part of the decoder
+                cuts |= {max(cuts) + 1}
+            model = replace(model, forbidden_cuts=model.forbidden_cuts | cuts)
+        if isinstance(apart, Phases):  # on every device, whatever its stage
+            everywhere = apart.state_bytes + apart.saved_bytes
             budget = replace(budget, outside_bytes=budget.outside_bytes + everywhere)
         return split_problem(
             model,
@@ -167,9 +157,9 @@ class Case:
         )
 
     @property
-    def phases(self) -> Phases | None:
-        """What comes before and after the pipeline; None: nothing."""
-        return None if self.vision is None else self.vision.phases
+    def apart(self) -> Apart | None:
+        """What a tower does outside of the pipeline; None: nothing."""
+        return None if self.vision is None else self.vision.apart
 
     @cached_property
     def held_work(self) -> FloatArray:

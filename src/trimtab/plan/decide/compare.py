@@ -15,20 +15,23 @@ import numpy as np
 
 from trimtab.balance.packing import MOST_LIMIT, pack_samples
 from trimtab.balance.schedule import schedule_packs
-from trimtab.options import PackMethod, RecomputeMode, same_fields
+from trimtab.options import PackMethod, RecomputeMode, ScheduleName, same_fields
 from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.published import even_stages, full_recompute
 from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.simulate import StageTimes, Timeline, simulate, simulate_steps
 from trimtab.partition.stages import SplitProblem, split_stages
-from trimtab.plan.decide.case import Case, Phases
+from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
 from trimtab.plan.decide.work import (
     PATCHES,
     TOKENS,
+    Apart,
+    Lanes,
     above_all,
     as_run,
+    lanes_first,
     packed_work,
     padded_work,
     rank_step_s,
@@ -91,7 +94,7 @@ class Run:
     packs: str  # how micro-batches were made, in words
     work: FloatArray  # (num_packs, len(WORK_TERMS))
     schedule: Schedule
-    phases: Phases | None = None  # next to the pipelines
+    apart: Apart | None = None  # what a tower does outside of the stages
     held: FloatArray | None = None  # as `work`, before ranks share images; None: they do not
     stages: tuple[Stage, ...] = ()
     rules: tuple[str, str] = ("", "")  # how stages and recompute came about, in words
@@ -119,7 +122,8 @@ def compare_variants(
 ) -> tuple[Variant, ...]:
     """Baseline, then with balanced packs, then balanced stages, then the plan: each adds one decision.
 
-    Where ranks share images, that is the last one, and the rows above are those of the case without it.
+    Where ranks share images, that is the last one, and the rows above are those of the case without it; a tower on
+    devices of its own follows the baseline, for its pipelines were never meant to hold it.
 
     The baseline is what a launcher does when nobody decides: padded batches, random or grouped by length, or greedy
     packs where the host packs, of the size that is fastest and fits; as many blocks on every stage; and recompute
@@ -130,7 +134,8 @@ def compare_variants(
     """
     # 1. the plan's own packs, on the stages that each row is about
     shared, case = case, case.without_vision()
-    if shared.vision is not None and without is None:
+    is_own = isinstance(shared.apart, Lanes)
+    if shared.vision is not None and without is None and not is_own:
         without = choose_split(case)
     problem = case.problem
     plain = Run(
@@ -140,26 +145,33 @@ def compare_variants(
         work=case.work,
         schedule=case.schedule,
     )
-    balanced = _balanced_stages(case, None if without is None else without.one_switch)
+    if is_own:
+        balanced = _Balanced(stages=tuple(stages), rules=("balanced", "as needed"))
+    else:
+        balanced = _balanced_stages(case, None if without is None else without.one_switch)
     recompute = {"auto": "as needed", "none": "none", "full": "full"}[problem.recompute]
     planned = replace(plain, stages=tuple(stages), rules=("balanced", recompute))
     alone = planned if shared.vision is None or without is None else replace(planned, stages=without.split.stages)
     # 2. a row adds one decision to the row above it
-    runs = [
-        *_baselines(case, balanced, elsewhere),
-        _uniform(replace(plain, name="balanced packs")),
-        replace(plain, name="balanced stages", stages=balanced.stages, rules=balanced.rules),
-        replace(alone, name="recompute as needed" if problem.recompute == "auto" else "the plan"),
-    ]
+    runs = _baselines(case, balanced, elsewhere)
+    runs += (
+        ()
+        if is_own
+        else (
+            _uniform(replace(plain, name="balanced packs")),
+            replace(plain, name="balanced stages", stages=balanced.stages, rules=balanced.rules),
+            replace(alone, name="recompute as needed" if problem.recompute == "auto" else "the plan"),
+        )
+    )
     if shared.vision is not None:
         runs.append(
             replace(
                 planned,
-                name="images shared",
+                name="tower on devices of its own" if is_own else "images shared",
                 problem=shared.problem,
                 work=shared.work,
                 held=case.work,
-                phases=shared.phases,
+                apart=shared.apart,
             )
         )
     # 3. every step of every row through the simulator
@@ -386,7 +398,7 @@ def simulate_plan(case: Case, stages: Sequence[Stage]) -> Variant:
     """The plan's own row, without those it is compared with."""
     held = None if case.vision is None else case.without_vision().work
     run = Run(name="the plan", problem=case.problem, packs="", work=case.work, schedule=case.schedule, held=held)
-    run = replace(run, phases=case.phases)
+    run = replace(run, apart=case.apart)
     return simulate_run(replace(run, stages=tuple(stages)), case.cluster)
 
 
@@ -395,18 +407,30 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     problem, table = run.problem, run.schedule.table
     dims, busy = problem.profile.dims, table[table >= 0]
     # seconds of all steps; idle is what is left of the pipelines' part, exchange and optimizer aside
-    work, table = as_run(run.work, table, problem)
-    times = times_of(work, run.stages, problem.profile, cluster)
-    own = times_of(run.work, run.stages, problem.profile, cluster) if problem.lockstep else times
-    alone_s = step_s = timed_steps(times, table, run.stages, problem)
-    if run.phases is not None:  # idle is counted while pipelines run
-        step_s = timed_steps(times, table, run.stages, problem, phases_s=run.phases.step_s)
-    pipeline_s = float(alone_s.sum()) - len(step_s) * rank_step_s(problem, run.stages)
-    busy_s = float((own.forward_s + own.backward_s)[:, busy].sum())
-    idle_share = 1.0 - busy_s / (pipeline_s * dims.pp * dims.dp)
+    work, table = as_run(run.work, table, problem, run.apart)
+    times = times_of(work, run.stages, problem.profile, cluster, apart=run.apart)
+    own = times_of(run.work, run.stages, problem.profile, cluster)
+    step_s = timed_steps(times, table, run.stages, problem, apart=run.apart)
+    lanes = run.apart if isinstance(run.apart, Lanes) else None
+    alone_s = step_s if lanes or run.apart is None else timed_steps(times, table, run.stages, problem)
+    update_s = max(rank_step_s(problem, run.stages), lanes.update_s if lanes else 0.0)
+    pipeline_s = float(alone_s.sum()) - len(step_s) * update_s
+    busy_s, num_ranks = float((own.forward_s + own.backward_s)[:, busy].sum()), float(dims.pp * dims.dp)
+    if lanes:  # a rank of the pipelines is tp x cp devices
+        encoders = lanes.num_devices / (dims.tp * dims.cp)
+        busy_s += float((lanes.forward_s + lanes.backward_s).sum()) * encoders / lanes.forward_s.shape[1]
+        num_ranks += encoders
+    idle_share = 1.0 - busy_s / (pipeline_s * num_ranks)
     # memory at the largest pack, stages at the mean one
     assessed = replace(problem, work_mean=run.work.mean(axis=0)).assess(run.stages)
     held = run.work if run.held is None else run.held
+    stages, memory = run.stages, assessed.memory
+    forward_s, backward_s = assessed.forward_s, assessed.backward_s
+    if lanes:
+        stages = lanes_first(stages, _num_tower(problem), lanes.recompute)
+        memory = (lanes.memory(problem), *memory)
+        forward_s = (float(lanes.forward_s.mean()), *forward_s)
+        backward_s = (float(lanes.backward_s.mean()), *backward_s)
     return Variant(
         name=run.name,
         packs=run.packs,
@@ -414,23 +438,30 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
         recompute_rule=run.rules[1],
         pack_patches=held[:, PATCHES],
         pack_tokens=held[:, TOKENS],
-        stages=run.stages,
-        stage_forward_s=np.array(assessed.forward_s),
-        stage_backward_s=np.array(assessed.backward_s),
-        memory=assessed.memory,
+        stages=stages,
+        stage_forward_s=np.array(forward_s),
+        stage_backward_s=np.array(backward_s),
+        memory=memory,
         step_s=step_s,
         idle_share=idle_share,
         fits=run.fits,
-        timeline=_typical_timeline(times, table, step_s, problem),
+        timeline=_typical_timeline(times, table, step_s, problem.schedule, problem.num_stages + (lanes is not None)),
     )
 
 
-def _typical_timeline(times: StageTimes, table: IntArray, step_s: FloatArray, problem: SplitProblem) -> Timeline:
+def _num_tower(problem: SplitProblem) -> int:
+    """Layers of tower and projector, which are the model's first."""
+    return sum(layer.tower != "language" for layer in problem.profile.layers)
+
+
+def _typical_timeline(
+    times: StageTimes, table: IntArray, step_s: FloatArray, schedule: ScheduleName, num_devices: int
+) -> Timeline:
     """The slowest rank of the step of median length."""
     step = int(np.argsort(step_s, kind="stable")[len(step_s) // 2])
-    makespan_s = simulate_steps(times, table[step][:, None], schedule=problem.schedule, num_devices=problem.num_stages)
+    makespan_s = simulate_steps(times, table[step][:, None], schedule=schedule, num_devices=num_devices)
     slowest = _columns(times, table[step, int(makespan_s.argmax())])
-    return simulate(slowest, schedule=problem.schedule, num_devices=problem.num_stages)
+    return simulate(slowest, schedule=schedule, num_devices=num_devices)
 
 
 def _columns(times: StageTimes, packs: IntArray) -> StageTimes:

@@ -21,9 +21,9 @@ def groups_of(choice: GroupChoice) -> tuple[VisionGroup, ...]:
     if choice == "one-grid":
         return ()
     if choice == "auto":
-        return GROUPS
+        return tuple(group for group in GROUPS if group != "own")
     if choice == "shared":
-        return tuple(group for group in GROUPS if group != "replica")
+        return tuple(group for group in GROUPS if group not in ("replica", "own"))
     return (choice,)
 
 
@@ -33,8 +33,9 @@ def over_tp(group: VisionGroup) -> bool:
 
 
 def exchange_of(group: VisionGroup) -> VisionExchange:
-    """Return how features come together among ranks that hold the same images, or images of their own."""
-    return "dispatch" if group == "dp" else "gather"
+    """Return how features come together: among ranks that hold the same images, or images of their own, or none."""
+    exchanges: dict[VisionGroup, VisionExchange] = {"dp": "dispatch", "own": "send"}
+    return exchanges.get(group, "gather")
 
 
 def reduction_of(group: VisionGroup) -> VisionReduction | None:
@@ -51,7 +52,12 @@ def group_axes(group: VisionGroup) -> tuple[str, ...]:
 
 
 def group_degree(group: VisionGroup, parallel: ParallelDecision | ParallelDims) -> int:
-    """Ranks of the group; 1 where it is not a group of its own: tp_cp needs both, a replica a pipeline."""
+    """Ranks of the group; 1 where it is not a group of its own: tp_cp needs both, a replica a pipeline.
+
+    Devices of the tower's own are none of these ranks.
+    """
+    if group == "own":
+        return 1
     degrees = [getattr(parallel, axis) for axis in group_axes(group)]
     needed = degrees[:1] if group == "replica" else degrees
     return 1 if min(needed) == 1 else math.prod(degrees)
@@ -66,7 +72,9 @@ def decision_problems(
     """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
     # the group itself: there is one, and it is as large as was decided
     group, degree = decision.group, group_degree(decision.group, parallel)
-    if degree == 1:
+    if group == "own":
+        yield from _own_problems(decision, parallel, schedule)
+    elif degree == 1:
         alone = ["pp"] if group == "replica" else [x for x in group_axes(group) if getattr(parallel, x) == 1]
         others = [other for other in GROUPS if group_degree(other, parallel) > 1]
         cure = f"choose {' or '.join(others)}, or leave it out" if others else "leave it out"
@@ -83,7 +91,7 @@ def decision_problems(
             f"vision data parallel over {group} was asked for with exchange {decision.exchange} and reduction "
             f"{decision.reduction or 'null'}: over {group} they are {exchange_of(group)} and {reduction or 'null'}"
         )
-    if decision.recompute and group != "replica":
+    if decision.recompute and group not in ("replica", "own"):
         yield f"recompute of a tower shared over {group} is decided by stages: leave vision_data_parallel.recompute out"
     # how many micro-batches one call of the tower holds
     if group == "replica":
@@ -92,8 +100,21 @@ def decision_problems(
                 f"vision pooling {decision.pooling} was asked for over a replica, which encodes the "
                 f"{schedule.num_microbatches} micro-batches of a step at once: leave it out"
             )
-    elif decision.pooling > 1:
+    elif decision.pooling > 1 and group != "own":
         yield from _pooling_problems(decision, parallel, schedule, model)
+
+
+def _own_problems(
+    decision: VisionDecision, parallel: ParallelDecision | ParallelDims, schedule: ScheduleDecision
+) -> Iterator[str]:
+    degree, dp = decision.degree, parallel.dp
+    if degree < 1 or max(degree, dp) % min(degree, dp):
+        yield f"{degree} devices of the tower's own do not share dp {dp} evenly: make one a multiple of the other"
+    if schedule.name != "1F1B" or decision.pooling > 1:
+        yield (
+            f"a tower on devices of its own was asked for with {schedule.name} and pooling {decision.pooling}: it "
+            "encodes each micro-batch of 1F1B in one call"
+        )
 
 
 def _pooling_problems(

@@ -12,12 +12,21 @@ from dataclasses import replace
 import numpy as np
 
 from trimtab.balance.images import tower_seconds
-from trimtab.costs.formula.settings import Efficiency
+from trimtab.costs.formula.settings import ITEM_BYTES, Efficiency
+from trimtab.plan.decide.apart import (
+    encode_phases,
+    features_held,
+    own_calls,
+    own_lanes,
+    tower_alone,
+    without_tower,
+)
 from trimtab.plan.decide.case import Case, SharedVision
 from trimtab.plan.decide.exchange import (
     Exchange,
     ImageSizes,
     Shares,
+    feature_values,
     image_sizes,
     num_trained,
     plus_constant,
@@ -27,9 +36,8 @@ from trimtab.plan.decide.exchange import (
     with_exchange,
 )
 from trimtab.plan.decide.groups import over_tp
-from trimtab.plan.decide.replica import encode_phases, features_held, tower_alone, without_tower
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, limit_work
+from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, Apart, limit_work
 from trimtab.plan.plan import VisionDecision, VisionEstimate, VisionRankEstimate
 from trimtab.specs import FloatArray, Profile, Stage
 from trimtab.units import MIB, round_digits, round_gib
@@ -45,8 +53,8 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
     features each rank holds. Ranks of cp hold the tower whole, and add its gradients up with those of dp, shared or
     not. Not priced: the few integers that ranks exchange before each call.
     """
-    if decision.group == "replica":
-        return _share_replica(case, decision)
+    if decision.group in ("replica", "own"):
+        return (_share_replica if decision.group == "replica" else _share_own)(case, decision)
     # 1. the tower of a rank, and which packs one call of it encodes
     plain = case.without_vision()
     profile = _whole_towers(plain) if over_tp(decision.group) else plain.setting.profile
@@ -88,18 +96,48 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
 
 
 def _share_replica(case: Case, decision: VisionDecision) -> Case:
-    """As `share_vision`, with the tower outside the pipeline: see `replica`."""
+    """As `share_vision`, with the tower on every device of a replica: see `apart`."""
     plain = case.without_vision()
     # the tower outside of the pipeline, on every device; the pipeline without it
-    alone = tower_alone(plain)
+    alone = tower_alone(plain, case.cluster.num_devices)
     sizes, pools = image_sizes(plain.samples, plain.model), pool_packs(plain.schedule.table, decision)
     found = share_calls(plain, alone, decision, sizes, pools)
     margin = _margin(plain)
     exchange = price_exchange(plain, decision, sizes, pools, margin=float(margin[0]))
     phases = encode_phases(plain, alone, decision, replace(found, largest=found.largest * margin), exchange)
+    profile = without_tower(plain.setting.profile, step_bytes=features_held(plain, exchange))
+    pooled = _once_a_pool(alone, decision.pooling)
+    return _apart(plain, profile, decision, phases, _summarise(plain, pooled, decision, found, exchange, sizes))
+
+
+def _share_own(case: Case, decision: VisionDecision) -> Case:
+    """As `share_vision`, with the tower on devices of its own: see `apart`."""
+    plain = case.without_vision()
+    alone, sizes = tower_alone(plain, decision.degree), image_sizes(plain.samples, plain.model)
+    found, num_lanes = own_calls(plain, alone, decision, sizes)
+    margin = _margin(plain)
+    lanes = own_lanes(plain, alone, decision, replace(found, largest=found.largest * margin), num_lanes)
+    # what crosses from the tower to the pipelines and back
+    row = feature_values(plain.model) * ITEM_BYTES[plain.options.dtype]
+    features, dp = plain.work[:, PATCHES] * row, plain.setting.dims.dp
+    most = float(features.max()) * float(margin[0])
+    exchange = Exchange(
+        received_bytes=float(features.sum()) / dp * (2 if lanes.return_s.any() else 1),
+        forward_s=float(lanes.send_s.sum()) / num_lanes,
+        backward_s=float(lanes.return_s.sum()) / num_lanes,
+        rows_sent=float(features.sum()) / dp,
+        largest_rows=most,
+    )
+    profile = without_tower(plain.setting.profile, pack_bytes=most)
+    shared = replace(decision, degree=decision.degree // num_lanes)
+    estimate = _summarise(plain, alone, shared, found, exchange, sizes, groups=num_lanes)
+    return _apart(plain, profile, decision, lanes, estimate)
+
+
+def _apart(plain: Case, profile: Profile, decision: VisionDecision, apart: Apart, estimate: VisionEstimate) -> Case:
+    """The case with a pipeline of this profile, which holds no tower."""
     work = plain.work.copy()
     work[:, IMAGE_TERMS] = 0.0
-    profile = without_tower(plain.setting.profile, features_bytes=features_held(plain, exchange))
     return replace(
         plain,
         work=work,
@@ -110,8 +148,8 @@ def _share_replica(case: Case, decision: VisionDecision) -> Case:
             held=work,
             profile=plain.setting.profile,
             largest=np.zeros(3),
-            phases=phases,
-            estimate=_summarise(plain, _once_a_pool(alone, decision.pooling), decision, found, exchange, sizes),
+            apart=apart,
+            estimate=estimate,
         ),
     )
 
@@ -173,12 +211,22 @@ def _once_a_pool(profile: Profile, pooling: int) -> Profile:
 
 
 def _summarise(
-    case: Case, profile: Profile, decision: VisionDecision, found: Shares, exchange: Exchange, sizes: ImageSizes
+    case: Case,
+    profile: Profile,
+    decision: VisionDecision,
+    found: Shares,
+    exchange: Exchange,
+    sizes: ImageSizes,
+    *,
+    groups: int | None = None,
 ) -> VisionEstimate:
-    """Of a mean step: forward and backward of vision tower and projector, without recompute; bytes of one rank."""
+    """Of a mean step: forward and backward of vision tower and projector, without recompute; bytes of one rank.
+
+    `groups`: of devices that share; None: as many as the ranks make.
+    """
     table = case.schedule.table
     num_steps, dp, _ = table.shape
-    groups = 1 if decision.group == "dp" else dp
+    groups = groups or (1 if decision.group == "dp" else dp)
     # 1. seconds of each rank's part of each call
     constant = _constant_s(profile) * decision.pooling
     called = found.seconds.any(axis=1, keepdims=True)
@@ -258,8 +306,8 @@ def _tower_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
 
     On the device of `stages` that holds most of them, at the largest micro-batch; workspace is not counted.
     """
-    if case.phases is not None:
-        return case.phases.state_bytes, case.phases.saved_bytes
+    if case.apart is not None:
+        return case.apart.state_bytes, case.apart.saved_bytes
     # what all micro-batches in flight keep adds up on a device, whatever its stages are
     problem, profile = case.problem, case.setting.profile
     split, work = problem.assess(stages), problem.work_max

@@ -147,8 +147,7 @@ def uniform_splits(problem: SplitProblem) -> list[SplitResult]:
 
 def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
     """Seconds of the whole data set on these stages."""
-    phases_s = None if case.phases is None else case.phases.step_s
-    return float(steps_of(case.work, case.schedule.table, stages, case.problem, case.cluster, phases_s=phases_s).sum())
+    return float(steps_of(case.work, case.schedule.table, stages, case.problem, case.cluster, apart=case.apart).sum())
 
 
 def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:

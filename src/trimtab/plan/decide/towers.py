@@ -1,4 +1,4 @@
-"""Which grid a tower has: the decoder's, shared among ranks of it, or every device of a replica.
+"""Which grid a tower has: the decoder's, shared among ranks of it, every device of a replica, or devices of its own.
 
 The choice is the shortest simulated epoch over the whole data set. A tower on the whole replica frees the pipeline of
 it, so that other degrees may be best: they are searched again for a model of the decoder alone.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -33,11 +33,11 @@ from trimtab.plan.decide.search import choose_setting
 from trimtab.plan.decide.setting import Priced, profile_setting
 from trimtab.plan.decide.sharing import share_vision, undivided_tower
 from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
-from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, pad_documents
-from trimtab.plan.options import PlanOptions
+from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, Phases, pad_documents
+from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.plan.plan import ScheduleDecision, VisionDecision
 from trimtab.specs import ClusterSpec, FloatArray, LayerCost, ModelSpec, ParallelDims, SampleTable
-from trimtab.units import format_bytes, format_seconds
+from trimtab.units import format_bytes, format_number, format_seconds
 
 _GOOD_ENOUGH = 1.005  # of the shortest epoch: then the smaller pool
 MUST_GAIN = 1.02
@@ -89,8 +89,10 @@ class VisionChosen:
                 "samples of three or more unlike images they are spread as log-normal sizes of such sums are: "
                 "`trimtab size` records them."
             )
-        if on_replica(self.best.case):
+        if vision is not None and vision.decision.group == "replica":
             about.append(ABOUT_REPLICA)
+        if vision is not None and vision.decision.group == "own":
+            about.append(_about_own(self.best))
         if vision is not None and over_tp(vision.decision.group):
             tp = self.best.case.setting.dims.tp
             about.append(f"Each of {tp} tensor-parallel ranks holds vision tower and projector whole.")
@@ -247,15 +249,22 @@ def _terms(layers: Sequence[LayerCost]) -> FloatArray:
 
 
 def _refuse_moment(case: Case, found: SplitChoice) -> None:
-    """`PartitionError` where the tower does not fit while it computes, with the state of the stages held."""
-    if case.phases is None:
+    """`PartitionError` where the tower does not fit while it computes, with the state of the stages held.
+
+    Or where it does not fit its own devices.
+    """
+    apart, problem = case.apart, case.problem
+    if apart is None:
         return
-    state = max(x.state_bytes for x in found.split.memory)
-    held = state + case.problem.overhead_bytes + case.phases.moment_bytes
-    if held > case.problem.memory_bytes:
+    if isinstance(apart, Phases):
+        held = max(x.state_bytes for x in found.split.memory) + problem.overhead_bytes + apart.moment_bytes
+        what, cure = "a step's share of the images", "give fewer micro-batches a step"
+    else:
+        held = apart.memory(problem).total_bytes
+        what, cure = "the tower on devices of its own", "give smaller packs"
+    if held > problem.memory_bytes:
         raise PartitionError(
-            f"a step's share of the images needs {format_bytes(held)} of a device that may fill "
-            f"{format_bytes(case.problem.memory_bytes)}: give fewer micro-batches a step"
+            f"{what} needs {format_bytes(held)} of a device that may fill {format_bytes(problem.memory_bytes)}: {cure}"
         )
 
 
@@ -283,16 +292,7 @@ def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], li
         ways = [(schedule.num_microbatches, way) for way in (None, "full") if kept in ("auto", way or "none")]
     decisions, first_problems = list[VisionDecision](), list[str]()
     for pooling, recompute in ways:
-        decision = VisionDecision(
-            group=group,
-            degree=group_degree(group, dims),
-            exchange=exchange_of(group),
-            pooling=pooling,
-            rule=choice.rule,
-            objective=choice.objective,
-            reduction=reduction_of(group),
-            recompute=recompute,
-        )
+        decision = _decision(case, group, group_degree(group, dims), pooling, recompute)
         problems = list(decision_problems(decision, dims, schedule, case.model))
         if problems:
             first_problems = first_problems or problems
@@ -301,9 +301,19 @@ def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], li
     return decisions, first_problems
 
 
-def on_replica(case: Case) -> bool:
-    """Whether the tower is on every device of a replica, apart from the pipeline."""
-    return case.vision is not None and case.vision.decision.group == "replica"
+def _decision(
+    case: Case, group: VisionGroup, degree: int, pooling: int, recompute: Literal["full"] | None
+) -> VisionDecision:
+    return VisionDecision(
+        group=group,
+        degree=degree,
+        exchange=exchange_of(group),
+        pooling=pooling,
+        rule=case.options.vision.rule,
+        objective=case.options.vision.objective,
+        reduction=reduction_of(group),
+        recompute=recompute,
+    )
 
 
 def _label(case: Case) -> str:
@@ -311,8 +321,10 @@ def _label(case: Case) -> str:
         return "not shared"
     decision = case.vision.decision
     pooled = f", {decision.pooling} micro-batches a call" if decision.pooling > 1 else ""
-    if decision.group == "replica":
+    if decision.group in ("replica", "own"):
         pooled = ", its forward again" if decision.recompute else ""
+    if decision.group == "own":
+        return f"on {decision.degree} devices of its own{pooled}"
     return f"over {decision.group} {decision.degree}{pooled}"
 
 
@@ -349,36 +361,145 @@ def settings_apart(
     if options.profile is not None or options.pp == 1:
         return
     # the tower on all devices, whose seconds no pipeline without it has
-    whole = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices))
-    work = samples.work(token_window=model.token_window).sum(axis=0) / len(samples)
-    work[MICROBATCHES] = 0.0
-    tower_s, all_s = (
-        float(work @ _terms([x for x in whole.layers if x.tower != "language" or with_language])) / cluster.num_devices
-        for with_language in (False, True)
-    )
+    tower_s, all_s = _seconds_a_sample(model, samples, cluster, options)
     if all_s > below_s:  # no division of the decoder takes fewer device-seconds than none
         return
-    none = np.zeros_like(samples.num_patches)
-    text = replace(
-        samples, num_images=none, num_patches=none, patches_sq=none, patches_windowed=none, image_patches=None
-    )
     alone = replace(options, max_patches=None)
     try:
         chosen = choose_setting(
-            decoder_only(model), text, cluster, alone, budget, pipelines_below_s=below_s - tower_s, without=without
+            decoder_only(model),
+            _without_images(samples),
+            cluster,
+            alone,
+            budget,
+            pipelines_below_s=below_s - tower_s,
+            without=without,
         )
     except PartitionError:
         return
-    per_token = float((samples.num_patches / np.maximum(samples.num_tokens, 1)).max())
     pipelines = [x for x in chosen.considered if x.setting.dims.pp > 1]
     for priced in pipelines[:_MOST_APART]:
         seconds = 1 / priced.samples_per_s / _SEARCH_GAINS + tower_s
         if seconds > below_s:
             break
-        most = options.max_patches or max(int(samples.num_patches.max()), round(per_token * priced.setting.max_tokens))
-        its = replace(priced.options, max_patches=options.max_patches)
-        profile = profile_setting(model, cluster, its, priced.setting.dims)
-        yield seconds, replace(priced, options=its, setting=replace(priced.setting, max_patches=most, profile=profile))
+        yield seconds, _of_whole_model(priced, model, samples, cluster, options)
+
+
+def _seconds_a_sample(
+    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions
+) -> tuple[float, float]:
+    """Return the least seconds a sample of the tower, and of the model, undivided and on all devices."""
+    whole = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices))
+    work = samples.work(token_window=model.token_window).sum(axis=0) / len(samples)
+    work[MICROBATCHES] = 0.0
+    tower = _terms([x for x in whole.layers if x.tower != "language"])
+    return float(work @ tower) / cluster.num_devices, float(work @ _terms(whole.layers)) / cluster.num_devices
+
+
+def _without_images(samples: SampleTable) -> SampleTable:
+    none = np.zeros_like(samples.num_patches)
+    return replace(
+        samples, num_images=none, num_patches=none, patches_sq=none, patches_windowed=none, image_patches=None
+    )
+
+
+def _of_whole_model(
+    priced: Priced, model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions
+) -> Priced:
+    """A setting of the decoder with the whole model's costs, and patches that its packs may hold."""
+    per_token = float((samples.num_patches / np.maximum(samples.num_tokens, 1)).max())
+    most = options.max_patches or max(int(samples.num_patches.max()), round(per_token * priced.setting.max_tokens))
+    its = replace(priced.options, max_patches=options.max_patches, vision=options.vision)
+    profile = profile_setting(model, cluster, its, priced.setting.dims)
+    return replace(priced, options=its, setting=replace(priced.setting, max_patches=most, profile=profile))
+
+
+# Devices of the tower's own.
+
+
+_MOST_PARTS, _MOST_OWN = 4, 3  # divisions of the devices among tower and decoder; settings of the decoder on each
+
+
+def settings_own(
+    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, budget: MemoryBudget
+) -> Iterator[tuple[Priced, int]]:
+    """The fastest settings of the decoder alone on a part of the devices, and how many others the tower takes.
+
+    Parts are whole nodes, or as many devices of every node: those nearest to the tower's share of all seconds. Degrees
+    that were asked for are the decoder's. Raises `PlanError` for what no tower on devices of its own runs with.
+    """
+    if options.schedule not in ("auto", "1F1B") or options.zero_stage == 3 or options.profile is not None:
+        raise PlanError(
+            "a tower on devices of its own runs 1F1B below ZeRO-3, priced by formula: give --schedule 1F1B and "
+            "--zero-stage 1, and leave --profile out"
+        )
+    tower_s, all_s = _seconds_a_sample(model, samples, cluster, options)
+    text, W = _without_images(samples), cluster.num_devices
+    alone = replace(options, max_patches=None, schedule="1F1B", num_chunks=1, zero_stages=(1, 2), vision=VisionChoice())
+    for part in _parts(cluster, options, own=W * tower_s / all_s)[:_MOST_PARTS]:
+        try:
+            chosen = choose_setting(decoder_only(model), text, part, alone, budget)
+        except (PartitionError, PlanError):  # nothing fits, or the degrees asked for do not divide these devices
+            continue
+        fitting = [x for x in chosen.considered if cluster.devices_per_node % x.setting.dims.tp == 0]
+        for priced in fitting[:_MOST_OWN]:
+            dp, left = priced.setting.dims.dp, W - part.num_devices
+            most = min(left, options.vision.devices or left)
+            num = next(x for x in range(most, 0, -1) if x % dp == 0 or dp % x == 0)
+            yield _of_whole_model(priced, model, samples, cluster, options), num
+
+
+def _parts(cluster: ClusterSpec, options: PlanOptions, *, own: float) -> list[ClusterSpec]:
+    """Parts of the devices for the decoder, those first that leave nearly `own` for the tower."""
+    nodes, per_node = range(1, cluster.num_nodes), range(1, cluster.devices_per_node)
+    parts = [replace(cluster, num_nodes=x) for x in nodes] + [replace(cluster, devices_per_node=x) for x in per_node]
+    degrees = (options.dp, options.pp, options.tp)
+    asked = math.prod(x for x in (*degrees, options.cp) if x is not None)
+    fitting = [x for x in parts if x.num_devices % asked == 0 and (None in degrees or x.num_devices == asked)]
+    return sorted(fitting, key=lambda x: abs(math.log((cluster.num_devices - x.num_devices) / own)))
+
+
+def split_own(case: Case, num_devices: int) -> tuple[SharedSplit, ...]:
+    """The case with its tower on so many devices of its own, its activations kept or not.
+
+    The splits are the exact ones, not searched. Raises `PartitionError` where nothing fits.
+    """
+    problem = _lacking(case)
+    if problem is not None:
+        raise PlanError(problem)
+    found, misfit = list[SharedSplit](), PartitionError("no recompute was asked for that a tower apart has")
+    kept = case.options.recompute
+    for recompute in cast(tuple[Literal["full"] | None, ...], (None, "full")):
+        if kept not in ("auto", recompute or "none"):
+            continue
+        decision = _decision(case, "own", num_devices, 1, recompute)
+        shared = share_vision(case, decision)
+        try:
+            split = choose_split(shared, search=False)
+            _refuse_moment(shared, split)
+        except PartitionError as error:
+            misfit = error
+            continue
+        found.append(SharedSplit(case=shared, found=split, epoch_s=epoch_s(shared, split.split.stages)))
+    if not found:
+        raise misfit
+    return tuple(found)
+
+
+def _about_own(taken: SharedSplit) -> str:
+    """Say which devices the tower has, and what each device of the run and of the cluster trains."""
+    case = taken.case
+    assert case.vision is not None
+    dims, own, there = case.setting.dims, case.vision.decision.degree, case.cluster.num_devices
+    decoder = dims.dp * dims.pp * dims.tp * dims.cp
+    rate, used = len(case.packing.indices) / taken.epoch_s, decoder + own
+    idle = f"; {there - used} are idle" if used < there else ""
+    return (
+        f"The tower is on {own} devices of its own, the decoder on {decoder} others{idle}: "
+        f"{format_number(rate / used)} samples/s for each device in use, {format_number(rate / there)} for each of the "
+        "cluster. Megatron-Bridge runs it (MegatronMIMO), and `trimtab train` with tp 1, where the tower has "
+        f"{dims.dp} devices."
+    )
 
 
 def describe_losses(case: Case, one_grid_s: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from trimtab.costs.formula.settings import Efficiency
 from trimtab.costs.profile import host_share, regime_of, time_band
 from trimtab.errors import PlanError
 from trimtab.options import Attention
+from trimtab.partition.assess import DeviceMemory
 from trimtab.partition.simulate import StageTimes, simulate_steps, stage_times
 from trimtab.partition.stages import SplitProblem
 from trimtab.specs import (
@@ -25,6 +26,7 @@ from trimtab.specs import (
     Packing,
     ParallelDims,
     Profile,
+    RecomputeChoice,
     SampleTable,
     Stage,
     evaluate,
@@ -176,14 +178,96 @@ def one_tile(model: ModelSpec) -> ImageCounts:
 # Seconds of packs on stages, of steps, and of what a step costs on top of its micro-batches.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Phases:
+    """What encoding before and after the pipeline takes, where a tower is on every device of a replica."""
+
+    seconds: FloatArray  # (num_steps, dp) of both phases, with the exchange of features
+    update_s: float  # of the tower's gradients and parameters, on every device
+    state_bytes: float  # of the tower, on every device
+    saved_bytes: float  # that it holds from the first phase to the last
+    moment_bytes: float  # on top of them while it computes, when the pipeline holds nothing
+
+    @property
+    def step_s(self) -> FloatArray:
+        """(num_steps, dp) seconds that a step takes outside of its pipeline."""
+        return self.seconds + self.update_s
+
+    def of_steps(self, steps: IntArray) -> Phases:
+        """The same of some steps."""
+        return replace(self, seconds=self.seconds[steps])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lanes:
+    """A tower on devices of its own: the first stage of the pipelines of as many data-parallel ranks as share a lane.
+
+    Arrays are (num_steps, lanes, num_microbatches): a call encodes the images of one micro-batch of each of its ranks.
+    """
+
+    forward_s: FloatArray  # of the slowest device of a lane
+    backward_s: FloatArray
+    send_s: FloatArray  # of features to the pipelines
+    return_s: FloatArray  # of their gradients
+    update_s: float  # of the tower's gradients and parameters
+    num_devices: int
+    state_bytes: float
+    saved_bytes: float  # of the calls in flight
+    transient_bytes: float
+    recompute: tuple[RecomputeChoice, ...]  # of the tower's layers
+
+    def of_steps(self, steps: IntArray) -> Lanes:
+        """The same of some steps."""
+        names = ("forward_s", "backward_s", "send_s", "return_s")
+        return replace(self, **{name: getattr(self, name)[steps] for name in names})
+
+    def memory(self, problem: SplitProblem) -> DeviceMemory:
+        """Bytes of an encoder device."""
+        held = DeviceMemory(
+            state_bytes=self.state_bytes,
+            saved_bytes=self.saved_bytes,
+            transient_bytes=self.transient_bytes,
+            overhead_bytes=problem.overhead_bytes,
+        )
+        return held.with_share(problem.overhead_share)
+
+    def before(self, times: StageTimes) -> StageTimes:
+        """The pipelines' stages with the lanes as the first one; micro-batches as `as_run` numbers them."""
+
+        def joined(own: FloatArray | float, stages: FloatArray) -> FloatArray:
+            return np.concatenate([np.broadcast_to(np.ravel(own), (1, stages.shape[1])), stages])
+
+        returned = times.send_backward_s.copy()
+        returned[0] = self.return_s.ravel()
+        return StageTimes(
+            forward_s=joined(self.forward_s, times.forward_s),
+            backward_s=joined(self.backward_s, times.backward_s),
+            send_forward_s=joined(self.send_s, times.send_forward_s),
+            send_backward_s=joined(0.0, returned),
+        )
+
+
+Apart = Phases | Lanes
+"""What a tower does outside of the pipelines' stages."""
+
+
+def lanes_first(stages: Sequence[Stage], num_tower: int, recompute: tuple[RecomputeChoice, ...]) -> tuple[Stage, ...]:
+    """The stages with the tower's own devices as the first one; `num_tower`: layers of tower and projector."""
+    first, *rest = (replace(stage, index=stage.index + 1) for stage in stages)
+    return (Stage(index=0, start=0, stop=num_tower, recompute=recompute), replace(first, start=num_tower), *rest)
+
+
 def stage_link(cluster: ClusterSpec) -> float:
     """Bytes per second between stages: neighbours are taken to lie on different nodes, where there are several."""
     return cluster.slowest_link_bytes_per_s * Efficiency().link
 
 
-def times_of(work: FloatArray, stages: Sequence[Stage], profile: Profile, cluster: ClusterSpec) -> StageTimes:
-    """Seconds of every pack on every stage, sends included."""
-    return stage_times(profile, stages, work, link_bytes_per_s=stage_link(cluster), latency_s=cluster.latency_s)
+def times_of(
+    work: FloatArray, stages: Sequence[Stage], profile: Profile, cluster: ClusterSpec, *, apart: Apart | None = None
+) -> StageTimes:
+    """Seconds of every pack on every stage, sends included; `apart`: of a tower whose lanes are a stage."""
+    found = stage_times(profile, stages, work, link_bytes_per_s=stage_link(cluster), latency_s=cluster.latency_s)
+    return apart.before(found) if isinstance(apart, Lanes) else found
 
 
 def in_lockstep(work: FloatArray, table: IntArray, profile: Profile) -> tuple[FloatArray, IntArray]:
@@ -207,8 +291,18 @@ def in_lockstep(work: FloatArray, table: IntArray, profile: Profile) -> tuple[Fl
     return slowest.reshape(-1, NUM_WORK_TERMS), numbers[:, None, :]
 
 
-def as_run(work: FloatArray, table: IntArray, problem: SplitProblem) -> tuple[FloatArray, IntArray]:
-    """Return the packs and table that are simulated: those `in_lockstep` where ranks run so, else as they are."""
+def as_run(
+    work: FloatArray, table: IntArray, problem: SplitProblem, apart: Apart | None = None
+) -> tuple[FloatArray, IntArray]:
+    """Return the packs and table that are simulated: those `in_lockstep` where ranks run so, else as they are.
+
+    Ranks that share a lane are taken to run so: it encodes for all of them in one call, and needs all their gradients.
+    That is an upper bound, for their stages wait for each other only there.
+    """
+    if isinstance(apart, Lanes):
+        steps, lanes, M = apart.forward_s.shape
+        work, joined = in_lockstep(work, table.reshape(steps * lanes, -1, M), problem.profile)
+        return work, joined.reshape(steps, lanes, M)
     return in_lockstep(work, table, problem.profile) if problem.lockstep else (work, table)
 
 
@@ -219,14 +313,13 @@ def steps_of(
     problem: SplitProblem,
     cluster: ClusterSpec,
     *,
-    phases_s: FloatArray | None = None,
+    apart: Apart | None = None,
 ) -> FloatArray:
-    """(num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer; nothing overlaps.
-
-    `phases_s` (num_steps, dp): what ranks do outside of their pipelines.
-    """
-    work, table = as_run(work, table, problem)
-    return timed_steps(times_of(work, stages, problem.profile, cluster), table, stages, problem, phases_s=phases_s)
+    """(num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer; nothing overlaps."""
+    work, table = as_run(work, table, problem, apart)
+    return timed_steps(
+        times_of(work, stages, problem.profile, cluster, apart=apart), table, stages, problem, apart=apart
+    )
 
 
 def timed_steps(
@@ -235,17 +328,19 @@ def timed_steps(
     stages: Sequence[Stage],
     problem: SplitProblem,
     *,
-    phases_s: FloatArray | None = None,
+    apart: Apart | None = None,
 ) -> FloatArray:
     """As `steps_of`, where the seconds of packs and table `as_run` are known."""
+    phases_s = apart.step_s if isinstance(apart, Phases) else None
     if problem.lockstep and phases_s is not None:
         phases_s = phases_s.max(axis=1, keepdims=True)
+    update_s = rank_step_s(problem, stages)
     return simulate_steps(
         times,
         table,
         schedule=problem.schedule,
-        num_devices=problem.num_stages,
-        all_reduce_s=rank_step_s(problem, stages),
+        num_devices=problem.num_stages + isinstance(apart, Lanes),
+        all_reduce_s=max(update_s, apart.update_s) if isinstance(apart, Lanes) else update_s,
         phases_s=phases_s,
     )
 

@@ -18,6 +18,7 @@ from trimtab.plan.decide.case import tower_cuts
 from trimtab.plan.decide.compare import simulate_plan
 from trimtab.plan.decide.epoch import draw_epoch
 from trimtab.plan.decide.groups import decision_problems
+from trimtab.plan.decide.work import Lanes
 from trimtab.plan.file.figures import describe_estimates, model_fingerprint, say_trained, summarise
 from trimtab.plan.file.reload import (
     ReloadedPlan,
@@ -132,8 +133,11 @@ def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
     """Numbers of the file that other parts of it, or the model, say otherwise."""
     inputs, decisions, case = found.plan.inputs, found.plan.decisions, found.case
     parallel, given = decisions.parallel, inputs.cluster
-    used, there = parallel.dp * parallel.pp * parallel.tp * parallel.cp, given.num_nodes * given.devices_per_node
-    if used != there:
+    used, there = decisions.num_devices, given.num_nodes * given.devices_per_node
+    if isinstance(case.apart, Lanes):  # others may be idle
+        if used > there:
+            yield f"dp x pp x tp x cp and the tower's own make {used}, and the cluster has {there} devices"
+    elif used != there:
         yield f"dp x pp x tp x cp is {used}, and the cluster has {there} devices: make them equal"
     if given.devices_per_node % (parallel.etp or 1):
         yield f"etp {parallel.etp} does not divide a node of {given.devices_per_node} devices"
@@ -189,6 +193,10 @@ def _over_memory(found: ReloadedPlan) -> Iterator[str]:
             yield (
                 f"pipeline rank {rank} holds {format_bytes(memory.total_bytes)} of {format_bytes(problem.memory_bytes)}"
             )
+    if isinstance(found.case.apart, Lanes):
+        held = found.case.apart.memory(problem).total_bytes
+        if held > problem.memory_bytes:
+            yield f"a device of the tower's own holds {format_bytes(held)} of {format_bytes(problem.memory_bytes)}"
 
 
 def _old_claims(found: ReloadedPlan) -> Iterator[str]:

@@ -19,7 +19,7 @@ from trimtab.partition.assess import SplitResult
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.compare import Variant
 from trimtab.plan.decide.sharing import with_memory
-from trimtab.plan.decide.work import price_samples, with_band
+from trimtab.plan.decide.work import Lanes, lanes_first, price_samples, with_band
 from trimtab.plan.file.yaml import name_table, pack_contents
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import (
@@ -216,6 +216,8 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
     options, setting, packing, schedule = case.options, case.setting, case.packing, case.schedule
     assert options.schedule != "auto", "it was chosen before"
     names = [layer.name for layer in case.model.layers]
+    if isinstance(case.apart, Lanes):
+        stages = lanes_first(stages, min(case.model.indices("language")), case.apart.recompute)
     return Decisions(
         parallel=ParallelDecision(**same_fields(setting.dims, ParallelDecision)),
         schedule=ScheduleDecision(
@@ -273,15 +275,15 @@ def describe_estimates(case: Case, split: SplitResult, variants: Sequence[Varian
         stages=tuple(
             StageEstimate(
                 stage=stage.index,
-                forward_ms=round_digits(split.forward_s[stage.index] * 1e3),
-                backward_ms=round_digits(split.backward_s[stage.index] * 1e3),
+                forward_ms=round_digits(float(ours.stage_forward_s[stage.index]) * 1e3),
+                backward_ms=round_digits(float(ours.stage_backward_s[stage.index]) * 1e3),
                 memory_gib=round_gib(held.total_bytes),
                 state_gib=round_gib(held.state_bytes),
                 activations_gib=round_gib(held.saved_bytes),
                 transient_gib=round_gib(held.transient_bytes),
                 reserve_gib=round_gib(held.overhead_bytes),
             )
-            for stage, held in ((stage, split.memory[split.devices[stage.index]]) for stage in split.stages)
+            for stage, held in ((x, ours.memory[ours.timeline.device_of(x.index)]) for x in ours.stages)
         ),
         balance=BalanceEstimate(**shares | {"shuffle_chi2": None if chi2 is None else round(chi2, 3)}),
         variants=tuple(describe_variant(variant, num_packed) for variant in variants),
@@ -361,6 +363,8 @@ def _faster(estimates: Estimates) -> str:
     if fastest.samples_per_s <= ours.samples_per_s:
         return ""
     more = 100 * (fastest.samples_per_s / ours.samples_per_s - 1)
+    if more > 100 * estimates.setting_error:  # what was asked for is not the fastest
+        return f"Fastest: {fastest.label} with the tower on its grid, {more:.1f} % faster by prediction."
     return (
         f"Fastest: {fastest.label}, {more:.1f} % faster by prediction, within the error band of "
         f"{100 * estimates.setting_error:g} %; this plan is simpler."

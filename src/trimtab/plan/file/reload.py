@@ -211,7 +211,10 @@ def options_of(plan: Plan) -> PlanOptions:
 
 
 def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
-    """The plan's module paths as layer numbers; every layer on one stage, in forward order."""
+    """The plan's module paths as layer numbers; every layer on one stage, in forward order.
+
+    Devices of a tower's own are a stage of the file: here it is joined with the first one of the pipelines.
+    """
     names = [layer.name for layer in model.layers]
     position = {name: i for i, name in enumerate(names)}
     problems: list[str] = []
@@ -225,9 +228,14 @@ def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
         start += len(modules)
     if start != len(names):
         problems.append(f"the stages hold {start} of the model's {len(names)} layers")
-    expected = plan.decisions.parallel.pp * plan.decisions.schedule.num_chunks
+    vision = plan.decisions.vision_data_parallel
+    is_own = vision is not None and vision.group == "own"
+    expected = plan.decisions.parallel.pp * plan.decisions.schedule.num_chunks + is_own
     if len(stages) != expected:
-        problems.append(f"there are {len(stages)} stages for pp x chunks = {expected}")
+        tower = " and the tower's" if is_own else ""
+        problems.append(f"there are {len(stages)} stages for pp x chunks{tower} = {expected}")
+    elif is_own and stages[0].stop != min(model.indices("language")):
+        problems.append("stage 0 is that of the tower's own devices: it holds tower and projector, and nothing else")
     tiers: dict[int, RecomputedTier] = {}
     for entry in plan.decisions.recompute:
         layers = [position.get(name, len(names)) for name in unfold_modules(entry.modules)]
@@ -237,7 +245,10 @@ def stages_of(plan: Plan, model: ModelSpec) -> tuple[Stage, ...]:
         tiers |= dict.fromkeys(layers, entry.granularity)
     if problems:
         raise PlanError("; ".join(problems) + ": run `trimtab plan` again, or correct the modules by hand")
-    return tuple(recomputing(stage, tiers) for stage in stages)
+    found = tuple(recomputing(stage, tiers) for stage in stages)
+    if not is_own:
+        return found
+    return tuple(replace(stage, index=i, start=stage.start if i else 0) for i, stage in enumerate(found[1:]))
 
 
 def load_details(path: Path | str) -> PlanDetails:

@@ -49,7 +49,7 @@ def _is_switched_on(layer: Any) -> bool:
 def differences(plan: Plan, ran: Ran, *, own_layers: bool = False) -> Iterator[str]:
     """A sentence for each difference; `own_layers`: this rank holds a part of the model, `ran` names what it has."""
     parallel, schedule, training = plan.decisions.parallel, plan.decisions.schedule, plan.inputs.training
-    ranks = parallel.dp * parallel.pp * parallel.tp * parallel.cp
+    ranks = plan.decisions.num_devices
     if ran.ranks != ranks:
         yield f"{ran.ranks} ranks run, and {ranks} were planned: their memory and the time of a step are others"
     packs = parallel.dp * schedule.num_microbatches

@@ -310,9 +310,9 @@ def fit_layout(plan: Plan, *, dp: int) -> PipelineLayout:
     except UnsupportedPlanError as problem:
         if dp <= planned:
             raise
-        pp = plan.decisions.parallel.pp
         raise UnsupportedPlanError(
-            f"{dp} data-parallel ranks leave each {packs // dp} packs ({problem}): start {planned * pp} processes"
+            f"{dp} data-parallel ranks leave each {packs // dp} packs ({problem}): start {plan.decisions.num_devices} "
+            "processes"
         ) from None
 
 

@@ -317,15 +317,15 @@ def vision_dp_from_plan(
     if decision is None:
         return None
     # what a hook on the model can run of it
+    if decision.group == "replica" or decision.exchange == "send":
+        raise PlanError(
+            f"the plan has its tower apart from the pipeline ({decision.group}), which no hook on a model can do: plan "
+            "with --set towers=tp, cp, tp_cp or dp"
+        )
     if dist.get_world_size(group) != decision.degree:
         raise PlanError(
             f"the group has {dist.get_world_size(group)} ranks: give the plan's {decision.degree} along "
             f"{decision.group}"
-        )
-    if decision.group == "replica":
-        raise PlanError(
-            "the plan has its tower on every device of a replica, apart from the pipeline, which no hook on a model "
-            "can do: plan with --set towers=tp, cp, tp_cp or dp"
         )
     if decision.pooling > 1 and decision.exchange == "dispatch":
         raise PlanError(f"only `trimtab train` pools {decision.pooling} packs: plan with --set vision_pooling=1")

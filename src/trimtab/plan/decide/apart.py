@@ -1,0 +1,210 @@
+"""A tower outside of the pipeline: on every device of a replica, or on devices of its own.
+
+On a replica a step is an encode phase, in which its tp x pp x cp devices each encode their share of all images; the
+pipeline, which holds no tower; and an encode-backward phase. Every device holds the whole tower, whose optimizer state
+is sharded over all devices as the ZeRO stage says; the first stage holds the features of the whole step.
+
+On E devices of its own the tower is one more stage in front of the pipelines. Where E is a multiple of dp, E / dp
+devices share the images of each micro-batch of a rank; where it is a divisor, one device encodes for dp / E ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trimtab.costs.formula.settings import ITEM_BYTES, Efficiency
+from trimtab.plan.decide.case import Case
+from trimtab.plan.decide.exchange import (
+    Exchange,
+    ImageSizes,
+    Shares,
+    feature_values,
+    num_trained,
+    plus_constant,
+    share_calls,
+)
+from trimtab.plan.decide.setting import profile_setting
+from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, Lanes, Phases
+from trimtab.plan.plan import VisionDecision
+from trimtab.specs import NUM_WORK_TERMS, FloatArray, LayerCost, ParallelDims, Profile, RecomputeChoice, RecomputeTier
+
+_NOTHING = (0.0,) * NUM_WORK_TERMS
+
+
+def tower_alone(case: Case, num_devices: int) -> Profile:
+    """The profile of devices that each hold the whole tower, its state sharded over all of them."""
+    return profile_setting(case.model, case.cluster, case.options, ParallelDims(dp=num_devices))
+
+
+def without_tower(profile: Profile, *, step_bytes: float = 0.0, pack_bytes: float = 0.0) -> Profile:
+    """The profile of a pipeline without tower and projector.
+
+    Its first stage holds `step_bytes` of features all the time, `pack_bytes` of each micro-batch in flight.
+    """
+    layers = [layer if layer.tower == "language" else _emptied(layer) for layer in profile.layers]
+    last = max(i for i, layer in enumerate(layers) if layer.tower != "language")
+    held = plus_constant(_NOTHING, pack_bytes)
+    layers[last] = replace(
+        layers[last],
+        state_bytes=step_bytes,
+        tiers=(replace(layers[last].tiers[0], saved_bytes=held),),
+        transient_bytes=held,  # gradients of one micro-batch
+    )
+    return replace(profile, layers=tuple(layers))
+
+
+def _emptied(layer: LayerCost) -> LayerCost:
+    return replace(
+        layer,
+        forward_s=_NOTHING,
+        backward_s=_NOTHING,
+        weight_s=_NOTHING if layer.weight_s else (),
+        output_bytes=_NOTHING,
+        state_bytes=0.0,
+        num_params=0.0,
+        tiers=(RecomputeTier(name="none", extra_backward_s=_NOTHING, saved_bytes=_NOTHING),),
+        transient_bytes=_NOTHING,
+        other_transient_bytes=(),
+        entry_bytes=(),
+        step_s=0.0,
+        host_forward_s=0.0,
+        host_backward_s=0.0,
+    )
+
+
+def encode_phases(case: Case, alone: Profile, decision: VisionDecision, found: Shares, exchange: Exchange) -> Phases:
+    """Seconds of both phases of every step and replica, and what each device holds for them.
+
+    The slowest share decides; a call costs its constant once, for the images of a step are one call. The tower's
+    gradients and update come once a step on every device.
+    """
+    tower = _Tower.of(alone, decision)
+    shape = case.schedule.table.shape[:2]
+    forward, backward = tower.passes(found.slowest)
+    most = _largest_call(found)
+    return Phases(
+        seconds=(forward + backward).reshape(shape) + (exchange.forward_s + exchange.backward_s) / shape[0],
+        update_s=tower.update_s,
+        state_bytes=tower.state_bytes,
+        saved_bytes=tower.saved(most),
+        moment_bytes=tower.moment(most),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tower:
+    """Layers of tower and projector, and the recompute that was decided for all of them."""
+
+    layers: tuple[LayerCost, ...]
+    tiers: tuple[RecomputeTier, ...]
+
+    @staticmethod
+    def of(alone: Profile, decision: VisionDecision) -> _Tower:
+        layers = tuple(layer for layer in alone.layers if layer.tower != "language")
+        return _Tower(layers=layers, tiers=tuple(x.tiers[-1 if decision.recompute else 0] for x in layers))
+
+    @property
+    def recompute(self) -> tuple[RecomputeChoice, ...]:
+        """Which of the layers, the model's first ones, run again."""
+        again = tuple(i for i, tier in enumerate(self.tiers) if tier.name != "none")
+        return (RecomputeChoice(tier="full", layers=again),) if again else ()
+
+    @property
+    def update_s(self) -> float:
+        return sum(layer.step_s for layer in self.layers)
+
+    @property
+    def state_bytes(self) -> float:
+        return sum(layer.state_bytes for layer in self.layers)
+
+    def passes(self, slowest: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """(calls,) seconds of forward and backward; recompute runs the forward again before the backward."""
+        work = np.zeros((len(slowest), NUM_WORK_TERMS))
+        work[:, IMAGE_TERMS], work[:, MICROBATCHES] = slowest, 1.0
+        backward = _sum([x.backward_s for x in self.layers]) + _sum([x.extra_backward_s for x in self.tiers])
+        host_forward = sum(layer.host_forward_s for layer in self.layers)
+        again = host_forward if any(any(x.extra_backward_s) for x in self.tiers) else 0.0
+        host_backward = sum(layer.host_backward_s for layer in self.layers) + again
+        called = slowest.any(axis=1).astype(np.float64)
+        forward = np.maximum(work @ _sum([x.forward_s for x in self.layers]), host_forward)
+        return called * forward, called * np.maximum(work @ backward, host_backward)
+
+    def saved(self, work: FloatArray) -> float:
+        """Bytes that a call keeps for its backward."""
+        return sum(max(0.0, float(work @ np.array(tier.saved_bytes))) for tier in self.tiers)
+
+    def moment(self, work: FloatArray) -> float:
+        """Bytes on top of them while it computes: of one layer, with its own activations where they are recomputed."""
+        moment = max(float(work @ np.array(layer.transient_bytes)) for layer in self.layers)
+        if any(any(x.extra_backward_s) for x in self.tiers):
+            moment += max(float(work @ np.array(layer.tiers[0].saved_bytes)) for layer in self.layers)
+        return max(0.0, moment)
+
+
+def _largest_call(found: Shares) -> FloatArray:
+    most = np.zeros(NUM_WORK_TERMS)
+    most[IMAGE_TERMS], most[MICROBATCHES] = found.largest.max(axis=0), 1.0
+    return most
+
+
+# -- devices of its own ---------------------------------------------------------------------------------------------
+
+
+def own_calls(case: Case, alone: Profile, decision: VisionDecision, sizes: ImageSizes) -> tuple[Shares, int]:
+    """The shares of every call, and how many lanes there are; calls by step, lane and micro-batch."""
+    steps, dp, M = case.schedule.table.shape
+    lanes = min(dp, decision.degree)
+    # packs of one micro-batch of all ranks of a lane; devices of a lane share them
+    pools = case.schedule.table.reshape(steps, lanes, dp // lanes, M).transpose(0, 1, 3, 2).reshape(-1, dp // lanes)
+    return share_calls(case, alone, replace(decision, degree=decision.degree // lanes), sizes, pools), lanes
+
+
+def own_lanes(case: Case, alone: Profile, decision: VisionDecision, found: Shares, lanes: int) -> Lanes:
+    """Seconds of every call of the tower, of its features on their way, and what an encoder device holds.
+
+    A lane sends the features of a micro-batch over one link, and the first rank of a first stage passes them on to
+    those of tp and cp.
+    """
+    tower = _Tower.of(alone, decision)
+    table, dims, cluster = case.schedule.table, case.setting.dims, case.cluster
+    steps, dp, M = table.shape
+    shape = (steps, lanes, M)
+    forward, backward = tower.passes(found.slowest)
+    # features of all ranks of a lane
+    patches = np.where(table >= 0, case.work[np.maximum(table, 0), PATCHES], 0.0)
+    rows = patches.reshape(steps, lanes, dp // lanes, M).sum(axis=2) * feature_values(case.model)
+    per_byte = ITEM_BYTES[case.options.dtype] / Efficiency().link
+    seconds = rows * per_byte / cluster.slowest_link_bytes_per_s
+    if dims.tp * dims.cp > 1:
+        seconds += rows * per_byte / cluster.device.link_bytes_per_s
+    seconds = np.where(rows > 0, seconds + cluster.latency_s, 0.0)
+    # a pipeline of pp + 1 stages has as many micro-batches in flight on the first
+    most = _largest_call(found)
+    return Lanes(
+        forward_s=forward.reshape(shape),
+        backward_s=backward.reshape(shape) * is_trained(case),
+        send_s=seconds,
+        return_s=seconds * is_trained(case),
+        update_s=tower.update_s,
+        num_devices=decision.degree,
+        state_bytes=tower.state_bytes,
+        saved_bytes=tower.saved(most) * min(M, dims.pp + 1),
+        transient_bytes=tower.moment(most),
+        recompute=tower.recompute,
+    )
+
+
+def is_trained(case: Case) -> bool:
+    """Whether tower or projector gets gradients."""
+    return any(num_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
+
+
+def features_held(case: Case, exchange: Exchange) -> float:
+    """Bytes of a step's features on the first stage, and of their gradients where a tower is trained."""
+    return exchange.largest_rows * (2.0 if is_trained(case) else 1.0)
+
+
+def _sum(terms: list[tuple[float, ...]]) -> FloatArray:
+    return np.asarray(np.sum(np.array(terms), axis=0), np.float64)
