@@ -7,10 +7,11 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 CHAT = [{"from": "human", "value": "<video> what?"}, {"from": "gpt", "value": "a cat"}]
@@ -43,8 +44,8 @@ def write_video_set(folder: Path, names: list[str]) -> Path:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[tuple[int, list[str]]]:
-    """The folder over HTTP, ranges and all: the port, and what was asked for."""
+def served(folder: Path, moved: Mapping[str, str] = MappingProxyType({})) -> Iterator[tuple[int, list[str]]]:
+    """The folder over HTTP, ranges and all: the port, and what was asked for; what is `moved` leads on."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -58,6 +59,12 @@ def served(folder: Path) -> Iterator[tuple[int, list[str]]]:
 
         def _reply(self, *, with_body: bool) -> None:
             asked.append(f"{self.command} {self.path} {self.headers.get('Range', '')}".strip())
+            if self.path in moved:
+                self.send_response(302)
+                self.send_header("Location", moved[self.path])
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             path = folder / self.path.lstrip("/").partition("?")[0]
             content = path.read_bytes() if path.is_file() else b""
             code, first, last = (200 if path.is_file() else 404), 0, len(content) - 1

@@ -23,9 +23,9 @@ from functools import cache
 from pathlib import Path, PosixPath
 from queue import Empty, SimpleQueue
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
-from trimtab.errors import SampleError
+from trimtab.errors import SampleError, shorten
 from trimtab.files import blake2b
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
@@ -84,7 +84,7 @@ def place_inside(text: str, folders: Sequence[Path], said_by: str, allowed: Allo
     inside = [one for one in places if allowed.outside or any(_is_below(one, folder) for folder in folders)]
     if not inside:
         raise SampleError(
-            f"{said_by} names {text[:80]}, outside {', '.join(map(str, folders))}: name a folder above it "
+            f"{said_by} names {shorten(text)}, outside {', '.join(map(str, folders))}: name a folder above it "
             "(--media-root), or --allow-outside for a file you trust"
         )
     return next((one for one in inside if one.exists()), folders[0] / text)
@@ -93,9 +93,9 @@ def place_inside(text: str, folders: Sequence[Path], said_by: str, allowed: Allo
 def refuse_address(text: str, said_by: str, allowed: Allowed) -> None:
     """Raise `SampleError` where a file from outside must not name this address."""
     if not allowed.remote:
-        raise SampleError(f"{said_by} names {text[:80]}: give that address yourself, or --allow-remote")
+        raise SampleError(f"{said_by} names {shorten(text)}: give that address yourself, or --allow-remote")
     if not _STORES.match(text):
-        raise SampleError(f"{said_by} names {text[:80]}, which is no store on the network: give that address yourself")
+        raise SampleError(f"{said_by} names {shorten(text)}, no store on the network: give that address yourself")
 
 
 def _is_below(place: Path, folder: Path) -> bool:
@@ -143,7 +143,9 @@ class Address(PosixPath):
         with self._driver() as (driver, path):
             info = driver.info(path)
         if info.get("size") is None:
-            raise SampleError(f"{self} does not tell its size, and files are read in parts: download it and name that")
+            raise SampleError(
+                f"{shorten(str(self))} does not tell its size, and files are read in parts: download it and name that"
+            )
         changed = next((info[key] for key in _CHANGED if info.get(key)), "")
         return AddressStat(st_size=int(info["size"]), st_mtime_ns=int(blake2b(str(changed).encode()), 16))
 
@@ -181,16 +183,17 @@ class Address(PosixPath):
     @contextmanager
     def _driver(self) -> Iterator[tuple[Any, str]]:
         """fsspec's file system and the path in it."""
+        name = shorten(str(self), 200)
         try:
             import fsspec
         except ModuleNotFoundError:
-            raise SampleError(f"fsspec, which reads {self}, is not installed: pip install 'trimtab[remote]'") from None
+            raise SampleError(f"fsspec, which reads {name}, is not installed: pip install 'trimtab[remote]'") from None
         if "::" in str(self):  # fsspec's chains open a second place, a local file among them
-            raise SampleError(f"{self} names two places: name one")
+            raise SampleError(f"{name} names two places: name one")
         try:
             driver, path = fsspec.core.url_to_fs(str(self))
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3"; "Protocol not known: xyz"
-            raise SampleError(f"no driver of fsspec for {self} ({' '.join(str(error).split())}): install it") from None
+            raise SampleError(f"no driver of fsspec for {name} ({' '.join(str(error).split())}): install it") from None
         try:
             yield driver, path
         except SampleError:
@@ -203,8 +206,8 @@ class Address(PosixPath):
 
 def _unread(address: Address | str, error: Exception) -> SampleError:
     """Drivers raise what their client libraries have, and nothing common."""
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return SampleError(f"{str(address)[:200]} cannot be read ({said}): check the address and your access to it")
+    said = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 220)
+    return SampleError(f"{shorten(str(address), 200)} cannot be read ({said}): check the address and your access to it")
 
 
 class _Remote(io.RawIOBase):
@@ -248,9 +251,12 @@ class _Remote(io.RawIOBase):
 # -- what records and requests name ------------------------------------------------------------------------------------
 
 
-def fetch(address: str, *, most_bytes: int = MOST_FETCHED_BYTES, seconds: float = FETCH_S) -> bytes:
+def fetch(
+    address: str, *, most_bytes: int = MOST_FETCHED_BYTES, seconds: float = FETCH_S, elsewhere: bool = True
+) -> bytes:
     """Return the whole content of an address; `SampleError` where it takes more bytes or seconds than allowed.
 
+    `elsewhere`: a server of HTTP may lead on to another one.
     A thread reads it, because a driver may wait for a name or a connection longer than any limit of its own.
     """
     found: SimpleQueue[bytes | Exception] = SimpleQueue()
@@ -258,7 +264,7 @@ def fetch(address: str, *, most_bytes: int = MOST_FETCHED_BYTES, seconds: float 
 
     def read() -> None:
         try:
-            with _opened(address, seconds) as file:
+            with _opened(address, seconds, elsewhere=elsewhere) as file:
                 found.put(_read_within(file, address, most_bytes, end))
         except Exception as error:  # handed to the thread that waits
             if isinstance(error, urllib.error.HTTPError):
@@ -271,7 +277,7 @@ def fetch(address: str, *, most_bytes: int = MOST_FETCHED_BYTES, seconds: float 
     except Empty:
         content = TimeoutError()
     if isinstance(content, TimeoutError):
-        raise SampleError(f"{address[:80]} took more than {seconds:g} s: download it and name the file")
+        raise SampleError(f"{shorten(address)} took more than {seconds:g} s: download it and name the file")
     if isinstance(content, SampleError):
         raise content
     if isinstance(content, Exception):
@@ -279,21 +285,30 @@ def fetch(address: str, *, most_bytes: int = MOST_FETCHED_BYTES, seconds: float 
     return content
 
 
-def _opened(address: str, seconds: float) -> Any:
+def _opened(address: str, seconds: float, *, elsewhere: bool) -> Any:
     if address.lower().startswith(_WEB):
-        return _http().open(address, timeout=seconds)
+        return _http(elsewhere=elsewhere).open(address, timeout=seconds)
     return Address(address).open()
 
 
+class _Staying(urllib.request.HTTPRedirectHandler):
+    """Follows a server to other places of its own."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
+            raise SampleError(f"{shorten(req.full_url)} leads on to {shorten(newurl)}: --allow-remote follows it")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 @cache
-def _http() -> urllib.request.OpenerDirector:
+def _http(*, elsewhere: bool) -> urllib.request.OpenerDirector:
     """Return what follows addresses of HTTP to others of HTTP, and none to files or FTP."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,
         urllib.request.HTTPHandler,
         urllib.request.HTTPSHandler,
-        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPRedirectHandler if elsewhere else _Staying,
         urllib.request.HTTPDefaultErrorHandler,
         urllib.request.HTTPErrorProcessor,
         urllib.request.UnknownHandler,
@@ -309,7 +324,7 @@ def _read_within(file: Any, address: str, most_bytes: int, end: float) -> bytes:
     while part := file.read1(_BUFFER_BYTES):
         num_bytes += len(part)
         if num_bytes > most_bytes:
-            raise SampleError(f"{address[:80]} holds more than {most_bytes:,} bytes: download it and name the file")
+            raise SampleError(f"{shorten(address)} holds more than {most_bytes:,} bytes: download it and name the file")
         if time.monotonic() > end:
             raise TimeoutError
         parts.append(part)

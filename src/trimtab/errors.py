@@ -1,10 +1,12 @@
 """What can go wrong with a user's input: each message says what was asked, what is true and what to try."""
 
+import re
 from collections.abc import Sequence
 from types import UnionType
 from typing import get_args
 
 MAX_SHOWN = 60  # characters of a value that a user's file holds
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class TrimtabError(ValueError):
@@ -106,3 +108,9 @@ def quote(value: object) -> str:
     head = value[: MAX_SHOWN + 1] if isinstance(value, (str, list, tuple)) else value
     shown = repr(head)
     return shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 3] + "..."
+
+
+def shorten(text: str, limit: int = 80) -> str:
+    """Text of a stranger's file, fit for one line of a terminal: no control characters, at most `limit` others."""
+    text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,11 +1,13 @@
 """Every verb over hostile input, watched: no socket, no process but ours, no file outside. Needs [data]."""
 
 import json
+import random
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,10 @@ from typing import Any
 import pytest
 
 from border_cases import playlists, served, watched_environment, write_video_set
+from refusals import refused
+from trimtab.address import Allowed
+from trimtab.errors import SampleError
+from trimtab.plan.file.records import open_records
 
 Run = Any
 ROOT = Path(__file__).parents[2]
@@ -268,6 +274,58 @@ def test_a_check_does_not_connect_to_what_a_plan_names(run: Run, drawn: Path, pl
         assert asked == []
 
 
+def test_a_plan_leads_to_no_table_and_no_images_elsewhere(planned: Path, drawn: Path, tmp_path: Path, run: Run) -> None:
+    plan = shutil.copytree(planned, tmp_path / "plan")
+    old = r"(num_bytes: \d+, blake2b: \"\w+\")\}"
+    text, count = re.subn(old, r"\1, media_root: /}", (plan / "plan.yaml").read_text(encoding="utf-8"))
+    assert count == 1, "the trap is in the plan"
+    (plan / "plan.yaml").write_text(text, encoding="utf-8")
+    with refused(SampleError, "--allow-outside"):
+        open_records(plan)
+    assert open_records(plan, allowed=Allowed(outside=True)).media_root(0) == Path("/")
+    packs = ("export", "energon-packs", plan, "--out", tmp_path / "packs")
+    assert "/" in run(*packs).err
+    assert run(*packs).code == 2
+    for name in ("samples.npz", "offsets.npy"):
+        linked = shutil.copytree(planned, tmp_path / f"linked {name}")
+        (linked / name).unlink()
+        (linked / name).symlink_to(planned / name)
+        assert name in run("check", linked).out + run("check", linked).err
+        assert run("check", linked).code != 0
+
+
+def test_images_behind_addresses_are_exported_and_trained_on_when_allowed(drawn, tiny, tmp_path, run):
+    rows = [json.loads(line) for line in (drawn / "data.jsonl").read_text().splitlines()[:12]]
+    with served(drawn) as (port, asked):
+        for row in rows:
+            names = [row["image"]] if isinstance(row.get("image"), str) else row.get("image", [])
+            row["image"] = [f"http://127.0.0.1:{port}/{name}" for name in names]
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = ("--cluster", "1xA100-80GB", "--for", "trimtab", "--global-batch", "4", "--out", tmp_path / "plan")
+        assert run("plan", tiny, data, *words).code == 2
+        assert run("plan", tiny, data, *words, "--allow-remote").code == 0
+        asked.clear()
+        packs = ("export", "energon-packs", tmp_path / "plan", "--out", tmp_path / "packs")
+        assert (run(*packs).code, asked) == (2, [])
+        assert run(*packs, "--set", "allow_remote=true").code == 0
+        with tarfile.open(next((tmp_path / "packs").glob("*.tar"))) as shard:
+            images = [shard.extractfile(x).read() for x in shard if not x.name.endswith(".json")]
+        assert {*images} <= {path.read_bytes() for path in (drawn / "images").iterdir()}
+        assert len(images) == sum(len(row["image"]) for row in rows)
+        pytest.importorskip("torch", reason="trains")
+        asked.clear()
+        train = ["train", tmp_path / "plan", tiny, "--random-weights", "--device", "cpu", "--steps", "1"]
+        done = [
+            subprocess.run(
+                [sys.executable, "-m", "trimtab", *map(str, train), "--out", str(tmp_path / name), *more], check=False
+            ).returncode
+            for name, more in (("refused", []), ("run", ["--allow-remote"]))
+        ]
+    assert done == [2, 0]
+    assert asked
+
+
 # -- C libraries, which Python's hooks do not see ---------------------------------------------------------------------
 
 STRACE = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed: apt-get install strace")
@@ -317,3 +375,48 @@ def test_no_library_connects_or_opens_what_data_name(verb, hostile, drawn, plann
         pytest.importorskip("av", reason="videos are read by PyAV: pip install 'trimtab[video]'")
         assert any("session.mp4" in call for call in opened), "the videos were not read at all"
     assert [call for call in opened if re.search(r"secret\.(mp4|png)|/etc/hostname", call)] == []
+
+
+@STRACE
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_no_library_connects_for_columns_that_name_other_places(
+    kind: str, hostile: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of one file each: whole, and with offsets, lengths and names damaged."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    image = {"bytes": None, "path": "http://127.0.0.1:9/a.png"}
+    turns = [{"from": "human", "value": "<image> what?"}, {"from": "gpt", "value": "a cat"}]
+    rows = [
+        {"id": f"r{n}", "conversations": turns, "image": {**image, "path": "secret.png"} if n else image}
+        for n in range(9)
+    ]
+    table, path = pyarrow.Table.from_pylist(rows), hostile["media"] / f"rows.{kind}"
+    (hostile["media"].parent / "secret.png").write_bytes(b"x")
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    content = path.read_bytes()
+    for seed in range(4):
+        draw, damaged = random.Random(seed), bytearray(content)
+        for _ in range(seed):
+            at = draw.randrange(len(damaged) - 4)
+            damaged[at : at + 4] = draw.choice([b"\xff\xff\xff\x7f", bytes(4), draw.randbytes(4)])
+        path.write_bytes(bytes(damaged))
+        words = [
+            "size",
+            str(path),
+            "--model",
+            "Qwen2.5-VL-7B",
+            "--media-root",
+            str(tmp_path / "out"),
+            "--on-bad",
+            "skip",
+        ]
+        calls = traced([sys.executable, "-m", "trimtab", *words], hostile["media"])
+        assert internet(calls) == []
+        assert any(path.name in call for call in calls), "it was not read at all"
+        assert [call for call in calls if "secret.png" in call and "= -1" not in call] == []

@@ -129,7 +129,7 @@ def configure(**more: Any) -> TransformerConfig:
 
 
 def packs_of(run: Path, config: TransformerConfig, **options: Any) -> PlannedPacks:
-    return PlannedPacks(run / "plan", run / "packs", run / "model", config, num_workers=0, **options)
+    return PlannedPacks(run / "plan", run / "packs", run / "model", config, **{"num_workers": 0, **options})
 
 
 def processed(run: Path) -> dict[str, dict[str, Any]]:
@@ -404,9 +404,9 @@ def test_packs_of_other_ranks_are_refused_and_a_restored_run_goes_on(run, alone)
     with refused(PlanError, "out of turn"):
         list(itertools.islice(packs_of(run, configure()), 2))
     alone.at(1, DP)
-    first = packs_of(run, configure())
+    first = packs_of(run, configure(), num_workers=1)
     next(first)
     state, after = first.save_state(), next(first)
-    second = packs_of(run, configure())
+    second = packs_of(run, configure(), num_workers=1)
     second.restore_state(state)
     assert torch.equal(next(second)["input_ids"], after["input_ids"])

@@ -245,6 +245,25 @@ def test_no_whole_checkpoint_is_one_sentence(given: Any, tmp_path: Path) -> None
         trainer.train(resume_from_checkpoint=given if given is True else str(tmp_path / given))
 
 
+def test_a_state_of_another_shape_is_one_sentence(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / "checkpoint-2" / "trimtab_plan.json"
+    state = json.loads(path.read_text())
+    for key, odd in (
+        ("weights", {"a": "x"}),
+        ("weights", []),
+        ("optimizer", {"a": [1]}),
+        ("scheduler", [{}]),
+        ("dp", "2"),
+    ):
+        path.write_text(json.dumps({**state, key: odd}))
+        with refused(PlanError):
+            balanced(make_trainer(tmp_path), tables_of()).train(resume_from_checkpoint=str(path.parent))
+    path.write_text("[" * 100_000)
+    with refused(PlanError):
+        balanced(make_trainer(tmp_path), tables_of()).train(resume_from_checkpoint=str(path.parent))
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
 def test_a_loop_around_accelerate_needs_one_line_too(family: str) -> None:
     version = tuple(map(int, transformers.__version__.split(".")[:2]))

@@ -75,9 +75,15 @@ def test_a_half_written_checkpoint_is_none(saved):
     path = saved[2]
     (path.parent / ".step-00000009.writing").mkdir()
     assert list_checkpoints(path.parent) == [path]
-    (path / "progress.json").write_text("[]")
-    with refused(PlanError, "progress.json"):
-        _read_progress(path)
+    for content in (
+        "[]",
+        "[" * 100_000,
+        '{"step": "1", "loader": {}, "optimizer": "SGD"}',
+        '{"step": 1, "loader": []}',
+    ):
+        (path / "progress.json").write_text(content)
+        with refused(PlanError, "progress.json"):
+            _read_progress(path)
 
 
 def test_a_disk_that_takes_no_more_is_named_and_no_checkpoint_is_left(saved):

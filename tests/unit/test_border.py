@@ -95,6 +95,26 @@ def test_a_list_of_data_sets_makes_no_request_and_reads_nothing_outside(tmp_path
     assert size(write_meta(tmp_path, str(records)), media_root=tmp_path).table.num_images.tolist() == [1]
 
 
+def test_no_link_in_a_folder_leads_out_of_it(tmp_path: Path) -> None:
+    for inner in ("out", "file", "folder", "saved", "splits"):
+        (tmp_path / inner).mkdir()
+    write_jsonl(tmp_path / "out" / "a.jsonl", [{"conversations": talk("hello")}])
+    (tmp_path / "out" / "state.json").write_text('{"_data_files": [{"filename": "a.jsonl"}]}')
+    (tmp_path / "file" / "a.jsonl").symlink_to("../out/a.jsonl")
+    (tmp_path / "folder" / "in").symlink_to(tmp_path / "out")
+    (tmp_path / "saved" / "state.json").symlink_to(tmp_path / "out" / "state.json")
+    (tmp_path / "splits" / "dataset_dict.json").write_text('{"splits": ["in"]}')
+    (tmp_path / "splits" / "in").symlink_to("../out")
+    for name in ("file", "folder", "saved", "splits"):
+        with refused(SampleError, "--allow-outside"):
+            size(tmp_path / name)
+    for name in ("file", "folder", "splits"):
+        assert len(size(tmp_path / name, allow_outside=True).table) == 1
+    (tmp_path / "out" / "b.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "out" / "state.json").unlink()
+    assert len(size(tmp_path / "out").table) == 2
+
+
 def test_results_are_written_to_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("http://host/out/plan.yaml", "s3:/bucket/x.npz"):
@@ -161,6 +181,37 @@ def test_what_is_fetched_has_an_end(tmp_path: Path) -> None:
         lines = f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
         with spoken([lines.encode()], times=20) as port, refused(SampleError, said):
             fetch(f"http://127.0.0.1:{port}/")
+
+
+def test_a_named_server_leads_on_to_itself_alone(tmp_path: Path) -> None:
+    """A store that the user named does not lead readers into another network."""
+    (tmp_path / "pic.png").write_bytes(png(40, 20))
+    record = json.dumps({"image": "pic.png", "conversations": talk("<image>")}).encode() + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(record)
+    with (
+        served(tmp_path) as (private, asked),
+        served(tmp_path, moved={"/pic.png": f"//localhost:{private}/pic.png"}) as (
+            port,
+            _,
+        ),
+    ):
+        address = f"http://127.0.0.1:{port}/a.jsonl"
+        with refused(SampleError, "--allow-remote"):
+            size(address)
+        assert asked == []
+        assert size(address, allow_remote=True).table.num_images.tolist() == [1]
+    with served(tmp_path, moved={"/pic.png": "/further.png", "/further.png": "/same.png"}) as (port, _):
+        (tmp_path / "same.png").write_bytes(png(40, 20))
+        assert size(f"http://127.0.0.1:{port}/a.jsonl").table.num_images.tolist() == [1]
+
+
+def test_a_name_makes_no_line_of_its_own_in_a_message(tmp_path: Path) -> None:
+    odd = "http://127.0.0.1:9/\x1b[2J\ntrimtab: all is well"
+    with pytest.raises(SampleError) as fetched:
+        fetch(odd)
+    with pytest.raises(SampleError) as named:
+        place_inside(odd, [tmp_path], "meta.json", Allowed())
+    assert all(str(error.value).isprintable() for error in (fetched, named))
 
 
 # -- videos -----------------------------------------------------------------------------------------------------------

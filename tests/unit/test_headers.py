@@ -204,7 +204,11 @@ def size_or_refusal(data, exif):
 @pytest.mark.parametrize(
     "name", [name for name in VALID if name.split()[0] in ("png", "jpeg", "webp", "bmp") and "2000" not in name]
 )
-def test_every_truncation_is_found(name):
+def test_every_truncation_is_found(tmp_path, name):
     data = VALID[name]
+    with written(tmp_path, data) as file:
+        assert image_size(file.fileno()) == image_size(data)
     for cut in [*range(0, len(data), 97), len(data) - 1, len(data) - 2]:
         assert size_or_refusal(data[:cut], "ignore") is None, cut
+        with written(tmp_path, data[:cut]) as file:
+            assert size_or_refusal(file.fileno(), "ignore") is None, cut

@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from refusals import refused
+from trimtab.errors import shorten
 from trimtab.samples import records
-from trimtab.samples.problems import BadRecordError, BadSample, shorten
+from trimtab.samples.problems import BadRecordError, BadSample
 from trimtab.samples.records import Lines, line_starts
 from trimtab.samples.rows import read_conversation, record_id
 

@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 
 from trimtab.address import place_of
-from trimtab.errors import PlanError, SampleError
+from trimtab.errors import PlanError, SampleError, shorten
 from trimtab.files import fingerprint_file, open_atomically, open_passing, write_atomically, written_together
 from trimtab.options import ReadingOptions
-from trimtab.plan.file.records import PlannedRecords, find_data_files, refuse_no_records
+from trimtab.plan.file.records import PlannedRecords, find_data_files, refuse_no_records, refuse_roots
 from trimtab.plan.file.reload import load_packs, read_samples
 from trimtab.plan.file.yaml import open_plan
 from trimtab.plan.plan import Plan
 from trimtab.samples.media import MediaFolders
-from trimtab.samples.problems import BadRecordError, shorten
+from trimtab.samples.problems import BadRecordError
 from trimtab.samples.records import detect_format, places_of, rows_of
 from trimtab.samples.rows import read_conversation, record_id
 from trimtab.samples.shapes import columns_beside, read_columns
@@ -251,6 +251,8 @@ def write_energon_packs(
         raise PlanError(f"{dp} ranks do not divide {num_packs} packs, and Energon gives each as many: choose others")
     sources = sources_of(planned, data, reading)
     root = None if reading.media_root is None else place_of(reading.media_root)
+    if data is None:
+        refuse_roots(sources, root, planned.folder, reading.allowed)
     media = MediaFolders(root, allowed=reading.allowed, exif=reading.exif)
     columns, file_of = read_columns(reading.columns), places_of(planned.samples).file
     order = [place for rank in range(dp) for place in range(rank, num_packs, dp)]

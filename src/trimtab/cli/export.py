@@ -51,6 +51,8 @@ class ExportOptions:
     media_root: Annotated[
         Path | None, Option("energon-packs: folder that image paths start from; else the data file's.")
     ] = None
+    allow_outside: Annotated[bool, Option("energon-packs: read images outside of named folders.")] = False
+    allow_remote: Annotated[bool, Option("energon-packs: open addresses that records name.")] = False
 
     def refuse_others(self, target: str, taken: set[str]) -> None:
         """Raise an error if an option was given that `target` does not take."""
@@ -207,7 +209,9 @@ def _packs(target: str, plan: Path | None, options: ExportOptions, as_json: bool
 
     if plan is None:
         raise PlanError(f"{target} needs a plan: name plan.yaml or its folder")
-    more = {"ranks": options.ranks, "reading": ReadingOptions(media_root=options.media_root)}
+    names = ("media_root", "allow_outside", "allow_remote")
+    reading = ReadingOptions(**{name: getattr(options, name) for name in names})
+    more = {"ranks": options.ranks, "reading": reading}
     writers: dict[str, Callable[..., WrittenData]] = {
         "jsonl": data_files.write_jsonl,
         "qwen-packs": data_files.write_nested_packs,
@@ -245,7 +249,7 @@ _WRITERS: Mapping[str, tuple[str, set[str], _Writer]] = {
     ),
     "energon-packs": (
         "Write the packs of PLAN as WebDataset shards, one pack a sample, in Megatron-Energon's order.",
-        {"out", "data", "ranks", "media_root"},
+        {"out", "data", "ranks", "media_root", "allow_outside", "allow_remote"},
         _packs,
     ),
     "swift-packs": (

@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import TrimtabError, shorten
 
 _INSTALL_HINTS = {
     **dict.fromkeys(("pyarrow", "PIL", "tokenizers", "jinja2"), "data"),
@@ -103,7 +103,7 @@ def _fail(message: str, error: Exception | None = None) -> NoReturn:
     is_said = getattr(error, "is_said", None)
     if is_said or (is_said is None and is_further_rank()):
         sys.exit(2)
-    message = shorten_words(message)
+    message = "\n".join(shorten(line, len(line)) for line in shorten_words(message).split("\n"))
     try:
         if "--json" in sys.argv:
             print(json.dumps({"error": message}))

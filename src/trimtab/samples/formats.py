@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trimtab.address import Address
-from trimtab.errors import SampleError
-from trimtab.samples.problems import MAX_VALUES, BadRecordError, Groups, Record, parse_record, shorten
+from trimtab.errors import SampleError, shorten
+from trimtab.samples.problems import MAX_VALUES, BadRecordError, Groups, Record, parse_record
 from trimtab.samples.shapes import CONVERSATION_KEYS, has_shape
 from trimtab.typed_json import STRICT, parse_json, refuse_surrogates
 

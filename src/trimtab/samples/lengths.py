@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 
 from trimtab.address import Address
-from trimtab.errors import ImageError, SampleError
+from trimtab.errors import ImageError, SampleError, shorten
 from trimtab.limited import MEMORY_BYTES, ChildEndedError, at, limited_child
 from trimtab.models.images.asked import AskedImages
 from trimtab.models.images.rules import rule_in_sample
 from trimtab.samples.formats import open_parquet, unreadable
-from trimtab.samples.problems import BadSample, Format, refuse_bad, shorten
+from trimtab.samples.problems import BadSample, Format, refuse_bad
 from trimtab.samples.records import GROUPED, detect_format, layout_of, read_records
 from trimtab.samples.shapes import has_shape
 from trimtab.samples.sources import find_sources, source_labels

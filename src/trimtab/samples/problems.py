@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.errors import SampleError, join_problems
+from trimtab.errors import SampleError, join_problems, shorten
 from trimtab.typed_json import parse_json
 
 BadKind = Literal[
@@ -24,8 +23,6 @@ BadKind = Literal[
     "length",  # more tokens than the limit
     "reader",  # reading it takes too much time or memory, or ends the process that does
 ]
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +56,6 @@ def wrong(what: str, value: object, wanted: str) -> BadRecordError:
     """Return a field of a record that is not of the kind it must be."""
     shown = shorten(repr(value), 40) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
     return BadRecordError("type", f"{what} is {shown}: it must be {wanted}")
-
-
-def shorten(text: str, limit: int = 80) -> str:
-    """Text of a stranger's file, fit for one line of a terminal: no control characters, at most `limit` others."""
-    text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text[: limit + 1])
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def refuse_bad(bad: Sequence[BadSample], num_read: int, *, can_skip: bool = True, of: str = "") -> None:

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trimtab.address import Address
-from trimtab.errors import SampleError
+from trimtab.errors import SampleError, shorten
 from trimtab.files import refuse_special
 from trimtab.limited import ChildEndedError, at, is_limited, limited_child
 from trimtab.samples.formats import arrow_groups, parquet_groups, read_csv, read_json_list, read_tar, unreadable
-from trimtab.samples.problems import BadRecordError, Chunk, Format, Groups, Record, parse_record, shorten
+from trimtab.samples.problems import BadRecordError, Chunk, Format, Groups, Record, parse_record
 from trimtab.samples.rows import KNOWN_KEYS
 from trimtab.specs import IntArray, SampleTable
 

@@ -10,7 +10,8 @@ from enum import Enum
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-from trimtab.samples.problems import BadRecordError, shorten, wrong
+from trimtab.errors import shorten
+from trimtab.samples.problems import BadRecordError, wrong
 from trimtab.samples.shapes import COLUMN_KEYS, CONVERSATION_KEYS, Columns, as_messages
 from trimtab.specs import Clip
 from trimtab.typed_json import parse_json

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from trimtab.address import Address
-from trimtab.errors import SampleError
+from trimtab.errors import SampleError, shorten
 from trimtab.files import read_small
-from trimtab.samples.problems import BadRecordError, shorten, wrong
+from trimtab.samples.problems import BadRecordError, wrong
 from trimtab.typed_json import parse_json
 
 Columns = tuple[tuple[str, str], ...]

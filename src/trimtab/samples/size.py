@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.address import Address, Allowed, place_of
-from trimtab.errors import SampleError
+from trimtab.errors import SampleError, shorten
 from trimtab.files import fingerprint_file
 from trimtab.models.images.asked import AskedClips, AskedImages
 from trimtab.models.images.rules import write_rule
 from trimtab.options import Exif, SpecialTokens
 from trimtab.samples.lengths import SizesAlone, holds_lengths, read_length_parts, sizes_in
-from trimtab.samples.problems import BadSample, Chunk, refuse_bad, shorten
+from trimtab.samples.problems import BadSample, Chunk, refuse_bad
 from trimtab.samples.records import list_chunks
 from trimtab.samples.shapes import read_columns
 from trimtab.samples.sizer import SizerSettings, ask_assumptions, size_chunks

@@ -18,7 +18,7 @@ import numpy as np
 
 import trimtab
 from trimtab.address import Allowed
-from trimtab.errors import ConfigError, ImageError, SampleError
+from trimtab.errors import ConfigError, ImageError, SampleError, shorten
 from trimtab.files import blake2b
 from trimtab.limited import STEP_CPU_S, ChildEndedError, LimitedChild, at, limited_child
 from trimtab.models.images.asked import NO_CLIPS
@@ -26,7 +26,7 @@ from trimtab.options import Exif
 from trimtab.samples.encode import learnt_spans
 from trimtab.samples.lengths import SizesAlone, image_counter
 from trimtab.samples.media import MediaFolder, MediaFolders, has_changed
-from trimtab.samples.problems import TOO_DEEP, BadRecordError, BadSample, Broken, Chunk, Record, shorten
+from trimtab.samples.problems import TOO_DEEP, BadRecordError, BadSample, Broken, Chunk, Record
 from trimtab.samples.records import names_of, read_chunk
 from trimtab.samples.rows import HARMLESS_KEYS, KNOWN_KEYS, Conversation, read_conversation, record_id
 from trimtab.samples.shapes import Columns

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 from trimtab.address import Address, Allowed, place_inside, place_of
-from trimtab.errors import SampleError, join_problems, refuse_type
+from trimtab.errors import SampleError, join_problems, refuse_type, shorten
 from trimtab.files import read_small
-from trimtab.samples.problems import BadRecordError, parse_record, shorten
+from trimtab.samples.problems import BadRecordError, parse_record
 from trimtab.samples.records import format_of_name
 from trimtab.samples.shapes import CONVERSATION_KEYS, INFO, Columns, columns_beside, is_info, listed_sets
 from trimtab.samples.table import is_saved_table, source_names_of
@@ -171,7 +171,8 @@ def _sources_of(
     elif place.name == INFO and is_info(place):
         yield from _in_info(place, roots, allowed)
     elif place.is_dir():
-        yield from _in_folder(place, place if place.stem.strip(".") else place.resolve(), 0)
+        named = place if place.stem.strip(".") else place.resolve()
+        yield from _in_folder(place, named, 0, allowed)
     elif place.name.endswith(".json") and (listed := read_meta(place, roots, allowed)) is not None:
         if listed_in is not None:
             raise SampleError(f"{listed_in}: annotation {place} is a list of data sets itself: name files of records")
@@ -193,9 +194,14 @@ def _in_info(info: Path, roots: Sequence[Path], allowed: Allowed) -> Iterator[So
             )
 
 
-def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
-    """The files of a folder of any kind; of splits, all but those for tests."""
+def _in_folder(folder: Path, named: Path, depth: int, allowed: Allowed) -> Iterator[SourceFile]:
+    """The files of a folder of any kind; of splits, all but those for tests. No link leads out, unless allowed."""
     entries = {entry.name: entry for entry in folder.iterdir() if not entry.name.startswith(".")}
+    links = [] if isinstance(folder, Address) or allowed.outside else [x for x in entries.values() if x.is_symlink()]
+    if out := [link for link in links if not link.resolve().is_relative_to(folder.resolve())]:
+        raise SampleError(
+            f"{out[0]} leads out of its folder: name what it leads to, or --allow-outside for a file you trust"
+        )
     kind = next((read for marker, read in _FOLDERS.items() if marker in entries), None)
     found = None if kind is None else kind(folder, named, entries[next(m for m in _FOLDERS if m in entries)])
     if found is not None:
@@ -215,7 +221,7 @@ def _in_folder(folder: Path, named: Path, depth: int) -> Iterator[SourceFile]:
     if not kept or depth == _MAX_DEPTH:
         raise SampleError(f"{folder} holds no data: name .jsonl, .json, .parquet, .arrow, .tar or saved `datasets`")
     for name in kept:  # one folder in it is the same data; of several each is a source
-        found_in = _in_folder(entries[name], named if len(kept) == 1 else named / name, depth + 1)
+        found_in = _in_folder(entries[name], named if len(kept) == 1 else named / name, depth + 1, allowed)
         yield from (replace(source, note=source.note or note) for source in found_in)
 
 

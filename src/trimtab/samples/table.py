@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.address import Address, place_of
-from trimtab.errors import SampleError, refuse_type
+from trimtab.errors import SampleError, refuse_type, shorten
 from trimtab.files import blake2b, write_atomically
-from trimtab.samples.problems import BadKind, BadSample, Chunk, shorten
+from trimtab.samples.problems import BadKind, BadSample, Chunk
 from trimtab.specs import ImageCounts, IntArray, SampleTable
 
 # -- named arrays and strings as the bytes of an .npz: equal input to equal bytes --------------------------------------

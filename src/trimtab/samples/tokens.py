@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, shorten
 from trimtab.files import read_small
 from trimtab.models.families import MARKUPS
 from trimtab.options import SpecialTokens
-from trimtab.samples.problems import BadRecordError, shorten
+from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import VIDEO_MARK, Conversation, Message, Slot
 from trimtab.specs import ClipCounts, ImageCounts, ImageMarkup
 

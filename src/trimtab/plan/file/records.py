@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.address import Address, Allowed, place_of
+from trimtab.address import Address, Allowed, place_inside, place_of
 from trimtab.errors import PlanError, SampleError
 from trimtab.files import blake2b, fingerprint_file, is_there, write_atomically
 from trimtab.plan.file.reload import read_samples
@@ -96,6 +96,18 @@ def _source(file: SizedFile, folder: Path, allowed: Allowed) -> SourceFile:
     return SourceFile(file=place, named=place, media_root=root)
 
 
+def refuse_roots(sources: Sequence[SourceFile], given: Path | None, folder: Path, allowed: Allowed | None) -> None:
+    """Raise `SampleError` where the plan in `folder` names a media folder far from its file, unless that is `allowed`.
+
+    It lies below the folder above the file's own, or below `given`.
+    """
+    for source in sources:
+        if source.media_root is not None:
+            file = source.file if isinstance(source.file, Address) else source.file.absolute()
+            folders = [file.parent.parent, *([] if given is None else [given])]
+            place_inside(str(source.media_root), folders, f"the plan in {folder}", allowed or Allowed())
+
+
 def _sized(file: DataFile) -> SizedFile:
     return SizedFile(path=file.path, blake2b=file.blake2b, media_root=file.media_root)
 
@@ -147,6 +159,8 @@ def open_records(
     made = load_plan(path if path.is_file() else folder)
     sources = find_data_files(made, folder, files, media_root, allowed=allowed)
     root = None if media_root is None else place_of(media_root)
+    if files is None:
+        refuse_roots(sources, root, folder, allowed)
     return PlannedRecords(
         read_samples(made, folder),
         [source.file for source in sources],

@@ -239,6 +239,8 @@ def split_model(
     >>> len(split_model(48, world_size=4, variant="model card"))
     56
     """
+    if variant not in (choices := ("repository", "model card")):
+        raise PartitionError(f"split_model has no variant {variant!r}: choose {' or '.join(choices)}")
     if world_size is None:
         import torch
 

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
 import trimtab
-from trimtab.errors import PlanError
+from trimtab.errors import PlanError, shorten
 from trimtab.files import blake2b, lock, write_atomically
 from trimtab.options import ReadingOptions
 from trimtab.plan.plan import Plan
@@ -42,7 +42,7 @@ from trimtab.plan.runs import RunHeader, StepRecord, digest_of, line_of
 from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
 from trimtab.runtime.ranks import on_first_rank
 from trimtab.runtime.training.settings import TrainSettings
-from trimtab.samples.problems import shorten
+from trimtab.typed_json import parse_json
 
 _FOLDER = re.compile(r"step-(\d{8})")
 _PROGRESS = "progress.json"
@@ -138,7 +138,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def _read_progress(path: Path) -> Progress:
     try:
-        return Progress(**json.loads((path / _PROGRESS).read_bytes()))
+        found = Progress(**parse_json((path / _PROGRESS).read_bytes()))
+        kinds = ((found.step, int), (found.loader, dict), (found.optimizer, str))
+        if not all(isinstance(value, kind) for value, kind in kinds):
+            raise TypeError("step, loader or optimizer is of another type")
+        return found
     except (OSError, ValueError, TypeError) as error:
         raise PlanError(
             f"{path / _PROGRESS} cannot be read ({shorten(str(error), 100)}): remove the checkpoint"

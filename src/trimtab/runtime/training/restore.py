@@ -20,8 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trimtab.errors import PlanError
-from trimtab.samples.problems import shorten
+from trimtab.errors import PlanError, shorten
 
 Weighed = dict[str, list[int]]
 """By name the sum of a tensor's bits, as whole numbers, and how many of these are not 0."""

@@ -40,6 +40,7 @@ from trimtab.runtime.training.restore import (
     weigh_optimizer,
 )
 from trimtab.runtime.training.shared import SharedSampler, size_of_sample
+from trimtab.typed_json import parse_json
 
 LOG = logging.getLogger("trimtab")
 
@@ -281,7 +282,7 @@ def _refuse_torn(folder: Path) -> Path:
 def _tear(folder: Path) -> str:
     """What is wrong with a checkpoint; empty: it is whole. `STATE_FILE`, written last, has the sizes of all files."""
     try:
-        files = json.loads((folder / STATE_FILE).read_bytes())["files"]
+        files = parse_json((folder / STATE_FILE).read_bytes())["files"]
         for name, size in files.items():
             if not (folder / name).is_file():
                 return f"it lacks {name}"
@@ -296,15 +297,24 @@ def _tear(folder: Path) -> str:
 
 def _kept_in(folder: Path) -> Kept:
     try:
-        state = json.loads((folder / STATE_FILE).read_bytes())
-        return Kept(weights=state["weights"], optimizer=state.get("optimizer"), scheduler=state.get("scheduler"))
-    except (OSError, ValueError, KeyError) as error:
+        state = parse_json((folder / STATE_FILE).read_bytes())
+        optimizer, scheduler = state.get("optimizer"), state.get("scheduler")
+        return Kept(
+            weights=_weighed(state["weights"]),
+            optimizer=None if optimizer is None else _weighed(optimizer),
+            scheduler=[*map(float, scheduler)] if scheduler else None,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise unreadable(folder / STATE_FILE, error) from None
+
+
+def _weighed(held: Any) -> dict[str, list[int]]:
+    return {name: [int(bits), int(count)] for name, (bits, count) in held.items()}
 
 
 def _check_state(order: PackOrder, path: Path) -> None:
     """`PlanError` where the Trainer, which counts steps, would go on at another place than the checkpoint's."""
-    state = json.loads(path.read_text(encoding="utf-8"))
+    state = parse_json(path.read_bytes())
     cursor_from_state(order, state)
     packs = state["dp"] * state["num_microbatches"]
     if packs == order.packs_per_step:
