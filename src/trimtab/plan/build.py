@@ -193,7 +193,7 @@ def _settle(
     group = chosen.best.options.vision.group
     if group == "own":
         if within is not None:
-            raise PlanError("no framework of --for has its tower on devices of its own: leave --for out")
+            raise PlanError("towers=own is planned without --for: leave it out, then export to megatron-bridge")
         return _settle_own(model, epoch, cluster, options, budget, chosen)
     if group == "auto" or group == "shared":
         return _settle_open(model, epoch, cluster, options, budget, chosen, within)

@@ -428,14 +428,14 @@ def settings_own(
     Parts are whole nodes, or as many devices of every node: those nearest to the tower's share of all seconds. Degrees
     that were asked for are the decoder's. Raises `PlanError` for what no tower on devices of its own runs with.
     """
-    if options.schedule not in ("auto", "1F1B") or options.zero_stage == 3 or options.profile is not None:
+    if options.schedule not in ("auto", "1F1B") or options.zero_stage in (2, 3) or options.profile is not None:
         raise PlanError(
-            "a tower on devices of its own runs 1F1B below ZeRO-3, priced by formula: give --schedule 1F1B and "
+            "a tower on devices of its own runs 1F1B below ZeRO-2, priced by formula: give --schedule 1F1B and "
             "--zero-stage 1, and leave --profile out"
         )
     tower_s, all_s = _seconds_a_sample(model, samples, cluster, options)
     text, W = _without_images(samples), cluster.num_devices
-    alone = replace(options, max_patches=None, schedule="1F1B", num_chunks=1, zero_stages=(1, 2), vision=VisionChoice())
+    alone = replace(options, max_patches=None, schedule="1F1B", num_chunks=1, zero_stages=(1,), vision=VisionChoice())
     for part in _parts(cluster, options, own=W * tower_s / all_s)[:_MOST_PARTS]:
         try:
             chosen = choose_setting(decoder_only(model), text, part, alone, budget)
