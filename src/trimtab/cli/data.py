@@ -312,19 +312,22 @@ def pack(
                 "seconds": seconds,
                 "unit": samples.patch_unit,
                 **({"mixture": epoch.sources} if epoch else {}),
-                **({"limits": limits} if options.limits_by else {}),
-                **({"iterations": iterations} if iterations else {}),
+                **({"limits": limits} if options.limits_by else {})
+                | ({"iterations": iterations} if iterations else {}),
             }
         )
         return
     from trimtab.report.tables import print_balance, print_iterations
 
     if options.limits_by:
-        pairs = "; ".join(f"{patches:,} {samples.patch_unit} and {tokens:,} tokens" for patches, tokens in limits)
-        log(f"limits of a pack: {pairs}")
+        _tell_limits(limits, samples.patch_unit)
     print_balance(samples, balance, seconds, console())
     if iterations:
         print_iterations(iterations, console())
+
+
+def _tell_limits(limits: list[tuple[int, int]], unit: str) -> None:
+    log(f"limits of a pack: {'; '.join(f'{patches:,} {unit} and {tokens:,} tokens' for patches, tokens in limits)}")
 
 
 def _pack(
