@@ -27,8 +27,7 @@ from vision_runs import (
 
 from refusals import refused
 from trimtab.errors import TrimtabError
-from trimtab.runtime.vision.apply import encode_pooled, vision_dp
-from trimtab.runtime.vision.verify import verify_vision_dp
+from trimtab.runtime.vision.apply import encode_pooled, verify_vision_dp, vision_dp
 
 # -- sequence parallel, end to end ----------------------------------------------------------------------------------
 

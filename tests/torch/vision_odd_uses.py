@@ -14,8 +14,7 @@ from refusals import refused
 from trimtab.balance.cost import LinearCost
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import exchange
-from trimtab.runtime.vision.apply import VisionDataParallel, vision_dp, vision_heartbeat
-from trimtab.runtime.vision.verify import verify_vision_dp
+from trimtab.runtime.vision.apply import VisionDataParallel, verify_vision_dp, vision_dp, vision_heartbeat
 
 
 def run_odd_uses(rank: int) -> None:

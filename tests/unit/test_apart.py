@@ -16,7 +16,7 @@ from trimtab.errors import PartitionError, PlanError, UnsupportedPlanError
 from trimtab.models.describe import describe
 from trimtab.partition.simulate import simulate
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.apart import tower_alone
+from trimtab.plan.decide.apart import bubble_bounds_s, tower_alone, without_tower
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.compare import _columns
 from trimtab.plan.decide.exchange import feature_values
@@ -27,7 +27,7 @@ from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.options import PlanOptions, VisionChoice
-from trimtab.specs import Stage
+from trimtab.specs import LayerCost, Stage
 
 PIPELINE = dataclasses.replace(
     OPTIONS, tp=2, pp=2, num_microbatches=4, host="none", max_patches=6000, max_tokens=6000, global_batch=None
@@ -306,3 +306,57 @@ def test_bridge_gets_both_grids_and_other_frameworks_refuse(tmp_path):
     write_plan(make_plan(describe("Qwen3.5-27B"), samples, parse_cluster("24xH100-80GB"), more), tmp_path)
     with pytest.raises(UnsupportedPlanError, match="tower_devices=2"):
         export_plan(reload_plan(tmp_path), find_target("megatron-bridge"))
+
+
+# Encoding in the bubbles.
+
+
+def test_the_bound_of_encoding_in_bubbles_is_below_every_form_that_runs():
+    grid = plan_of("one-grid")
+    case, stages = read_case(grid)
+    as_it_is, ordered = bubble_bounds_s(case, stages)
+    assert ordered <= as_it_is <= grid.variants[-1].epoch_s
+    # by hand: one step of one micro-batch with images can hide neither of its phases
+    bare, update_s = without_tower(case.setting.profile), rank_step_s(case.problem, stages)
+    work = case.work.copy()
+    work[:, 1:4] = 0.0
+    times = times_of(work, stages, bare, case.cluster)
+    tower = [x for x in tower_alone(case, 8).layers if x.tower != "language"]
+    expected = 0.0
+    for packs in case.schedule.table:
+        seconds = []
+        for row in packs:
+            pipeline_s = simulate(_columns(times, row), num_devices=2).makespan_s
+            first, last = (
+                float(case.work[x, 1:4] @ whole_s) / 4 if x >= 0 else 0.0
+                for x, whole_s in zip(row[[0, -1]], tower_terms(tower), strict=True)
+            )
+            held = row[row >= 0]
+            busy = (times.forward_s + times.backward_s)[:, held].sum() / 2
+            busy += sum(float((case.work[held, 1:4] @ x).sum()) / 4 for x in tower_terms(tower))
+            seconds.append(max(busy, pipeline_s + first + last))
+        expected += max(seconds) + update_s
+    assert as_it_is == pytest.approx(expected, rel=1e-9)
+
+
+def test_text_first_and_last_hides_what_images_there_cannot():
+    rng = np.random.default_rng(1)
+    images = [np.full(int(i % 8 == 0), 2048, np.int64) for i in range(160)]
+    options = dataclasses.replace(PIPELINE, max_patches=2048, max_tokens=1400)
+    case, stages = read_case(make_plan(QWEN, table_of(images, rng), CLUSTER, options))
+    as_it_is, ordered = bubble_bounds_s(case, stages)
+    texts = (case.work[np.maximum(case.schedule.table, 0), 1] == 0) & (case.schedule.table >= 0)
+    assert (texts.sum(axis=2) >= 2).any()
+    assert ordered < as_it_is
+
+
+def tower_terms(tower: list[LayerCost]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a whole tower's passes for each image term."""
+    return tuple(np.sum([getattr(x, name)[1:4] for x in tower], axis=0) for name in ("forward_s", "backward_s"))
+
+
+def read_case(made: PlanDetails) -> tuple[Case, tuple[Stage, ...]]:
+    with tempfile.TemporaryDirectory() as folder:
+        write_plan(made, folder)
+        found = reload_plan(Path(folder))
+    return found.case, found.stages

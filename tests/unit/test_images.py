@@ -1,9 +1,11 @@
 """Image rules at work against published counts and brute force: `models/images`."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from described_configs import edit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_configs import (
@@ -36,6 +38,8 @@ from trimtab.models.images.rules import (
     write_rule,
 )
 from trimtab.specs import ImageRule
+
+HUGE = 10**9  # of refusals.yaml, as `without`
 
 
 @pytest.mark.parametrize(("config", "file", "patches", "tokens"), PUBLISHED)
@@ -160,6 +164,10 @@ def test_spellings_of_one_setting_agree():
 @pytest.mark.parametrize("file", [None, {}, {"do_pan_and_scan": None}, {"do_pan_and_scan": False}])
 def test_gemma_crops_only_when_asked(file):
     assert image_rule(GEMMA3, file) == FixedImage(rows=4096, tokens=256, name="gemma3")
+
+
+def without(data: dict, paths: list[str]) -> dict:
+    return functools.reduce(lambda left, path: edit(left, path, ...), paths, data)
 
 
 def test_the_largest_rules_are_built_at_once_and_their_counts_fit_63_bits():

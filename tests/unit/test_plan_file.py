@@ -17,9 +17,12 @@ from trimtab.plan.file.yaml import (
     load_array,
     load_plan,
     name_table,
+    pack_contents,
     plan_from_yaml,
     plan_to_yaml,
 )
+from trimtab.plan.plan import PackingDecision
+from trimtab.specs import Packing, Schedule
 from trimtab.units import fold_modules, unfold_modules
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -116,3 +119,15 @@ def test_unfold_is_the_inverse_of_fold(parts: list[tuple[str, int | None]]) -> N
 
 
 # -- plan/file/reload.py: packs as tables, and steps of equal length --------------------------------------------------
+
+
+PACKING = Packing(offsets=np.array([0, 2, 3]), indices=np.array([2, 0, 1]), limits=(36864, 8192))
+SCHEDULE = Schedule(table=np.array([[[0], [1]]]))
+
+
+def written(folder: Path, packing: Packing = PACKING, schedule: Schedule = SCHEDULE) -> PackingDecision:
+    contents = pack_contents(packing, schedule)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    tables = {name.removesuffix(".npy"): name_table(name, content) for name, content in contents.items()}
+    return dataclasses.replace(small_plan().decisions.packing, **tables)

@@ -271,7 +271,6 @@ def pack(
     import time
 
     from trimtab.balance.packing import refuse_empty, report_packing, warm_up
-    from trimtab.files import write_atomically, written_together
     from trimtab.samples.lengths import read_lengths
 
     samples = read_lengths(sizes)
@@ -295,12 +294,7 @@ def pack(
     balance = report_packing(samples, packed)
     iterations = _iterations(drawn, options, limits, how)
     if out is not None:
-        from trimtab.plan.file.yaml import pack_contents
-
-        with written_together():
-            for name, content in pack_contents(packed.packing, packed.schedule).items():
-                write_atomically(out / name, content)
-        log(f"packs: {out}")
+        _write_packs(packed, out)
     if as_json:
         print_json(
             {
@@ -312,22 +306,29 @@ def pack(
                 "seconds": seconds,
                 "unit": samples.patch_unit,
                 **({"mixture": epoch.sources} if epoch else {}),
-                **({"limits": limits} if options.limits_by else {})
-                | ({"iterations": iterations} if iterations else {}),
+                **({"limits": limits} if options.limits_by else {}),
+                **({"iterations": iterations} if iterations else {}),
             }
         )
         return
     from trimtab.report.tables import print_balance, print_iterations
 
     if options.limits_by:
-        _tell_limits(limits, samples.patch_unit)
+        pairs = "; ".join(f"{patches:,} {samples.patch_unit} and {tokens:,} tokens" for patches, tokens in limits)
+        log(f"limits of a pack: {pairs}")
     print_balance(samples, balance, seconds, console())
     if iterations:
         print_iterations(iterations, console())
 
 
-def _tell_limits(limits: list[tuple[int, int]], unit: str) -> None:
-    log(f"limits of a pack: {'; '.join(f'{patches:,} {unit} and {tokens:,} tokens' for patches, tokens in limits)}")
+def _write_packs(packed: "PackResult", out: Path) -> None:
+    from trimtab.files import write_atomically, written_together
+    from trimtab.plan.file.yaml import pack_contents
+
+    with written_together():
+        for name, content in pack_contents(packed.packing, packed.schedule).items():
+            write_atomically(out / name, content)
+    log(f"packs: {out}")
 
 
 def _pack(

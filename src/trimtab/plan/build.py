@@ -98,19 +98,14 @@ def make_plan(
     samples, rows, budget, asked = epoch.samples, epoch.rows, MemoryBudget.of(cluster, options), options
     if cluster.num_devices > _MOST_DEVICES_A_SAMPLE * len(rows):
         raise PlanError(f"{cluster.num_devices} devices have {len(rows)} samples: give more data, or fewer devices")
-    is_own = asked.vision.group == "own"
-    decoder: dict[str, Any] = {name: getattr(asked, name) for name in _OF_THE_DECODER} if is_own else {}
-    left_open: dict[str, Any] = dict.fromkeys(decoder)
-    grid = replace(asked, **left_open)  # what a tower on devices of its own is compared with
-    options, chosen = _choose(model, epoch, cluster, grid, budget, tiers, _step(progress, "settings"))
-    options = replace(options, **decoder)
+    options, chosen = _choose(model, epoch, cluster, asked, budget, tiers, _step(progress, "settings"))
     settled = _settle(model, epoch, cluster, options, budget, chosen, within)
     tried, case, found, split = settled.tried, settled.vision.best.case, settled.vision.best.found, settled.split
     setting, options_of_search, options = case.setting, options, case.options
     variants = compare_variants(
         case, split.stages, without=settled.without, elsewhere=tried.listed, progress=_step(progress, "simulation")
     )
-    tied = () if is_own else tied_settings(tried)
+    tied = () if asked.vision.group == "own" else tied_settings(tried)
     tips = find_tips(model, epoch.drawn, cluster, options_of_search, tied) if len(tied) > 1 else ()
     return assemble_plan(
         case,
@@ -148,13 +143,20 @@ def _choose(
     tiers: Tiers | None,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[PlanOptions, ChosenSetting]:
-    """Choose the global batch, where none was asked for, and the settings that fit with it."""
-    options = asked
+    """Choose the global batch, where none was asked for, and the settings that fit with it.
+
+    Degrees asked for are the decoder's, where the tower has devices of its own: the single grid's are left open.
+    """
+    names = _OF_THE_DECODER if asked.vision.group == "own" else ()
+    decoder: dict[str, Any] = {name: getattr(asked, name) for name in names}
+    left_open: dict[str, Any] = dict.fromkeys(decoder)
+    options = asked = replace(asked, **left_open)
     if not asked.fills_packs:
         options = replace(asked, global_batch=default_global_batch(cluster, asked, len(epoch.rows)))
     while True:
         try:
-            return options, choose_setting(model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=progress)
+            found = choose_setting(model, epoch.drawn, cluster, options, budget, tiers=tiers, progress=progress)
+            return replace(options, **decoder), found
         except PartitionError as error:
             # GPipe holds all packs of a step: fewer samples a step may fit, where nobody asked for so many
             if asked.global_batch is not None or options.schedule != "GPipe" or (options.global_batch or 1) == 1:

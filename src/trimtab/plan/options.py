@@ -140,12 +140,7 @@ class VisionChoice:
         ),
     ] = None  # None: those of the shortest epoch that fit the memory
     devices: Annotated[
-        int | None,
-        Option(
-            "Devices of the tower's own, under towers=own; default: all that the decoder leaves.",
-            flag="--tower-devices",
-            least=1,
-        ),
+        int | None, Option("Devices of the tower's own; default: all others.", flag="--tower-devices", least=1)
     ] = None
     rule: Annotated[Rule, Option("Any image to any rank, or runs of images in order.", flag="--vision-rule")] = (
         "balanced"

@@ -10,11 +10,13 @@ devices share the images of each micro-batch of a rank; where it is a divisor, o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trimtab.costs.formula.settings import ITEM_BYTES, Efficiency
+from trimtab.partition.simulate import simulate_steps
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.exchange import (
     Exchange,
@@ -26,9 +28,20 @@ from trimtab.plan.decide.exchange import (
     share_calls,
 )
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, Lanes, Phases
+from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, Lanes, Phases, rank_step_s, times_of
 from trimtab.plan.plan import VisionDecision
-from trimtab.specs import NUM_WORK_TERMS, FloatArray, LayerCost, ParallelDims, Profile, RecomputeChoice, RecomputeTier
+from trimtab.specs import (
+    NUM_WORK_TERMS,
+    FloatArray,
+    LayerCost,
+    ParallelDims,
+    Profile,
+    RecomputeChoice,
+    RecomputeTier,
+    Stage,
+    recomputing,
+    tiers_of,
+)
 
 _NOTHING = (0.0,) * NUM_WORK_TERMS
 
@@ -199,6 +212,50 @@ def own_lanes(case: Case, alone: Profile, decision: VisionDecision, found: Share
 def is_trained(case: Case) -> bool:
     """Whether tower or projector gets gradients."""
     return any(num_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
+
+
+# -- in the bubbles of the pipeline, of which only a bound is known ----------------------------------------------------
+
+
+def bubble_bounds_s(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
+    """Seconds that no epoch takes less whose images are encoded while the pipeline waits, on all devices of a replica.
+
+    No step is shorter than all work shared evenly, nor than the pipeline without a tower between images of the first
+    micro-batch and the backward of those of the last. Second: where packs of text alone run first and last in steps
+    that have two. No runner encodes so.
+    """
+    # 1. the pipelines without their tower, rank by rank
+    plain = case.without_vision()
+    bare = without_tower(plain.setting.profile)
+    work, table, dims = plain.work.copy(), plain.schedule.table, plain.setting.dims
+    work[:, IMAGE_TERMS] = 0.0
+    kept = range(min(plain.model.indices("language")), len(bare.layers))
+    own = [recomputing(x, {i: tier for i, tier in tiers_of(x).items() if i in kept}) for x in stages]
+    times = times_of(work, own, bare, plain.cluster)
+    schedule, M = plain.problem.schedule, table.shape[2]
+    alone_s = simulate_steps(times, table.reshape(-1, 1, M), schedule=schedule, num_devices=dims.pp)
+    # 2. the tower's seconds of each pack, on all devices of a replica; an empty slot takes none
+    tower = [x for x in tower_alone(plain, plain.cluster.num_devices).layers if x.tower != "language"]
+    images, num_devices = plain.work[:, IMAGE_TERMS], dims.pp * dims.tp * dims.cp
+
+    def of_slots(pack_s: FloatArray) -> FloatArray:
+        return np.where(table >= 0, pack_s[np.maximum(table, 0)], 0.0)
+
+    forward, backward = (
+        of_slots(images @ _sum([getattr(x, name)[IMAGE_TERMS] for x in tower]) / num_devices)
+        for name in ("forward_s", "backward_s")
+    )
+    decoder = of_slots((times.forward_s + times.backward_s).sum(axis=0) / dims.pp)
+    # 3. what devices compute, and what nothing hides
+    busy_s = (decoder + forward + backward).sum(axis=2)
+    exposed_s = forward[:, :, 0] + backward[:, :, -1]
+    two_of_text = ((forward == 0) & (table >= 0)).sum(axis=2) >= 2
+    update_s = len(table) * rank_step_s(plain.problem, stages)
+    as_it_is, ordered = (
+        float(np.maximum(busy_s, alone_s.reshape(busy_s.shape) + hidden_by_none).max(axis=1).sum()) + update_s
+        for hidden_by_none in (exposed_s, np.where(two_of_text, 0.0, exposed_s))
+    )
+    return as_it_is, ordered
 
 
 def features_held(case: Case, exchange: Exchange) -> float:

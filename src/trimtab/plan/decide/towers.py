@@ -19,6 +19,7 @@ import numpy as np
 from trimtab.balance.images import tower_seconds
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.options import VisionGroup
+from trimtab.plan.decide.apart import bubble_bounds_s
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting
 from trimtab.plan.decide.groups import (
     decision_problems,
@@ -71,14 +72,13 @@ class VisionChosen:
         if len(self.tried) > 1:
             said = [f"{_label(x.case)} {format_seconds(x.epoch_s)}" for x in self.tried]
             about.append(f"Sharing the images was simulated over the whole data set: {', '.join(said)}.")
-            about.append(describe_losses(self.tried[0].case, self.tried[0].epoch_s))
+            about.append(describe_losses(self.tried[0]))
         elif self.least is not None:
             label, bound_s = self.least
             gain = self.tried[0].epoch_s / bound_s - 1
             about.append(
                 f"No form of sharing the images was simulated: shared evenly {label}, the least bound, they would gain "
-                f"{gain:.1%} of an epoch, and {MUST_GAIN - 1:.0%} is asked for. "
-                + describe_losses(self.tried[0].case, self.tried[0].epoch_s)
+                f"{gain:.1%} of an epoch, and {MUST_GAIN - 1:.0%} is asked for. " + describe_losses(self.tried[0])
             )
         if self.ruled_out:
             about.append(f"Sharing the images was not possible everywhere: {'; '.join(self.ruled_out)}.")
@@ -502,9 +502,9 @@ def _about_own(taken: SharedSplit) -> str:
     )
 
 
-def describe_losses(case: Case, one_grid_s: float) -> str:
-    """Say what of one grid's devices a grid of the tower's own could free: `one_grid_s` is its epoch."""
-    plain, dims = case.without_vision(), case.setting.dims
+def describe_losses(grid: SharedSplit) -> str:
+    """Say what of the single grid's devices a grid of the tower's own could free, and what their bubbles could hold."""
+    plain, dims = grid.case.without_vision(), grid.case.setting.dims
     images = plain.work[:, IMAGE_TERMS]
     cost = tower_seconds(plain.setting.profile)
     # device-seconds of an epoch: of the tower on all its devices, whole, and of everything
@@ -516,10 +516,19 @@ def describe_losses(case: Case, one_grid_s: float) -> str:
         * dims.tp
         * dims.cp
     )
-    devices_s = one_grid_s * dims.dp * dims.pp * dims.tp * dims.cp
+    devices_s = grid.epoch_s * dims.dp * dims.pp * dims.tp * dims.cp
     again, cut = tower * (1 - 1 / dims.cp), max(0.0, tower / dims.cp - once)
     return (
         f"Of the devices' time on one grid, {again / devices_s:.1%} encodes images again on other ranks of cp, "
         f"{cut / devices_s:.1%} is lost by cutting the tower over tp, and {max(0.0, 1 - busy / devices_s):.1%} is "
-        "waiting, recompute and updates."
+        f"waiting, recompute and updates.{_about_bubbles(grid)}"
     )
+
+
+def _about_bubbles(grid: SharedSplit) -> str:
+    """Say what encoding while the pipeline waits could reach; nothing where it never waits, or holds no tower."""
+    if grid.case.setting.dims.pp == 1 or grid.case.vision is not None:
+        return ""
+    as_it_is, ordered = bubble_bounds_s(grid.case, grid.found.split.stages)
+    text = f", {format_seconds(ordered)} with packs of text alone first and last" if ordered < 0.999 * as_it_is else ""
+    return f" Encoded in its bubbles, which nothing does, an epoch would take {format_seconds(as_it_is)} or more{text}."
