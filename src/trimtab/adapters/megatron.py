@@ -283,9 +283,7 @@ def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
     if dims.pp > 1:
         settings["pipeline_model_parallel_layout"] = layout
     settings |= recompute | {"micro_batch_size": 1, "global_batch_size": plan.packs_per_step}
-    settings |= _launch(plan) | {"calculate_per_token_loss": True}  # else packs weigh alike
-    if plan.max_tokens is not None:
-        settings["seq_length"] = _sequence_length(plan.max_tokens, dims)
+    settings |= _launch(plan)
     if plan.zero_stage == 1:
         settings["use_distributed_optimizer"] = True
     return MegatronExport(
@@ -311,7 +309,10 @@ def _launch(plan: Decided) -> dict[str, Setting]:
         "attention_backend": _ATTENTION[launch.attention],
         "optimizer": _OPTIMIZER[launch.optimizer],
         "transformer_impl": "transformer_engine" if launch.fused_kernels else "local",
+        "calculate_per_token_loss": True,  # else packs weigh alike
     }
+    if plan.max_tokens is not None:
+        found["seq_length"] = _sequence_length(plan.max_tokens, plan.dims)
     switches = {
         # Megatron-Core's layers of experts refuse to train without, where tp is above 1
         "sequence_parallel": plan.dims.tp > 1 and (launch.sequence_parallel or has_experts(plan.model)),
