@@ -20,6 +20,7 @@ FOREIGN = {  # of torchrun, the hub's downloader, Megatron-LM and ms-swift, whic
     *("--nproc-per-node", "--no-python", "--revision", "--repo-type", "--tp-comm-overlap", "--packing"),
     *("--enable-full-hetero-dp", "--hetero-parallel", "--external"),  # LoongForge, MindSpeed-MM, ms-swift
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", "--pipeline-model-parallel-layout"),
+    "--seq-length",
 }
 
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from trimtab.address import Address, Allowed, fetch, refuse_address
 from trimtab.errors import ConfigError, ImageError, SampleError, shorten
 from trimtab.options import Exif
-from trimtab.samples.problems import BadRecordError
+from trimtab.samples.problems import BadRecordError, outside_media, unreadable_media
 from trimtab.samples.rows import Video
 from trimtab.specs import Clip
 
@@ -456,20 +456,6 @@ def has_changed(seen: str) -> bool:
 
 def _stamp(status: os.stat_result) -> str:
     return f"{status.st_size}:{status.st_mtime_ns}"
-
-
-def unreadable_media(what: str, done: str, root: str, error: Exception) -> BadRecordError:
-    """Return a file of a media folder that cannot be "opened" or "read"."""
-    cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-    return BadRecordError("path", f"{what} cannot be {done} below {root}: {cause}; check media_root")
-
-
-def outside_media(what: str, root: str) -> BadRecordError:
-    """Return a name that leads out of its media folder."""
-    return BadRecordError(
-        "path",
-        f"{what} lies outside the media folder {root}: set media_root above it, or --allow-outside for data you trust",
-    )
 
 
 def _carried(image: str | bytes) -> bytes | None:

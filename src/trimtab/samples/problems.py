@@ -52,6 +52,20 @@ class BadRecordError(SampleError):
         self.kind: BadKind = kind
 
 
+def unreadable_media(what: str, done: str, root: str, error: Exception) -> BadRecordError:
+    """Return a file of a media folder that cannot be "opened" or "read"."""
+    cause = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    return BadRecordError("path", f"{what} cannot be {done} below {root}: {cause}; check media_root")
+
+
+def outside_media(what: str, root: str) -> BadRecordError:
+    """Return a name that leads out of its media folder."""
+    return BadRecordError(
+        "path",
+        f"{what} lies outside the media folder {root}: set media_root above it, or --allow-outside for data you trust",
+    )
+
+
 def wrong(what: str, value: object, wanted: str) -> BadRecordError:
     """Return a field of a record that is not of the kind it must be."""
     shown = shorten(repr(value), 40) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
