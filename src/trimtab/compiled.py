@@ -26,7 +26,7 @@ inner = njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True,
 """For functions that only compiled functions call: without what would take their arguments from Python objects."""
 
 relaxed = njit(cache=True, nogil=True, error_model="numpy", fastmath={"nnan", "ninf", "nsz"})
-"""As `compiled`, and free to reorder sums: for functions that meet no NaN."""
+"""As `compiled`, for functions that meet neither NaN nor infinity: minima become vector code, sums keep their order."""
 
 inlined = njit(cache=True, nogil=True, error_model="numpy", inline="always")
 """For what is written into its callers before they are compiled: short functions, and named parts of a long one."""

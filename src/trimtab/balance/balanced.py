@@ -98,6 +98,7 @@ class Aim:
         """
         D, n = columns.shape[1], NUMBERS
         fullest = int(np.argmax(sum_columns(columns)[:-1] / bounds[:-1]))
+        # weight of each column, and what rising above its mean costs on top
         weights, slopes = np.ones(D), np.zeros(D)
         if self.style in ("tight", "level"):
             weights[fullest] = n.tight_fullest
@@ -270,6 +271,7 @@ def pack_balanced(
     `aim` None, or a fill, leaves what is open to `choose_aim`, which knows from `rows_alike` whether packs are sorted
     into rows later. `keys` (seed, epoch, and a part's number) decide the shuffle.
     """
+    # 1. samples of few kinds: patterns of kinds, where they need no more packs
     stream = _shuffle(sizes, cost, limits, keys)
     bounds = np.array([*limits, np.inf])
     streamed, chosen = None, aim if isinstance(aim, Aim) else None
@@ -277,6 +279,7 @@ def pack_balanced(
         alike = Aim(1.0, "fit")
         pull, state = alike.pull(stream.columns, bounds), make_stream(*keys, 1)
         streamed = pack_kinds(stream.columns, bounds, pull, alike.effort(), dp, num_others, state)
+    # 2. else windows of the shuffle by one aim; best fit by other rules where that leaves packs over the bound
     if streamed is None:
         if chosen is None:
             assert not isinstance(aim, Aim)

@@ -99,9 +99,11 @@ def share_images(cost: npt.ArrayLike, num_ranks: int, *, rule: Rule = "balanced"
     if problem := _find_problem(weights, num_ranks, rule):
         raise PackingError(problem)
 
+    # whole numbers, whose sums are the same in any order
     total = math.fsum(weights.tolist())  # exact, so the same on every kind of processor
     whole = np.rint(weights / (total or 1.0) * WHOLE).astype(np.int64)
     found = balance(whole, num_ranks) if rule == "balanced" else cut(whole, num_ranks)
+    # loads in the caller's unit
     ranks = np.repeat(np.arange(num_ranks), np.diff(found.offsets))
     load: FloatArray = np.bincount(ranks, weights[found.order], num_ranks).astype(np.float64)
     bound = found.bound / WHOLE * total

@@ -52,6 +52,7 @@ def schedule_packs(
 
     Full rows but for the last, full steps but for the last; slots left over are -1.
     """
+    # the order of packs, then steps of it, rank by rank
     check_order(order, dp, num_microbatches, tolerance)
     keys = (seed, epoch)
     sequence = order_packs(

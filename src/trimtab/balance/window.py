@@ -268,6 +268,7 @@ def pair_extremes(
     P, D = sums.shape
     key = np.empty(P)
     chosen, order = np.empty(P, np.int64), np.empty(P, np.int64)
+    # where each pack lies along the direction, but for those that nothing could improve
     n = np.int64(0)
     for p in range(P):
         if failures[p] < patience:
@@ -278,6 +279,7 @@ def pair_extremes(
             n += 1
     if n < 2:
         return 0
+    # first with last, second with last but one, while they differ enough
     _sort_by_buckets(key, chosen, n, order, np.empty(NUM_BUCKETS + 1, np.int64))
     for i in range(n // 2):
         a, b = order[i], order[n - 1 - i]
@@ -340,6 +342,7 @@ def polish(sizes: FloatArray, packs: Packs, goal: Goal, effort: Effort, state: U
     score = np.empty(P)
     everyone, order = np.arange(P), np.empty(P, np.int64)
     start = np.empty(NUM_BUCKETS + 1, np.int64)
+    # each round the packs that stick out most, each with a random one
     for _round in range(effort.num_polished):
         for p in range(P):
             score[p] = 0.0

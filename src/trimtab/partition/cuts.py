@@ -255,6 +255,7 @@ def least_limit(cost: Cost, S: int, K: int, *, low: int, high: int) -> int | Non
     if found.ends[S] != K:
         return None
     high = found.largest
+    # down to the largest stage that was needed, or up to the least that gets further
     while high - low > 1:
         found = reach(cost, S, K, (low + high) // 2)
         if found.ends[S] == K:

@@ -400,6 +400,7 @@ def even_stages(
     ]
     if not 1 <= num_stages <= len(blocks):
         raise PartitionError(f"{len(blocks)} blocks make 1 to {len(blocks)} stages, not {num_stages}")
+    # where the first block of each stage lies
     each, left = divmod(len(blocks), num_stages)
     starts = [i * each + min(i, left) for i in range(1, num_stages)]
     return stages_between(_allowed([blocks[k] for k in starts], len(profile.layers), forbidden_cuts))

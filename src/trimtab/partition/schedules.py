@@ -246,6 +246,7 @@ def _held(schedule: ScheduleName, P: int, V: int, M: int, device: int) -> IntArr
     order = block_order(schedule, num_devices=P, num_chunks=V, num_microbatches=M)
     kind = order.kind[device]
     chunk = np.searchsorted(_stages_of_devices(schedule, P, V)[device], order.stage[device])
+    # one more when a block begins to hold, one less when it frees
     step = np.zeros((2, len(kind), V), np.int64)
     at = np.arange(len(kind))
     step[0, at, chunk] = np.select([kind == FORWARD, kind == BACKWARD], [1, -1], 0)

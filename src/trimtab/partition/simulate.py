@@ -212,6 +212,7 @@ def stage_times(
     and type, takes as long on its way back. `link_bytes_per_s` None: sends cost nothing. Under a host whose stages wait
     for their sends (`Profile.send_wait_bytes_per_s`) both ends are also busy with them, at that rate.
     """
+    # what stages compute, what they wait for in sends, and how long those take to arrive
     found = [stage_seconds(profile, stage, work) for stage in stages]
     waited = np.array([_waited_s(profile, stage, work) for stage in stages])
     send_forward, send_backward = np.zeros((2, len(stages), len(work)))
@@ -296,6 +297,7 @@ def simulate_steps(
         raise PartitionError(f"a table of shape {table.shape}: give (steps, ranks, micro-batches) of {num_packs} packs")
     P = S if num_devices is None else num_devices
     waves = _waves(schedule, S, P, table.shape[2])
+    # every rank of every step on its own; a step lasts as long as its slowest
     each = makespans(waves, costs.seconds, costs.sends, table.reshape(-1, table.shape[2]))
     ranks = each.reshape(table.shape[:2])
     result: FloatArray = (ranks if phases_s is None else ranks + phases_s).max(axis=1) + all_reduce_s

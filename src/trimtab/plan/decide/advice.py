@@ -106,6 +106,7 @@ def _members(
         members, _ = list_members(model, samples, cluster, options, budget, dims)
     except PlanError:
         return []
+    # of each series the smallest packs: if they do not fit, none does
     smallest = {x.series: x for x in sorted(members, key=lambda x: -x.offer.samples_per_pack)}
     found = [x for x in smallest.values() if x.options.schedule in ("1F1B", options.schedule)]
     found.sort(key=lambda x: (-x.options.sharding, -x.profile.dims.pp * x.profile.dims.tp * x.profile.dims.cp))
@@ -137,6 +138,7 @@ def _fits(change: Change, model: ModelSpec, budget: MemoryBudget) -> bool:
 
 def _largest_part(samples: SampleTable) -> SampleTable:
     """Up to 512 samples, those of most patches and tokens among them."""
+    # what decides memory, and a picture of the rest
     half = _MOST_SAMPLES // 4
     rows = np.unique(
         np.concatenate(

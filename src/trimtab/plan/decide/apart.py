@@ -140,6 +140,7 @@ class _Tower:
         host_forward = sum(layer.host_forward_s for layer in self.layers)
         again = host_forward if any(any(x.extra_backward_s) for x in self.tiers) else 0.0
         host_backward = sum(layer.host_backward_s for layer in self.layers) + again
+        # a call without an image takes nothing; else no less than its host
         called = slowest.any(axis=1).astype(np.float64)
         forward = np.maximum(work @ _sum([x.forward_s for x in self.layers]), host_forward)
         return called * forward, called * np.maximum(work @ backward, host_backward)
@@ -184,6 +185,7 @@ def own_lanes(case: Case, alone: Profile, decision: VisionDecision, found: Share
     table, dims, cluster = case.schedule.table, case.setting.dims, case.cluster
     steps, dp, M = table.shape
     shape = (steps, lanes, M)
+    # seconds of the slowest device of a lane
     forward, backward = tower.passes(found.slowest)
     # features of all ranks of a lane
     patches = np.where(table >= 0, case.work[np.maximum(table, 0), PATCHES], 0.0)

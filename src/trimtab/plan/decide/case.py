@@ -299,6 +299,7 @@ def make_case(
 
     `samples_work` and `extremes`: where they are known.
     """
+    # sequences as long as cp makes them, then packs or padded batches of them
     if samples_work is None:
         samples_work = pad_documents(samples, setting.dims).work(token_window=model.token_window)
     return Case(

@@ -258,6 +258,7 @@ def _moved_share(case: Case, decision: VisionDecision, sizes: ImageSizes, pools:
     chosen = np.unique(np.linspace(0, len(pools) - 1, num=min(_DEALT_POOLS, len(pools))).astype(np.int64))
     part = lay_out(pools[chosen], case.packing, sizes)
     cost = objective_cost(case.setting.profile, decision)
+    # call by call: shares go to the ranks that hold most of them; what is left moves
     home = part.slot // decision.pooling
     moved = total = 0.0
     for first, last in zip(part.offsets[:-1].tolist(), part.offsets[1:].tolist(), strict=True):

@@ -67,6 +67,7 @@ def search_limits(
     unit = max(1, int(np.gcd.reduce(sizes[:, 0])))
     sizes = sizes // np.array([unit, 1], np.int64)
     step = _tokens_per_patch(sizes)
+    # up while packs hold too few samples, down while too many, until a pair comes again
     limits = (max(1, START_TOKENS // step), START_TOKENS)
     found: list[SearchedLimits] = []
     tried: set[tuple[int, int]] = set()
@@ -126,6 +127,7 @@ def pack_apart(
     rows of all sources are shuffled together. Nothing is dropped or padded with samples that come twice: a source whose
     packs fill no row leaves slots empty, and such rows come last.
     """
+    # every source by itself; its packs are numbered behind those of the sources before
     parts, rows, packs_before = [], [], 0
     owns = [np.flatnonzero(samples.source == source) for source in np.unique(samples.source)]
     for number, own in enumerate(owns):
@@ -134,6 +136,7 @@ def pack_apart(
         rows.append(np.where(table >= 0, table + packs_before, -1))
         packs_before += part.packing.num_packs
         parts.append(part.packing)
+    # one packing of all, whose rows are shuffled; rows with an empty slot come last
     counts = np.concatenate([np.diff(part.offsets) for part in parts])
     packing = Packing(
         offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
@@ -177,6 +180,7 @@ def isf_iterations(
     filters = how.get("filters") or default_filters(limits)
     sizes = read_sizes(samples)
     small = sizes[~above_limits(sizes, limits)]
+    # as the last iteration lets all through, what a filter kept is counted again
     for number in range(1, iterations + 1):
         packs = pack_isf(small, limits=limits, filters=filters, iterations=number, seed=how.get("seed", 0))
         sums = np.add.reduceat(small[packs.members], packs.offsets[:-1])

@@ -70,6 +70,7 @@ def heaviest_packs(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
     keeps = np.array([layer.tiers[0].saved_bytes for layer in layers])
     of_stage = case.held_work @ np.array([keeps[stage.start : stage.stop].sum(axis=0) for stage in stages]).T
     devices = case.problem.order.device
+    # of all packs, and of those that may need masks
     several = np.flatnonzero(np.diff(case.packing.offsets) > 1)
     found = set()
     for device in range(case.setting.dims.pp):

@@ -208,6 +208,7 @@ def _in_order(members: Sequence[Member], series: Mapping[object, Sequence[int]])
     the others, of each series the smallest packs first, which say what larger ones recompute at least.
     """
     bounds_s = [member.bound_s() for member in members]
+    # a series is tried whole, where its least bound stands
     least_s = {name: min(bounds_s[i] for i in own) for name, own in series.items()}
 
     def place(i: int) -> tuple[float, ...]:
@@ -226,6 +227,7 @@ def price_member(
     own = with_tiers(member.profile, model, tiers)
     problem = case.problem if own is member.profile else replace(case.problem, profile=own)
     split = split_stages(problem)
+    # what it recomputes, which larger packs of its series do at least, and its steps
     again_s, all_s = sum(split.recompute_s), sum(split.forward_s) + sum(split.backward_s)
     step_s = float(steps_of(case.work, case.schedule.table, split.stages, problem, cluster).mean())
     return Priced(

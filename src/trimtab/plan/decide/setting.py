@@ -47,6 +47,7 @@ def complexity(setting: SettingEstimate) -> tuple[int, ...]:
     and last come both. Within a kind by ZeRO-3, by expert and context parallelism, which few frameworks have; by the
     schedule, as few have more than 1F1B and GPipe; then by the devices of one replica.
     """
+    # what few frameworks have makes a setting less simple, not the number of devices alone
     pp_or_tp = setting.pp * setting.tp > 1
     special = setting.schedule not in _PLAIN_SCHEDULES
     shared = (setting.ep > 1) + 2 * (setting.cp > 1)

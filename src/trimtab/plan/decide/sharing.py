@@ -190,6 +190,7 @@ def _once_a_pool(profile: Profile, pooling: int) -> Profile:
     def pooled(terms: tuple[float, ...]) -> tuple[float, ...]:
         return plus_constant(terms, terms[MICROBATCHES] / pooling - terms[MICROBATCHES]) if terms else ()
 
+    # seconds of the device, of its host, and of recompute
     layers = tuple(
         layer
         if layer.tower == "language"

@@ -296,6 +296,7 @@ def _least_recompute(problem: SplitProblem, ladder: Sequence[Stages]) -> _Priced
     ladder = [way for way in priced if _is_offered(problem.profile, way)]
     if problem.recompute == "none":
         ladder = [way for way in ladder if not any(stage.recompute for stage in way)]
+    # the fastest way stands first, the one that holds least last
     low, high, best = 0, len(ladder), None
     while low < high:
         middle = (low + high) // 2
@@ -328,6 +329,7 @@ def _candidates(case: Case, can: Expressible) -> Iterator[Stages]:
             if case.problem.forbidden_cuts.isdisjoint(cuts):
                 yield stages_between((0, *cuts, num_layers))
         return
+    # with recompute per layer, or as one switch with and without the memory
     solvers: list[Callable[[], Iterable[SplitResult]]] = [
         lambda: [choose_split(case).split],
         lambda: [split_stages(case.problem)],

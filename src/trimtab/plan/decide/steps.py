@@ -177,6 +177,7 @@ def _tried_packs(
 ) -> TriedPacks:
     work = part.work(token_window=tried.token_window)
     table = packed.schedule.table
+    # how uneven ranks are, and the mean pack as often as it runs
     packs, counts = np.unique(table[table >= 0], return_counts=True)
     by_rank = np.append(packed.packing.sums(tried.cost), 0.0)[table].sum(axis=2)
     return TriedPacks(

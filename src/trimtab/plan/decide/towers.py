@@ -203,11 +203,13 @@ def least_epoch_s(
     constant is counted once for the largest pool.
     """
     profile, dims, M = setting.profile, setting.dims, setting.num_microbatches
+    # the mean pack, and the share of a rank in the images of one call
     pack = work.of_epoch / (work.num_steps * M)
     pack[MICROBATCHES] = 1.0
     share = pack / (1 if group in (None, "dp") else group_degree(group, dims))
     pooled = 1 if group is None or dims.pp > 1 else min(M, _MAX_POOLED)
     share[MICROBATCHES] = 1.0 / (M if group == "replica" else pooled)
+    # what runs in the pipeline, and what before and after it
     divided = _terms([x for x in profile.layers if x.tower != "language"])
     language_s = float(pack @ _terms([x for x in profile.layers if x.tower == "language"]))
     tower_s = float(share @ (divided if group in (None, "dp", "cp") else whole))
@@ -285,11 +287,13 @@ def _decisions(case: Case, group: VisionGroup) -> tuple[list[VisionDecision], li
         num_microbatches=case.setting.num_microbatches,
         num_chunks=case.options.num_chunks,
     )
+    # ways of this group: pools of micro-batches, or recompute of a tower apart
     poolings = [choice.pooling] if choice.pooling is not None else list(range(1, _MAX_POOLED + 1))
     ways: list[tuple[int, Literal["full"] | None]] = [(pooling, None) for pooling in poolings]
     if group == "replica":  # one call a step; its activations are kept, or not
         kept = case.options.recompute
         ways = [(schedule.num_microbatches, way) for way in (None, "full") if kept in ("auto", way or "none")]
+    # those that a plan can have; why the first cannot, where none can
     decisions, first_problems = list[VisionDecision](), list[str]()
     for pooling, recompute in ways:
         decision = _decision(case, group, group_degree(group, dims), pooling, recompute)
@@ -433,9 +437,11 @@ def settings_own(
             "a tower on devices of its own runs 1F1B below ZeRO-2, priced by formula: give --schedule 1F1B and "
             "--zero-stage 1, and leave --profile out"
         )
+    # 1. how many devices the tower is worth, and the decoder's own run
     tower_s, all_s = _seconds_a_sample(model, samples, cluster, options)
     text, W = _without_images(samples), cluster.num_devices
     alone = replace(options, max_patches=None, schedule="1F1B", num_chunks=1, zero_stages=(1,), vision=VisionChoice())
+    # 2. of each part the decoder's fastest; the tower takes as many of the rest as its lanes divide
     for part in _parts(cluster, options, own=W * tower_s / all_s)[:_MOST_PARTS]:
         try:
             chosen = choose_setting(decoder_only(model), text, part, alone, budget)
@@ -451,6 +457,7 @@ def settings_own(
 
 def _parts(cluster: ClusterSpec, options: PlanOptions, *, own: float) -> list[ClusterSpec]:
     """Parts of the devices for the decoder, those first that leave nearly `own` for the tower."""
+    # every part of whole nodes, or alike on all nodes, that the degrees asked for fill
     nodes, per_node = range(1, cluster.num_nodes), range(1, cluster.devices_per_node)
     parts = [replace(cluster, num_nodes=x) for x in nodes] + [replace(cluster, devices_per_node=x) for x in per_node]
     degrees = (options.dp, options.pp, options.tp)
@@ -467,6 +474,7 @@ def split_own(case: Case, num_devices: int) -> tuple[SharedSplit, ...]:
     problem = _lacking(case)
     if problem is not None:
         raise PlanError(problem)
+    # activations kept, or the forward again
     found, misfit = list[SharedSplit](), PartitionError("no recompute was asked for that a tower apart has")
     kept = case.options.recompute
     for recompute in cast(tuple[Literal["full"] | None, ...], (None, "full")):

@@ -159,6 +159,7 @@ def select_rows(samples: SampleTable, rows: IntArray) -> SampleTable:
 def one_tile(model: ModelSpec) -> ImageCounts:
     """Return a tile's counts: an image's counts over its tiles, which must be the same whatever the image's size."""
     shapes = [model.image_rule.count(width, height) for width, height in ((448, 448), (896, 448), (1344, 896))]
+    # alike in images of one, two and six tiles
     per_tile = {(c.patches / c.tiles, c.patches_sq / c.tiles, c.patches_windowed / c.tiles) for c in shapes}
     if len(per_tile) != 1:
         raise PlanError(
@@ -300,6 +301,7 @@ def as_run(
     That is an upper bound, for their stages wait for each other only there.
     """
     if isinstance(apart, Lanes):
+        # ranks of a lane as those of ZeRO-3, slot by slot
         steps, lanes, M = apart.forward_s.shape
         work, joined = in_lockstep(work, table.reshape(steps * lanes, -1, M), problem.profile)
         return work, joined.reshape(steps, lanes, M)
@@ -334,6 +336,7 @@ def timed_steps(
     phases_s = apart.step_s if isinstance(apart, Phases) else None
     if problem.lockstep and phases_s is not None:
         phases_s = phases_s.max(axis=1, keepdims=True)
+    # tower and pipelines update at the same time: the longer one counts
     update_s = rank_step_s(problem, stages)
     return simulate_steps(
         times,

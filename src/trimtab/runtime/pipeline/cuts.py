@@ -360,6 +360,7 @@ class StageModule(nn.Module):
         None is a view, or the very tensor that came in: schedules with split backwards detach them in place.
         """
         batch = sealed.batch
+        # tensors that come in and go out, by name
         wires = self.cuts.wires(self.start, batch)
         given = {wire.name: tensor for wire, tensor in zip(wires, received, strict=True)}
         sent = self.cuts.wires(self.stop, batch)
@@ -370,6 +371,7 @@ class StageModule(nn.Module):
             kept=frozenset(x.name for x in sent) - given.keys(),
             encoded=batch.get(ENCODED),
         )
+        # the model's own forward, of which other stages' layers are left out
         logits = self._run_model(run)
         if self.is_last:
             assert logits is not None
@@ -382,6 +384,7 @@ class StageModule(nn.Module):
         own = self.cuts.layers[self.start : self.stop]
         writers = {self.cuts.layers[run.way.writer[name]] for name in run.received}
         sees = has_images(run.batch) and bool(images & {*own, *writers})
+        # layers of other stages are replaced while it runs, and the last of ours ends it
         self._run = run
         try:
             result = self.model(**arguments_of(run.batch, with_images=sees))

@@ -150,6 +150,7 @@ class ReplicaTower:
             was != now or (trains and parameter.requires_grad)
             for parameter, was, now in zip(self.parameters, before, versions, strict=True)
         ]
+        # which ones, then the values: nothing is sent for a frozen tower after the first step
         flags = torch.tensor(changed, dtype=torch.int32, device=self.device)
         dist.broadcast(flags, dist.get_global_rank(self.group, 0), group=self.group)
         chosen = [x.detach() for x, flag in zip(self.parameters, flags.tolist(), strict=True) if flag]
@@ -174,11 +175,13 @@ def spread_tower(
     """
     share_images([1.0], 2, rule=decision.rule)  # compiles before the clock of a step runs
     config, names = model.config, tower.cuts.images
+    # the tower's layers, with the recompute that was decided for all of them
     family = find_family(config)
     layers = [find_layer(tower.model, name) for name in names]
     if decision.recompute is not None:
         modules = [name for name, layer in zip(names, layers, strict=True) if isinstance(layer, nn.Module)]
         apply(tower.model, modules, granularity=decision.recompute)
+    # the smallest image, for ranks that have none
     smallest = read_images(filler_sample(config, with_image=True), family, config)["image"]
     function = next(x for x in find_functions(tower.model, "features") if x.kind == "image")
     return ReplicaTower(

@@ -386,6 +386,7 @@ def watch_encoders(model: nn.Module, encode: Callable[..., Any]) -> None:
         functions = find_functions(model, "features")
     except TrimtabError:
         return
+    # calls from inside of a call are the function's own business
     inside: list[PatchedFunction] = []
 
     def call(function: PatchedFunction, *args: Any, **kwargs: Any) -> Any:

@@ -82,7 +82,7 @@ class PackEncoder(energon.DefaultTaskEncoder):  # type: ignore[misc]  # a class 
         self._samples = read_samples(given, folder)
         self._reader = open_reader(given.inputs.model, model, options or ReadingOptions())
         self._config = complete(read_config(model))
-        # borders are told by lengths, and a tower without gradients need not run in every pack
+        # lengths say where borders are, and a tower without gradients need not run in every pack
         self._collate = PackedCollator(self._config, attention="flash_attention_2", vision_in_every_pack=False)
         frozen = given.inputs.training.frozen_towers
         self._fills_tower = not {"vision", "projector"} <= {*frozen}
