@@ -16,7 +16,7 @@ pytest.importorskip("pyarrow.parquet")
 from trimtab.errors import SampleError  # noqa: E402
 from trimtab.plan.file.records import PlannedRecords  # noqa: E402
 from trimtab.samples.rows import read_conversation  # noqa: E402
-from trimtab.samples.shapes import columns_beside  # noqa: E402
+from trimtab.samples.shapes import columns_next_to  # noqa: E402
 from trimtab.samples.size import size_samples  # noqa: E402
 from trimtab.samples.sources import find_sources, source_labels  # noqa: E402
 from trimtab.samples.table import SizingResult, load_sizing, save_sizing  # noqa: E402
@@ -224,7 +224,7 @@ def test_a_list_of_llama_factory_is_not_taken_for_what_datasets_writes(tmp_path:
     assert [(source.file.name, source.columns) for source in find_sources(tmp_path)] == [("d.jsonl", ())]
     sets = {"cats": {"file_name": "d.jsonl", "columns": {"prompt": "q", "response": "a"}, "num_samples": 5}}
     info.write_text(json.dumps({**sets, "far": {"hf_hub_url": "some/where"}}))
-    columns_beside.cache_clear()
+    columns_next_to.cache_clear()
     (named,) = find_sources(info)
     assert named.name == "cats"
     assert "num_samples" in str(named.note)

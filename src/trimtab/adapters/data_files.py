@@ -34,7 +34,7 @@ from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.records import detect_format, places_of, rows_of
 from trimtab.samples.rows import read_conversation, record_id
-from trimtab.samples.shapes import columns_beside, read_columns
+from trimtab.samples.shapes import columns_next_to, read_columns
 from trimtab.samples.sources import SourceFile, find_sources
 from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
@@ -263,7 +263,7 @@ def write_energon_packs(
         def with_images(row: int) -> tuple[Mapping[str, Any], list[bytes]]:
             own, source = record(row), sources[int(file_of[row])]
             try:
-                conversation = read_conversation(own, columns=columns or columns_beside(source.file))
+                conversation = read_conversation(own, columns=columns or columns_next_to(source.file))
                 if conversation.videos:
                     raise BadRecordError("video", "it holds a video, and these packs carry only images: leave it out")
                 folder = media.of(source.file, source.media_root)

@@ -389,7 +389,7 @@ MAX_STAGE_ROWS = 128
 def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
     """Return one self-contained page, under 500 KB for any plan: same details, same bytes. `run`: one of this plan."""
     sections = (
-        _header(details, beside_run=run is not None),
+        _header(details, with_run=run is not None),
         "" if run is None else run_section(details, run),
         _variants(details),
         _settings(details),
@@ -410,7 +410,7 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
 # -- head -----------------------------------------------------------------------------------------------------------
 
 
-def _header(details: PlanDetails, *, beside_run: bool) -> str:
+def _header(details: PlanDetails, *, with_run: bool) -> str:
     plan = details.plan
     cluster = plan.inputs.cluster
     num_devices = cluster.num_nodes * cluster.devices_per_node
@@ -420,7 +420,7 @@ def _header(details: PlanDetails, *, beside_run: bool) -> str:
         f"<h1>{esc(plan.inputs.model.name, 120)}</h1>"
         f'<p class="lead">{esc(plan.summary, MAX_SUMMARY)}</p>'
         f'<dl class="tiles">{"".join(_tiles(details))}</dl>'
-        f'<p class="note">{escape(error_sentence(details, beside_run=beside_run))} Steps of two variants may hold '
+        f'<p class="note">{escape(error_sentence(details, with_run=with_run))} Steps of two variants may hold '
         "different numbers of samples: compare samples per second.</p></header>\n"
     )
 

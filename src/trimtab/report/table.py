@@ -117,14 +117,14 @@ def before_after(details: PlanDetails) -> dict[str, Variant]:
     return {"Baseline": details.baseline, "Plan": details.variants[-1]}
 
 
-def error_sentence(details: PlanDetails, *, beside_run: bool = False) -> str:
+def error_sentence(details: PlanDetails, *, with_run: bool = False) -> str:
     """Return what the headline's error band covers, and what it does not."""
     estimates, costs = details.plan.estimates, f"{clean(details.plan.inputs.training.costs)} costs"
     if details.plan.inputs.training.costs == "probed":
         costs = "the costs of before the probe, which measured only bytes,"
     return (
-        f"{'Nothing here but the training run below' if beside_run else 'Nothing here'} was measured"
-        f"{'' if beside_run else ' in a training run'}: times come from {costs} and a simulated pipeline. "
+        f"{'Nothing here but the training run below' if with_run else 'Nothing here'} was measured"
+        f"{'' if with_run else ' in a training run'}: times come from {costs} and a simulated pipeline. "
         f"Each time and rate has an error band of ± {percent(estimates.time_error, digits=0)}, each memory figure of "
         f"± {percent(estimates.memory_error, digits=0)}."
         " Variants share their costs, so part of that error cancels in a ratio of two; how much is not known."

@@ -284,7 +284,7 @@ def listed_sets(path: Path) -> list[ListedSet]:
 
 
 @cache
-def columns_beside(file: Path) -> Columns:
+def columns_next_to(file: Path) -> Columns:
     """What the columns of a data file mean by the list in its folder, or in the one above; (): by none."""
     for folder in () if isinstance(file, Address) else (file.parent, file.parent.parent):
         if is_info(folder / INFO):

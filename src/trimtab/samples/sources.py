@@ -16,7 +16,7 @@ from trimtab.errors import SampleError, join_problems, refuse_type, shorten
 from trimtab.files import read_small
 from trimtab.samples.problems import BadRecordError, parse_record
 from trimtab.samples.records import format_of_name
-from trimtab.samples.shapes import CONVERSATION_KEYS, INFO, Columns, columns_beside, is_info, listed_sets
+from trimtab.samples.shapes import CONVERSATION_KEYS, INFO, Columns, columns_next_to, is_info, listed_sets
 from trimtab.samples.table import is_saved_table, source_names_of
 from trimtab.typed_json import parse_json, read_typed
 
@@ -180,7 +180,7 @@ def _sources_of(
             for source in _sources_of(entry.file, roots, allowed, listed_in=place):
                 yield replace(entry, file=source.file, columns=source.columns, note=source.note)
     else:
-        yield SourceFile(file=place, named=place, columns=columns_beside(place))
+        yield SourceFile(file=place, named=place, columns=columns_next_to(place))
 
 
 def _in_info(info: Path, roots: Sequence[Path], allowed: Allowed) -> Iterator[SourceFile]:

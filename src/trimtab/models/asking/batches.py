@@ -21,9 +21,9 @@ from trimtab.models.asking.inputs import (
     Values,
     image_token,
     num_embeddings,
+    other_words,
     plain_ids,
     quietly,
-    words_beside,
 )
 from trimtab.models.asking.units import Unit
 
@@ -165,7 +165,7 @@ class Batches:
         ids = torch.tensor([row] * num_samples)
         labels = ids if self.token is None else ids.masked_fill(ids == self.token, -100)
         inputs: Values = {"input_ids": ids, "labels": labels.clone(), "use_cache": False}
-        inputs |= {name: x for name, x in words_beside(self.model, len(ids)).items() if name in self._taken} | images
+        inputs |= {name: x for name, x in other_words(self.model, len(ids)).items() if name in self._taken} | images
         if "bbox" in self._taken:
             inputs["bbox"] = torch.zeros(*ids.shape, 4)
         if how.axes is not None:
@@ -174,7 +174,7 @@ class Batches:
         if how.types:
             inputs |= dict.fromkeys(self._taken & set(TOKEN_TYPES), ids.eq(self.token or -1).long())
         if how.images is not None:
-            inputs |= masks_beside(self._taken, ids, images)
+            inputs |= other_masks(self._taken, ids, images)
         if how.images is not None and PLACES in self._taken:
             at = torch.arange(ids.shape[1])
             inputs[PLACES] = at.ge(before).logical_and(at.lt(before + num_image)).expand(ids.shape)
@@ -246,7 +246,7 @@ def find_scattered(model: Any, inputs: Values) -> int | None:
     return None
 
 
-def masks_beside(taken: set[str], ids: Tensor, images: Values) -> Values:
+def other_masks(taken: set[str], ids: Tensor, images: Values) -> Values:
     """Return what says which words see which image, by the names that processors have for it."""
     found: Values = {}
     if "aspect_ratio_mask" in images and "cross_attention_mask" in taken:

@@ -157,7 +157,7 @@ def image_calls(model: Any, units: list[Unit], encode: Any, *, side: int = 16, t
     )  # whose arguments are spelled
     taken = {*inspect.signature(encode).parameters, *inspect.signature(inner).parameters}
     shape = _Shape.of(model, units, side, times)
-    extra = {name: value for name, value in words_beside(model, times).items() if name in taken}
+    extra = {name: value for name, value in other_words(model, times).items() if name in taken}
     for call in itertools.chain(_grids(shape, taken), _sized(shape, taken), _tiles(model, shape, taken), _bare(shape)):
         yield {**call, **extra}
 
@@ -301,7 +301,7 @@ def _bare(s: _Shape) -> Iterator[Values]:
     yield {"pixel_values": torch.ones(s.high * s.wide, *one, dtype=torch.bfloat16)}
 
 
-def words_beside(model: Any, num: int) -> Values:
+def other_words(model: Any, num: int) -> Values:
     """Text that some encoders of `num` images read too."""
     word = int(plain_ids(model.config, 4096)[5])
     return {"qformer_input_ids": torch.full((num, 4), word)}

@@ -42,7 +42,7 @@ from trimtab.samples.lengths import CountImage, image_counter
 from trimtab.samples.media import MediaFolder, MediaFolders
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import Conversation, read_conversation
-from trimtab.samples.shapes import columns_beside, read_columns
+from trimtab.samples.shapes import columns_next_to, read_columns
 from trimtab.samples.tokens import TokenizerFiles, read_tokenizer
 from trimtab.specs import ModelSpec
 
@@ -247,7 +247,7 @@ class PlannedConversations:
         records, place = self.records, self.records.place(row)
 
         def load(folders: MediaFolders) -> LoadedConversation:
-            columns = self._reader.columns or columns_beside(place.file)
+            columns = self._reader.columns or columns_next_to(place.file)
             conversation = read_conversation(records[row], columns=columns)
             media = folders.of(place.file, records.media_root(row))
             return LoadedConversation(conversation, [media.read(image) for image in conversation.images], media)
