@@ -185,6 +185,7 @@ def test_what_is_fetched_has_an_end(tmp_path: Path) -> None:
 
 def test_a_named_server_leads_on_to_itself_alone(tmp_path: Path) -> None:
     """A store that the user named does not lead readers into another network."""
+    pytest.importorskip("aiohttp", reason="the [remote] extra is not installed")
     (tmp_path / "pic.png").write_bytes(png(40, 20))
     record = json.dumps({"image": "pic.png", "conversations": talk("<image>")}).encode() + b"\n"
     (tmp_path / "a.jsonl").write_bytes(record)

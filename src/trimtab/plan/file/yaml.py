@@ -77,10 +77,10 @@ def table_path(folder: Path, name: str) -> Path:
     path = folder / name
     if Path(name).name != name:
         raise PlanError(f"table {name!r} lies outside the plan's folder: keep it there")
-    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        raise PlanError(f"table {path} is a link that leads out of the plan's folder: put the file there")
     if not is_there(path):
         raise PlanError(f"the table {path} is missing: give the folder that `trimtab plan` or `pack --out` wrote")
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        raise PlanError(f"table {path} is a link that leads out of the plan's folder: put the file there")
     return path
 
 
