@@ -123,11 +123,14 @@ def test_links_inside_and_outside_asked_for_are_followed(trap):
     assert size(trap, "data.jsonl", media_root=trap / "sub").table.num_patches.tolist() == [400]
 
 
-def test_repeated_ids_are_refused(folder):
+def test_repeated_ids_are_numbered_and_said_once(folder):
     write_jsonl(folder / "data.jsonl", [{"id": n, **GOOD} for n in ("a", 7, "a", "7", "a", "a#2")])
-    result = size(folder, "data.jsonl", on_bad="skip")
-    assert [(bad.line, bad.id, bad.kind) for bad in result.bad] == [(3, "a", "id"), (4, "7", "id"), (5, "a", "id")]
-    assert "line 1" in result.bad[0].reason
+    result = size(folder, "data.jsonl")
+    assert result.table.ids == ("a", "7", "a#3", "7#2", "a#4", "a#2")
+    assert sum("a#2" in said and said.startswith("3 ") for said in result.assumptions) == 1
+    write_jsonl(folder / "data.jsonl", [{"id": n, **GOOD} for n in ("a", "a")])
+    (folder / "meta.json").write_text(json.dumps({"x": {"annotation": "data.jsonl", "root": ".", "repeat_time": 2}}))
+    assert len(set(size(folder, "meta.json").table.ids)) == 4
     write_jsonl(folder / "more.jsonl", [{"id": "a", **GOOD}])
     write_jsonl(folder / "data.jsonl", [{"id": "a", **GOOD}])
     assert size(folder, "data.jsonl", "more.jsonl").table.ids == ("data/a", "more/a")
@@ -168,10 +171,10 @@ def test_members_of_one_name_are_a_bad_sample_and_lose_nothing_silently(folder):
     ]  # fmt: skip
     (folder / "a.tar").write_bytes(tar_bytes(members))
     result = size(folder, "a.tar", on_bad="skip")
-    assert result.table.ids == ("1", "4")
-    assert [(bad.line, bad.id, bad.kind) for bad in result.bad] == [(2, "2", "id"), (3, "3", "id"), (5, "1", "id")]
+    assert result.table.ids == ("1", "4", "1#2")
+    assert [(bad.line, bad.id, bad.kind) for bad in result.bad] == [(2, "2", "id"), (3, "3", "id")]
     first = "the shard holds 2.json more than once in a row, and a loader would keep one: give each its own name"
     assert result.bad[0].reason == first
     assert "the shard holds 3.JPG, 3.jpg more than once" in result.bad[1].reason
-    with refused(SampleError, "3", "5"):
+    with refused(SampleError, "2 of 5"):
         size(folder, "a.tar")

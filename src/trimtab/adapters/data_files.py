@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -170,9 +171,7 @@ def _is_sample(samples: SampleTable, row: int, own: str) -> bool:
     name = samples.ids[row]
     if not own:
         return name.rpartition(":")[2].isdigit()
-    stem, mark, number = name.rpartition("#")
-    names = [name, stem] if mark and number.isdigit() else [name]
-    return any(x == own or x.endswith("/" + own) for x in names)
+    return any(x == own or x.endswith("/" + own) for x in (name, _NUMBERS.sub("", name)))
 
 
 # -- records in order -------------------------------------------------------------------------------------------------
@@ -226,6 +225,7 @@ def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -
 # -- Energon ----------------------------------------------------------------------------------------------------------
 
 
+_NUMBERS = re.compile(r"(#\d+)+$")  # of ids that stand more than once, and of repeats
 _INDEX = (".info.*", "index.*", "split.*")  # counts, places and parts of the shards: webdataset/config.py at 7.4.1
 _DATASET = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"  # of which type the samples are
 

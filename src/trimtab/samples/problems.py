@@ -14,7 +14,7 @@ from trimtab.typed_json import parse_json
 BadKind = Literal[
     "json",  # the line or record is not JSON
     "type",  # a field is missing or has another type than the format gives it
-    "id",  # an earlier sample of the same file has this id, or two members of a shard one name
+    "id",  # two members of a shard have one name
     "path",  # an image reference leads out of the media folder, to the network, or nowhere
     "image",  # the image file is not one, is truncated, has no or too many pixels
     "video",  # the video file is not one, is damaged, has no frames, or its processor refuses it

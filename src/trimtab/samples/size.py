@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from trimtab.samples.table import (
     SizingResult,
     join_parts,
     leave_out_long,
-    leave_out_repeated,
+    number_repeated,
     repeat_samples,
 )
 from trimtab.samples.tokens import read_tokenizer
@@ -114,7 +115,16 @@ def size_samples(
         if isinstance(clip_rule, AskedClips) and (asked := clip_rule.sampling.shown()):
             assumptions.append(f"videos are sampled with {asked}: train with the same")
     parts = [_left_in(source, file_parts, max_tokens) for source, file_parts in zip(sources, parts, strict=True)]
+    named = [number_repeated(file_parts) for file_parts in parts]
+    if num := _num_renamed(parts, named):
+        assumptions.append(f"{num:,} samples have the id of an earlier one, and are numbered, as in a, a#2")
+    parts = named
     return _result(sources, parts, on_bad, assumptions, None if ready else write_rule(image_rule))
+
+
+def _num_renamed(before: list[list[Part]], after: list[list[Part]]) -> int:
+    pairs = zip(chain(*before), chain(*after), strict=True)
+    return sum(one != other for a, b in pairs for one, other in zip(a.ids or (), b.ids or (), strict=True))
 
 
 def _said_of(parts: Sequence[Part], exif: Exif) -> Iterator[str]:
@@ -136,9 +146,8 @@ def _is_remote(sources: Sequence[SourceFile], root: Path | None) -> bool:
 
 
 def _left_in(source: SourceFile, parts: list[Part], max_tokens: int | None) -> list[Part]:
-    """Return a file's parts without samples that are too long or stand there twice, as often as a list asks for it."""
-    short = [leave_out_long(source.file, part, max_tokens) for part in parts]
-    return repeat_samples(leave_out_repeated(source.file, short), source.repeat)
+    """Return a file's parts without samples that are too long, as often as a list asks for it."""
+    return repeat_samples([leave_out_long(source.file, part, max_tokens) for part in parts], source.repeat)
 
 
 def _result(

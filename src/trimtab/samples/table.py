@@ -486,17 +486,23 @@ def leave_out_long(file: Path, part: Part, max_tokens: int | None) -> Part:
     return _leave_out(file, part, {row: f"{part.numbers[row, 2]} tokens, {advice}" for row in over}, "length")
 
 
-def leave_out_repeated(file: Path, parts: Sequence[Part]) -> list[Part]:
-    """Leave out samples whose id an earlier sample of the file has."""
-    first: dict[str, int] = {}
-    result = []
+def number_repeated(parts: Sequence[Part]) -> list[Part]:
+    """Number samples whose id an earlier one of the file has: a, a#2, a#3; names that another sample has are passed."""
+    taken = {name for part in parts for name in part.ids or ()}
+    seen, result = dict[str, int](), []
     for part in parts:
-        again = {}
-        for row, name in enumerate(part.ids or ()):
-            line = int(part.lines[row])
-            if name is not None and first.setdefault(name, line) != line:
-                again[row] = f"line {first[name]} has this id too: make ids unique"
-        result.append(_leave_out(file, part, again, "id"))
+        ids = list(part.ids or ())
+        for row, name in enumerate(ids):
+            if name is None:
+                continue
+            number = seen.get(name, 0) + 1
+            while number > 1 and f"{name}#{number}" in taken:
+                number += 1
+            seen[name] = number
+            if number > 1:
+                ids[row] = f"{name}#{number}"
+                taken.add(ids[row])
+        result.append(part if part.ids is None else replace(part, ids=tuple(ids)))
     return result
 
 
