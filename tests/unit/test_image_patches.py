@@ -85,7 +85,7 @@ def test_sizing_records_every_image_and_leaves_out_those_of_bad_samples(tmp_path
     rows = [
         {"id": "x", "conversations": two, "image": ["a.png", "b.png"]},
         {"id": "y", "conversations": one, "image": "a.png"},
-        {"id": "x", "conversations": two, "image": ["b.png", "b.png"]},  # an id again
+        {"id": "x", "conversations": two, "image": ["b.png", "b.png"]},  # an id again, numbered
         {"id": "z", "conversations": talk("hello", "you")},
         {"id": "w", "conversations": two, "image": ["b.png", "gone.png"]},
         {"id": "v", "conversations": two, "image": ["b.png", "a.png"]},
@@ -95,9 +95,9 @@ def test_sizing_records_every_image_and_leaves_out_those_of_bad_samples(tmp_path
     options = {"tokenizer": tmp_path / "model", "image_rule": PixelRule(), "resume_dir": tmp_path / "resume"}
     for _ in range(2):  # the second time from the chunks of the first
         result = size_samples([tmp_path / "d.jsonl"], on_bad="skip", **options)
-        assert images_of(result.table) == [[32, 36], [32], [], [36, 32]]
+        assert images_of(result.table) == [[32, 36], [32], [36, 36], [], [36, 32]]
     both = size_samples([tmp_path / "d.jsonl", tmp_path / "single.jsonl"], on_bad="skip", **options)
-    assert images_of(both.table) == [[32, 36], [32], [], [36, 32], [32]]
+    assert images_of(both.table) == [[32, 36], [32], [36, 36], [], [36, 32], [32]]
     alone = size_samples([tmp_path / "single.jsonl"], **options)
     assert alone.table.image_patches is None, "one image a sample is as large as its sample"
 
