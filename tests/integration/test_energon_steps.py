@@ -233,7 +233,7 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     import megatron
 
     monkeypatch.setattr(typing, "override", getattr(typing, "override", lambda function: function), raising=False)
-    (root,) = {str(Path(x) / "bridge") for x in megatron.__path__ if (Path(x) / "bridge").is_dir()}
+    root = next(str(Path(x) / "bridge") for x in megatron.__path__ if (Path(x) / "bridge").is_dir())  # the newest
     for name in ("", ".models", ".models.qwen_vl", ".training", ".training.utils", ".data", ".utils"):
         package = ModuleType(f"megatron.bridge{name}")
         package.__path__ = [root + name.replace(".", "/")]
