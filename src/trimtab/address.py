@@ -77,11 +77,11 @@ def place_inside(text: str, folders: Sequence[Path], said_by: str, allowed: Allo
     """
     place = place_of(text)
     if isinstance(place, Address):
-        if not any(_is_below(place, folder) for folder in folders):
+        if not any(is_below(place, folder) for folder in folders):
             refuse_address(text, said_by, allowed)
         return place
     places = [place] if place.is_absolute() else [place, *(folder / text for folder in folders)]
-    inside = [one for one in places if allowed.outside or any(_is_below(one, folder) for folder in folders)]
+    inside = [one for one in places if allowed.outside or any(is_below(one, folder) for folder in folders)]
     if not inside:
         raise SampleError(
             f"{said_by} names {shorten(text)}, outside {', '.join(map(str, folders))}: name a folder above it "
@@ -98,7 +98,8 @@ def refuse_address(text: str, said_by: str, allowed: Allowed) -> None:
         raise SampleError(f"{said_by} names {shorten(text)}, no store on the network: give that address yourself")
 
 
-def _is_below(place: Path, folder: Path) -> bool:
+def is_below(place: Path, folder: Path) -> bool:
+    """Return whether a place ends in a folder, links followed."""
     if isinstance(place, Address) or isinstance(folder, Address):
         if not (isinstance(place, Address) and isinstance(folder, Address)):
             return False

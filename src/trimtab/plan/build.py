@@ -251,8 +251,7 @@ def _settle_open(
     """
     replica = within is None and chosen.best.options.vision.group == "auto"
     # 1. the best single grid, as without any sharing, and what forms do at its setting
-    plain = [replace(x, options=replace(x.options, vision=VisionChoice())) for x in chosen.considered]
-    grid = _settle(model, epoch, cluster, options, budget, replace(chosen, considered=tuple(plain)), within)
+    grid = _settle(model, epoch, cluster, options, budget, _on_one_grid(chosen), within)
     vision = chosen.best.options.vision
     case = replace(grid.vision.best.case, options=replace(grid.vision.best.case.options, vision=vision))
     assert grid.without is not None, "its tower is on the decoder's grid"
@@ -288,6 +287,12 @@ def _settle_open(
     return min([settled[0], *gaining], key=lambda x: x.vision.best.epoch_s)
 
 
+def _on_one_grid(chosen: ChosenSetting) -> ChosenSetting:
+    """The same settings, no image shared."""
+    plain = (replace(x, options=replace(x.options, vision=VisionChoice())) for x in chosen.considered)
+    return replace(chosen, considered=tuple(plain))
+
+
 def _settle_own(
     model: ModelSpec,
     epoch: Epoch,
@@ -297,8 +302,7 @@ def _settle_own(
     chosen: ChosenSetting,
 ) -> _Settled:
     """The fastest with the tower on devices of its own; the best single grid is what it is compared with."""
-    plain = [replace(x, options=replace(x.options, vision=VisionChoice())) for x in chosen.considered]
-    grid = _settle(model, epoch, cluster, options, budget, replace(chosen, considered=tuple(plain)), None).vision.best
+    grid = _settle(model, epoch, cluster, options, budget, _on_one_grid(chosen), None).vision.best
     # each setting of the decoder, its tower's activations kept or not
     tried, misfits = list[tuple[Priced, SharedSplit]](), list[str]()
     for priced, num in settings_own(model, epoch.drawn, cluster, options, budget):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from trimtab.address import Address, Allowed, place_inside, place_of
+from trimtab.address import Address, Allowed, is_below, place_inside, place_of
 from trimtab.errors import SampleError, join_problems, refuse_type, shorten
 from trimtab.files import read_small
 from trimtab.samples.problems import BadRecordError, parse_record
@@ -198,7 +198,7 @@ def _in_folder(folder: Path, named: Path, depth: int, allowed: Allowed) -> Itera
     """The files of a folder of any kind; of splits, all but those for tests. No link leads out, unless allowed."""
     entries = {entry.name: entry for entry in folder.iterdir() if not entry.name.startswith(".")}
     links = [] if isinstance(folder, Address) or allowed.outside else [x for x in entries.values() if x.is_symlink()]
-    if out := [link for link in links if not link.resolve().is_relative_to(folder.resolve())]:
+    if out := [link for link in links if not is_below(link, folder)]:
         raise SampleError(
             f"{out[0]} leads out of its folder: name what it leads to, or --allow-outside for a file you trust"
         )

@@ -31,7 +31,6 @@ from trimtab.plan.decide.work import (
     Lanes,
     above_all,
     as_run,
-    lanes_first,
     packed_work,
     padded_work,
     rank_step_s,
@@ -409,7 +408,8 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     # seconds of all steps; idle is what is left of the pipelines' part, exchange and optimizer aside
     work, table = as_run(run.work, table, problem, run.apart)
     times = times_of(work, run.stages, problem.profile, cluster, apart=run.apart)
-    own = times_of(run.work, run.stages, problem.profile, cluster)
+    is_other = problem.lockstep or isinstance(run.apart, Lanes)  # packs that were simulated are not the run's own
+    own = times_of(run.work, run.stages, problem.profile, cluster) if is_other else times
     step_s = timed_steps(times, table, run.stages, problem, apart=run.apart)
     lanes = run.apart if isinstance(run.apart, Lanes) else None
     alone_s = step_s if lanes or run.apart is None else timed_steps(times, table, run.stages, problem)
@@ -427,7 +427,7 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
     stages, memory = run.stages, assessed.memory
     forward_s, backward_s = assessed.forward_s, assessed.backward_s
     if lanes:
-        stages = lanes_first(stages, _num_tower(problem), lanes.recompute)
+        stages = lanes.with_own(stages, problem.profile)
         memory = (lanes.memory(problem), *memory)
         forward_s = (float(lanes.forward_s.mean()), *forward_s)
         backward_s = (float(lanes.backward_s.mean()), *backward_s)
@@ -447,11 +447,6 @@ def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
         fits=run.fits,
         timeline=_typical_timeline(times, table, step_s, problem.schedule, problem.num_stages + (lanes is not None)),
     )
-
-
-def _num_tower(problem: SplitProblem) -> int:
-    """Layers of tower and projector, which are the model's first."""
-    return sum(layer.tower != "language" for layer in problem.profile.layers)
 
 
 def _typical_timeline(

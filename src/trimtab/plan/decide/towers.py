@@ -439,12 +439,12 @@ def settings_own(
         )
     # 1. how many devices the tower is worth, and the decoder's own run
     tower_s, all_s = _seconds_a_sample(model, samples, cluster, options)
-    text, W = _without_images(samples), cluster.num_devices
+    decoder, text, W = decoder_only(model), _without_images(samples), cluster.num_devices
     alone = replace(options, max_patches=None, schedule="1F1B", num_chunks=1, zero_stages=(1,), vision=VisionChoice())
     # 2. of each part the decoder's fastest; the tower takes as many of the rest as its lanes divide
     for part in _parts(cluster, options, own=W * tower_s / all_s)[:_MOST_PARTS]:
         try:
-            chosen = choose_setting(decoder_only(model), text, part, alone, budget)
+            chosen = choose_setting(decoder, text, part, alone, budget)
         except (PartitionError, PlanError):  # nothing fits, or the degrees asked for do not divide these devices
             continue
         fitting = [x for x in chosen.considered if cluster.devices_per_node % x.setting.dims.tp == 0]

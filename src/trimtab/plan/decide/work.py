@@ -232,6 +232,13 @@ class Lanes:
         )
         return held.with_share(problem.overhead_share)
 
+    def with_own(self, stages: Sequence[Stage], profile: Profile) -> tuple[Stage, ...]:
+        """The pipelines' stages behind that of the tower, whose layers are the model's first."""
+        num_tower = sum(layer.tower != "language" for layer in profile.layers)
+        first, *rest = (replace(stage, index=stage.index + 1) for stage in stages)
+        tower = Stage(index=0, start=0, stop=num_tower, recompute=self.recompute)
+        return (tower, replace(first, start=num_tower), *rest)
+
     def before(self, times: StageTimes) -> StageTimes:
         """The pipelines' stages with the lanes as the first one; micro-batches as `as_run` numbers them."""
 
@@ -250,12 +257,6 @@ class Lanes:
 
 Apart = Phases | Lanes
 """What a tower does outside of the pipelines' stages."""
-
-
-def lanes_first(stages: Sequence[Stage], num_tower: int, recompute: tuple[RecomputeChoice, ...]) -> tuple[Stage, ...]:
-    """The stages with the tower's own devices as the first one; `num_tower`: layers of tower and projector."""
-    first, *rest = (replace(stage, index=stage.index + 1) for stage in stages)
-    return (Stage(index=0, start=0, stop=num_tower, recompute=recompute), replace(first, start=num_tower), *rest)
 
 
 def stage_link(cluster: ClusterSpec) -> float:

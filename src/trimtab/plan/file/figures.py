@@ -19,7 +19,7 @@ from trimtab.partition.assess import SplitResult
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.compare import Variant
 from trimtab.plan.decide.sharing import with_memory
-from trimtab.plan.decide.work import Lanes, lanes_first, price_samples, with_band
+from trimtab.plan.decide.work import Lanes, price_samples, with_band
 from trimtab.plan.file.yaml import name_table, pack_contents
 from trimtab.plan.options import PlanOrigin
 from trimtab.plan.plan import (
@@ -217,7 +217,7 @@ def describe_decisions(case: Case, stages: Sequence[Stage], *, files: Mapping[st
     assert options.schedule != "auto", "it was chosen before"
     names = [layer.name for layer in case.model.layers]
     if isinstance(case.apart, Lanes):
-        stages = lanes_first(stages, min(case.model.indices("language")), case.apart.recompute)
+        stages = case.apart.with_own(stages, setting.profile)
     return Decisions(
         parallel=ParallelDecision(**same_fields(setting.dims, ParallelDecision)),
         schedule=ScheduleDecision(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from trimtab.address import is_below
 from trimtab.errors import PlanError, join_problems, refuse_type
 from trimtab.files import blake2b, is_there
 from trimtab.plan.plan import PLAN_VERSION, Plan, TableFile
@@ -79,7 +80,7 @@ def table_path(folder: Path, name: str) -> Path:
         raise PlanError(f"table {name!r} lies outside the plan's folder: keep it there")
     if not is_there(path):
         raise PlanError(f"the table {path} is missing: give the folder that `trimtab plan` or `pack --out` wrote")
-    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+    if path.is_symlink() and not is_below(path, folder):
         raise PlanError(f"table {path} is a link that leads out of the plan's folder: put the file there")
     return path
 
