@@ -241,6 +241,16 @@ def test_steps_are_those_of_lanes_in_front_of_the_pipelines(dp, devices):
             assert true * (1 - 1e-9) <= ours <= 1.1 * true
 
 
+def test_the_longer_update_counts_and_calls_in_flight_are_held():
+    made, case, stages = own_case(2, 2, frozen_towers=("language",))
+    assert case.apart.update_s > rank_step_s(case.problem, stages)
+    assert made.variants[-1].step_s[0] - case.apart.update_s == pytest.approx(coupled_s(case, stages, 0), rel=1e-9)
+    # one more micro-batch in flight than the pipelines have stages, where a step has as many
+    cases = [own_case(2, 2, num_microbatches=num, global_batch=4 * num)[1] for num in (2, 4)]
+    assert cases[0].vision.decision.recompute == cases[1].vision.decision.recompute
+    assert cases[1].apart.saved_bytes / cases[0].apart.saved_bytes == pytest.approx(3 / 2, rel=0.02)
+
+
 def test_a_lane_encodes_what_its_ranks_hold():
     _, case, _ = own_case(4, 2)
     whole = sum(np.array(x.forward_s) for x in tower_alone(case.without_vision(), 2).layers if x.tower != "language")
