@@ -53,7 +53,7 @@ def test_a_limit_on_file_sizes_leaves_no_half_plan(planned: Path, tmp_path: Path
 
 @pytest.mark.integration
 def test_a_disk_that_takes_no_checkpoint_ends_training_in_one_sentence(drawn: Path, tiny: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="trains")
+    pytest.importorskip("transformers", reason="trains")
     one = "--cluster 1xA100-80GB --for trimtab --global-batch 8"
     assert (
         shell(f"{sys.executable} -m trimtab plan {tiny} {drawn / 'data.jsonl'} {one} --out {tmp_path / 'own'}")[0] == 0
