@@ -2,7 +2,7 @@
 
 CONFIG is a config.json, its folder, or a shipped description (default: Qwen2.5-VL-7B). No GPU and no torch is needed.
 Prints the map for four unlike GPUs, and what happens when the GPUs are too small: which weights leave them, and how
-much each batch of requests then moves. `trimtab map --compare` shows the published maps beside it.
+much each batch of requests then moves. `trimtab map --compare` shows the published maps next to it.
 """
 
 from __future__ import annotations

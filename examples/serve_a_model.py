@@ -1,6 +1,6 @@
 """Serve a model and ask it about an image: `python examples/serve_a_model.py [MODEL_DIR]`.
 
-Without MODEL_DIR a tiny Qwen2.5-VL with random weights is made: its answer is noise. `trimtab serve` runs beside
+Without MODEL_DIR a tiny Qwen2.5-VL with random weights is made: its answer is noise. `trimtab serve` runs next to
 this process and is asked by OpenAI's own client, whole and as a stream; then it drains and stops.
 """
 

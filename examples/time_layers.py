@@ -1,7 +1,7 @@
 """Time a model's layers and plan with the seconds: `python examples/time_layers.py [CONFIG [DEVICE]]`.
 
 CONFIG is a config.json as a model ships it (default: a small InternVL made here), DEVICE is cpu or cuda (default: cpu).
-Prints what each kind of layer takes, forward and backward, beside what the formulas expect of the same device, then
+Prints what each kind of layer takes, forward and backward, next to what the formulas expect of the same device, then
 which split of four stages each of the two would choose. Needs torch and Transformers.
 """
 

@@ -64,7 +64,7 @@ def tiny_config(tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
 
 
 def plan_data(config: PreTrainedConfig, processor: Qwen2VLImageProcessorPil, data: Path, folder: Path) -> None:
-    """Save what the model folder holds beside weights, and let `trimtab plan` size and plan the data for it."""
+    """Save what the model folder holds apart from weights, and let `trimtab plan` size and plan the data for it."""
     config.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
     options = "--cluster 1xA100-80GB --dp 1 --pp 1 --set num_microbatches=2 --set max_patches=512 --set max_tokens=2048"

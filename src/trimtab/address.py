@@ -229,9 +229,9 @@ class _Remote(io.RawIOBase):
         buffer[: len(content)] = content
         return len(content)
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+    def seek(self, offset: int, origin: int = os.SEEK_SET, /) -> int:
         with self._raised():
-            return int(self._file.seek(offset, whence))
+            return int(self._file.seek(offset, origin))
 
     def tell(self) -> int:
         return int(self._file.tell())

@@ -78,7 +78,7 @@ def test_buffers_lie_with_a_layer_and_are_counted():
     spec = described(model)
     held = sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
     found = inference_table(spec, Workload(dtype="fp32")).weights.sum()
-    positions = next(x for x in spec.layers if "text_model.model.embed_positions" in x.beside)
+    positions = next(x for x in spec.layers if "text_model.model.embed_positions" in x.companions)
     assert positions.extra_bytes > 0
     tables = sum(x.numel() * 2 for n, x in model.named_buffers() if n.endswith("weights"))  # made in the model's dtype
     assert found == held - tables

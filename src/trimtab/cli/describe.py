@@ -133,7 +133,7 @@ def uneven(
 ) -> None:
     """Layers for uneven pipeline stages by Pai-Megatron-Patch's notebook: FLOPs, split, memory, flags.
 
-    Beside its answer: the optimum in the same FLOPs. `trimtab plan` decides by seconds and bytes of every layer.
+    The optimum in the same FLOPs is printed with it. `trimtab plan` decides by seconds and bytes of every layer.
     """
     from trimtab.costs.devices import find_device
     from trimtab.models.describe import describe

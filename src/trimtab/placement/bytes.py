@@ -128,7 +128,7 @@ def pipeline_arrangement(parts: Parts) -> Arrangement:
 
 def modules_of(model: ModelSpec, layer: int) -> tuple[str, ...]:
     """Keys of a device map for one layer: what holds only buffers comes with the layer in front of which it runs."""
-    return (*model.layers[layer].beside, model.layers[layer].name)
+    return (*model.layers[layer].companions, model.layers[layer].name)
 
 
 def upwards(name: str) -> Iterator[str]:

@@ -172,7 +172,7 @@ def _table_bytes(layer: LayerSpec, w: int) -> float:
 
 
 def _attention_peak(layer: LayerSpec, a: AttentionSpec, serving: Serving, R: float) -> float:
-    """Beside the block's input and its normed copy."""
+    """Count what stands next to the block's input and its normed copy."""
     if a.cross:
         return _cross_attention_peak(layer, a, serving, R)
     w, kernel = serving.item_bytes, serving.workload.attention
@@ -259,7 +259,7 @@ def _prompt_pairs(rows: Batch) -> float:
 
 
 def _mlp_peak(layer: LayerSpec, m: MlpSpec, w: int, R: float) -> float:
-    """Beside the block's input, the residual stream and the normed rows."""
+    """Count what stands next to the input of the block, the residual stream and the normed rows."""
     h, f = layer.hidden_size, m.intermediate_size
     if m.num_experts is None:
         fused_gate = layer.attention is not None and layer.attention.fused_qkv and layer.tower == "language"

@@ -189,7 +189,7 @@ def _rules_table(placement: Placement, compared: Sequence[Assessed]) -> Table:
     """This placement next to the public maps."""
     found = [("This placement", placement, ()), *((x.rule, x.placement, x.problems) for x in compared)]
     return Table(
-        title="Beside the public maps",
+        title="Compared with the public maps",
         columns=(Column("Map"), *numeric("Fullest\nGPU", "GPUs\nin use", "Moved\nper batch"), Column("What it does")),
         rows=[_rule_row(*row) for row in found],
         marked=0,

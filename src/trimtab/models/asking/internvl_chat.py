@@ -113,12 +113,12 @@ def as_published(layer: LayerSpec, config: InternVLChatConfig) -> LayerSpec:
     layer = replace(
         layer,
         name=published_name(layer.name, config),
-        beside=tuple(published_name(name, config) for name in layer.beside),
+        companions=tuple(published_name(name, config) for name in layer.companions),
         linears=None,
     )
     if layer.attention is None or layer.tower != "language" or _text_type(config.published) != "internlm2":
         return layer
-    return replace(layer, attention=replace(layer.attention, fused_qkv=True), beside=(), extra_bytes=0)
+    return replace(layer, attention=replace(layer.attention, fused_qkv=True), companions=(), extra_bytes=0)
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------

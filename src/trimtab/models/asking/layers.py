@@ -377,17 +377,17 @@ def with_extras(layers: Sequence[LayerSpec], extra: Mapping[str, int]) -> list[L
     """`layers` with those bytes; what is in none goes with the first layer around it, of a decoder the first block."""
     names = {x.name for x in layers}
     sizes = dict.fromkeys(names, 0)
-    beside: dict[str, list[str]] = {}
+    companions: dict[str, list[str]] = {}
     for name, size in extra.items():
         own = next((x for x in _around(name) if x in names), None)
         if own is None:
             owner = name.rpartition(".")[0]
             key = name if any(x.startswith(f"{owner}.") for x in names) else owner
             own = _host(layers, key)
-            beside.setdefault(own, [])
-            beside[own] += [] if key in beside[own] else [key]
+            companions.setdefault(own, [])
+            companions[own] += [] if key in companions[own] else [key]
         sizes[own] += size
-    return [replace(x, extra_bytes=sizes[x.name], beside=tuple(beside.get(x.name, ()))) for x in layers]
+    return [replace(x, extra_bytes=sizes[x.name], companions=tuple(companions.get(x.name, ()))) for x in layers]
 
 
 def _around(name: str) -> list[str]:
