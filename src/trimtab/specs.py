@@ -124,7 +124,7 @@ class LayerSpec:
     # only for serving, and left out for the same reason
     cache: CacheSpec | None = field(default=None, repr=False)  # None: keys and values of `attention`
     extra_bytes: int = field(default=0, repr=False)  # buffers, and what parameters that stay in fp32 take past 16 bits
-    companions: tuple[str, ...] = field(default=(), repr=False)  # modules and buffers outside of it that go to its device
+    companions: tuple[str, ...] = field(default=(), repr=False)  # modules that go to its device
     bare: bool = field(default=False, repr=False)  # a parameter without a module of its own
     # as Transformers builds them; None: not asked, so those that its shapes make (`costs.adapters`)
     linears: tuple[Linear, ...] | None = field(default=None, repr=False, compare=False)
