@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from trimtab.compiled import compiled
 from trimtab.costs.profile import stage_seconds
 from trimtab.errors import PartitionError
 from trimtab.options import ScheduleName
@@ -63,40 +62,28 @@ class Timeline:
 
 # -- end of every block, each device in a fixed order, many steps at once ---------------------------------------------
 #
-# A block starts when its device is free and what it waits for has arrived. Of every device the next block, if what it
-# waits for is in an earlier *wave*, belongs to the next one; a wave is one operation of NumPy over its blocks and all
-# steps.
+# A block starts when its device is free and what it waits for has arrived. Blocks are numbered so that each comes after
+# what it waits for: one pass over them gives their ends.
 #
 # Example: 1F1B of 2 stages and 2 micro-batches (F0 on stage 0, f0 on stage 1). Device 0 runs F0 F1 B0 B1, device 1 runs
-# f0 b0 f1 b1. Waves: F0 | F1 f0 | b0 | B0 f1 | b1 | B1.
-
-
-MOST_AT_ONCE = 2**18  # ends of blocks: 2 MiB
-
-
-class Wave(NamedTuple):
-    """Blocks `first <= j < last`, and what each waits for; `n`: for nothing."""
-
-    first: int
-    last: int
-    source: IntArray  # the block of another device whose result it takes
-    before: IntArray  # the block before it on its device
+# f0 b0 f1 b1. Numbered: F0 F1 | f0 b0 f1 b1 | B0 B1.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Waves:
-    """The n blocks of all devices, wave by wave."""
+class Blocks:
+    """The n blocks of all devices, each after what it waits for."""
 
-    waves: tuple[Wave, ...]
     kind: IntArray  # (n,) FORWARD, BACKWARD, WEIGHT
     stage: IntArray  # (n,)
     microbatch: IntArray  # (n,)
-    sent: IntArray  # (n,) what arrives behind the source: its row among (2, S, M); 2 S M: nothing is sent
+    sender: IntArray  # (n,) the stage whose result it takes; -1: what it takes is on its own device
+    source: IntArray  # (n,) the block that makes this result; n: none
+    before: IntArray  # (n,) the block before it on its device; n: none
 
 
 @lru_cache(maxsize=256)
-def waves_of(schedule: ScheduleName, *, num_devices: int, num_chunks: int, num_microbatches: int) -> Waves:
-    """The waves of `block_order`."""
+def blocks_of(schedule: ScheduleName, *, num_devices: int, num_chunks: int, num_microbatches: int) -> Blocks:
+    """Number the blocks of `block_order`."""
     order = block_order(schedule, num_devices=num_devices, num_chunks=num_chunks, num_microbatches=num_microbatches)
     S, M = num_devices * num_chunks, num_microbatches
     stage, microbatch, kind = (x.ravel().astype(np.int64) for x in (order.stage, order.microbatch, order.kind))
@@ -105,76 +92,100 @@ def waves_of(schedule: ScheduleName, *, num_devices: int, num_chunks: int, num_m
     #    device came before in the order.
     number = np.full((3, S, M), n)
     number[kind, stage, microbatch] = np.arange(n)
-    neighbour = np.select([kind == FORWARD, kind == BACKWARD], [stage - 1, stage + 1], -1)
-    waits = (neighbour >= 0) & (neighbour < S)
-    neighbour %= S
-    waits &= order.device[neighbour] != order.device[stage]
-    source = np.where(waits, number[kind, neighbour, microbatch], n)
+    sender = np.select([kind == FORWARD, kind == BACKWARD], [stage - 1, stage + 1], -1)
+    waits = (sender >= 0) & (sender < S)
+    waits &= order.device[sender % S] != order.device[stage]
+    source = np.where(waits, number[kind, sender % S, microbatch], n)
     before = np.where(np.arange(n) % per_device > 0, np.arange(n) - 1, n)
-    sent = np.where(waits, (kind * S + neighbour) * M + microbatch, 2 * S * M)
-    # 2. The waves: of each device the next block, if what it waits for was in an earlier wave.
-    done = np.zeros(n + 1, np.bool_)
-    done[n] = True
-    following, waves = np.arange(0, n, per_device), []
-    while len(following):
-        runs = done[source[following]]
-        assert runs.any(), "no schedule deadlocks"
-        waves.append(following[runs])
-        done[waves[-1]] = True
-        following = following + runs
-        following = following[~runs | (following % per_device > 0)]
-    # 3. Blocks numbered wave by wave.
-    sequence = np.concatenate(waves)
+    # 2. Each after what it waits for.
+    sequence = _sequence(source, np.int64(per_device))
     renumbered = np.full(n + 1, n)
     renumbered[sequence] = np.arange(n)
-    source, before = renumbered[source[sequence]], renumbered[before[sequence]]
-    bounds = itertools.pairwise(np.cumsum([0, *map(len, waves)]).tolist())
-    return Waves(
-        waves=tuple(Wave(first, last, source[first:last], before[first:last]) for first, last in bounds),
+    return Blocks(
         kind=kind[sequence],
         stage=stage[sequence],
         microbatch=microbatch[sequence],
-        sent=sent[sequence],
+        sender=np.where(waits, sender, -1)[sequence],
+        source=renumbered[source[sequence]],
+        before=renumbered[before[sequence]],
     )
 
 
-def replay(waves: Waves, seconds: FloatArray, sends: FloatArray, table: IntArray) -> FloatArray:
-    """Return (n, steps) end of every block in every step, blocks as in `waves`.
+@compiled
+def _sequence(source: IntArray, per_device: int) -> IntArray:
+    """Return the blocks in an order in which they can run: the devices take turns, each until it has to wait."""
+    n = len(source)
+    following = np.arange(0, n, per_device)
+    done = np.zeros(n + 1, np.bool_)
+    done[n] = True
+    sequence = np.empty(n, np.int64)
+    placed = 0
+    while placed < n:
+        placed_before = placed
+        for device in range(len(following)):
+            end = (device + 1) * per_device
+            while following[device] < end and done[source[following[device]]]:
+                block = following[device]
+                done[block] = True
+                sequence[placed] = block
+                placed += 1
+                following[device] += 1
+        assert placed > placed_before, "no schedule deadlocks"
+    return sequence
+
+
+def replay(blocks: Blocks, seconds: FloatArray, sends: FloatArray, table: IntArray) -> FloatArray:
+    """Return (steps, n) end of every block in every step, blocks as in `blocks`.
 
     `seconds` (3, S, num_packs): forward; backward, which the stage before waits for; weight gradients, which nothing
     waits for. `sends` (2, S, num_packs): after the forward, after the backward. `table[step, microbatch]` is a pack,
     or -1 for an empty slot, which takes no time.
     """
-    S, num_packs = seconds.shape[1:]
-    n, (num_steps, M) = len(waves.stage), table.shape
-    # 1. What every block takes in every step, and what it waits for behind its source.
-    pack = table.T.ravel()
-    own = seconds.reshape(3 * S, num_packs).take(pack, axis=1).reshape(3 * S * M, num_steps)
-    arriving = np.zeros((2 * S * M + 1, num_steps))
-    arriving[:-1] = sends.reshape(2 * S, num_packs).take(pack, axis=1).reshape(2 * S * M, num_steps)
-    took = own.take((waves.kind * S + waves.stage) * M + waves.microbatch, axis=0)
-    delay = arriving.take(waves.sent, axis=0)
-    if table.min() < 0:
-        is_empty = (table.T < 0)[waves.microbatch]
-        took[is_empty], delay[is_empty] = 0.0, 0.0
-    # 2. Wave by wave; the last row, which blocks that wait for nothing read, stays 0.
-    end = np.zeros((n + 1, num_steps))
-    for first, last, source, before in waves.waves:
-        ready = end.take(source, axis=0)
-        ready += delay[first:last]
-        np.maximum(ready, end.take(before, axis=0), out=ready)
-        np.add(ready, took[first:last], out=end[first:last])
-    return end[:n]
+    ends = np.empty((len(table), len(blocks.stage)))
+    parts = (blocks.kind, blocks.stage, blocks.microbatch, blocks.sender, blocks.source, blocks.before)
+    _replay(*parts, seconds, sends, np.ascontiguousarray(table, np.int64), ends)
+    return ends
 
 
-def makespans(waves: Waves, seconds: FloatArray, sends: FloatArray, table: IntArray) -> FloatArray:
+@compiled
+def _replay(
+    kind: IntArray,
+    stage: IntArray,
+    microbatch: IntArray,
+    sender: IntArray,
+    source: IntArray,
+    before: IntArray,
+    seconds: FloatArray,
+    sends: FloatArray,
+    table: IntArray,
+    ends: FloatArray,
+) -> None:
+    n = len(kind)
+    for step in range(len(table)):
+        end = ends[step]
+        for block in range(n):
+            pack = table[step, microbatch[block]]
+            ready = 0.0
+            if source[block] < n:
+                ready = end[source[block]]
+                if pack >= 0:
+                    ready += sends[kind[block], sender[block], pack]
+            if before[block] < n:
+                ready = max(ready, end[before[block]])
+            end[block] = ready + (seconds[kind[block], stage[block], pack] if pack >= 0 else 0.0)
+
+
+def makespans(blocks: Blocks, seconds: FloatArray, sends: FloatArray, table: IntArray) -> FloatArray:
     """Return (steps,) makespan of each step: see `replay`."""
-    at_once = max(1, MOST_AT_ONCE // len(waves.stage))
+    at_once = max(1, MOST_AT_ONCE // len(blocks.stage))
     parts = [
-        replay(waves, seconds, sends, table[first : first + at_once]).max(axis=0)
+        replay(blocks, seconds, sends, table[first : first + at_once]).max(axis=1)
         for first in range(0, len(table), at_once)
     ]
     return np.concatenate(parts)
+
+
+MOST_AT_ONCE = 2**18  # ends of blocks: 2 MiB
 
 
 # -- stages' seconds, one step and many -------------------------------------------------------------------------------
@@ -257,10 +268,12 @@ def simulate(times: StageTimes, *, schedule: ScheduleName = "1F1B", num_devices:
     costs = block_costs(times, schedule)
     S, M = times.forward_s.shape
     P = S if num_devices is None else num_devices
-    # ends of all blocks, wave by wave; then device by device
-    waves = _waves(schedule, S, P, M)
+    # ends of all blocks; then device by device
+    blocks = _blocks(schedule, S, P, M)
     end = np.zeros((3, S, M))
-    end[waves.kind, waves.stage, waves.microbatch] = replay(waves, costs.seconds, costs.sends, np.arange(M)[None])[:, 0]
+    end[blocks.kind, blocks.stage, blocks.microbatch] = replay(blocks, costs.seconds, costs.sends, np.arange(M)[None])[
+        0
+    ]
     order = block_order(schedule, num_devices=P, num_chunks=S // P, num_microbatches=M)
     stage, microbatch, kind = order.stage.flatten(), order.microbatch.flatten(), order.kind.flatten()
     ends = end[kind, stage, microbatch]
@@ -296,18 +309,18 @@ def simulate_steps(
     if table.ndim != 3 or table.size == 0 or table.max() >= num_packs or table.min() < -1:
         raise PartitionError(f"a table of shape {table.shape}: give (steps, ranks, micro-batches) of {num_packs} packs")
     P = S if num_devices is None else num_devices
-    waves = _waves(schedule, S, P, table.shape[2])
+    blocks = _blocks(schedule, S, P, table.shape[2])
     # every rank of every step on its own; a step lasts as long as its slowest
-    each = makespans(waves, costs.seconds, costs.sends, table.reshape(-1, table.shape[2]))
+    each = makespans(blocks, costs.seconds, costs.sends, table.reshape(-1, table.shape[2]))
     ranks = each.reshape(table.shape[:2])
     result: FloatArray = (ranks if phases_s is None else ranks + phases_s).max(axis=1) + all_reduce_s
     return result
 
 
-def _waves(schedule: ScheduleName, S: int, P: int, M: int) -> Waves:
+def _blocks(schedule: ScheduleName, S: int, P: int, M: int) -> Blocks:
     if P < 1 or S % P:
         raise PartitionError(f"{S} stages do not spread evenly over {P} devices: give a divisor of {S} as num_devices")
-    return waves_of(schedule, num_devices=P, num_chunks=S // P, num_microbatches=M)
+    return blocks_of(schedule, num_devices=P, num_chunks=S // P, num_microbatches=M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

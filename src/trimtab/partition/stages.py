@@ -25,7 +25,7 @@ from trimtab.partition.cuts import (
     least_reachable_bottleneck,
 )
 from trimtab.partition.layer_table import LayerTable, layer_table, pipeline_of
-from trimtab.partition.simulate import block_costs, makespans, stage_times, waves_of
+from trimtab.partition.simulate import block_costs, blocks_of, makespans, stage_times
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, Stage, recomputing
 from trimtab.units import format_bytes
 
@@ -207,7 +207,7 @@ class Evaluator:
         self.link_bytes_per_s, self.latency_s = link_bytes_per_s, latency_s
         self.table = layer_table(problem)
         self.pipeline = pipeline_of(problem, self.table, chunk_room(problem))
-        self.waves = waves_of(
+        self.blocks = blocks_of(
             problem.schedule,
             num_devices=problem.num_stages,
             num_chunks=problem.num_chunks,
@@ -247,7 +247,7 @@ class Evaluator:
             self._seconds[:, i], send = self._priced[stage]
             if i + 1 < len(stages):
                 self._sends[0, i] = self._sends[1, i + 1] = send
-        return float(makespans(self.waves, self._seconds, self._sends, self.slots).mean())
+        return float(makespans(self.blocks, self._seconds, self._sends, self.slots).mean())
 
     def _price(self, stage: Stage) -> tuple[FloatArray, FloatArray]:
         """(3, rows) seconds FORWARD, BACKWARD, WEIGHT, and (rows,) to the next stage, as long on the way back."""
