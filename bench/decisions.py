@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,8 @@ def read_sweeps(*, stated: bool) -> Iterator[Sweep]:
 def _decide(row: Row, *, stated: bool) -> tuple[Outcome | None, Edge | None]:
     try:
         found = predict(row, stated=stated)
-    except TrimtabError:
+    except TrimtabError as error:
+        print(f"{row.name} is refused: {error}", file=sys.stderr)
         return None, None
     n, relative = row.samples["n"], row.measured.get("relative")
     edge = Edge(row=row, fitted=not row.measured.get("out_of_memory", False), fits=found.variant.fits)

@@ -24,7 +24,7 @@ MAX_CPU_S = 60  # largest published models take under 10
 MAX_MEMORY_BYTES = 8 * 2**30  # torch and Transformers take 0.6 GiB
 MAX_ANSWER_BYTES = 2**23
 ANSWER = "trimtab.models.asking:answer"
-ANSWERS = 5  # raise it when answers to the same question change: remembered ones are then asked again
+ANSWERS = 6  # raise it when answers to the same question change: remembered ones are then asked again
 
 UNASKED = re.compile(
     r"auto_map|trust_remote_code|\w*attn_implementation\w*|\w*experts_implementation\w*|quantization_config"
