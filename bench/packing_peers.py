@@ -147,7 +147,7 @@ def show_orders(arguments: argparse.Namespace) -> None:
     for name, table, limits, weights in data_sets(arguments.data):
         for method, order in (
             *(("random", "random"), ("length_group", "random"), ("device_group", "random"), ("isf", "random")),
-            *(("balanced", "random"), ("balanced", "tolerance"), ("balanced", "sorted")),
+            *(("balanced", "random"), ("balanced", "sorted")),
         ):
             start = time.process_time()
             packed = pack_samples(table, limits=limits, dp=8, cost=weights, method=method, order=order, oversize="skip")

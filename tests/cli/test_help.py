@@ -58,7 +58,7 @@ def test_plan_shows_few_options_and_lists_the_rest(run: Run) -> None:
 
 
 def test_settings_are_completed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for typed, offered in (("max_t", "max_tokens="), ("order=", "order=tolerance")):
+    for typed, offered in (("max_t", "max_tokens="), ("order=", "order=sorted")):
         monkeypatch.setenv("_TRIMTAB_COMPLETE", "complete_bash")
         monkeypatch.setenv("COMP_WORDS", f"trimtab plan --set {typed}")
         monkeypatch.setenv("COMP_CWORD", "3")

@@ -108,7 +108,7 @@ def test_oversize_samples_are_alone_or_listed(pairs, dp, method, oversize, seed)
 def test_extreme_inputs_are_packed(patches, tokens, limits, dp):
     table = make_table(patches, tokens)
     for method in ("balanced", "isf"):
-        for order in ("random", "tolerance", "sorted"):
+        for order in ("random", "sorted"):
             result = pack_samples(table, limits=limits, dp=dp, method=method, order=order)
             assert_sound(table, result, limits=limits, dp=dp)
 
@@ -141,9 +141,9 @@ def test_plan_of_a_known_input_stays_what_it_was():
     # a change here is a change of every user's plan: it needs a line in CHANGELOG.md
     i = np.arange(500)
     table = make_table(i * 7 % 6, 256 * (i * 7 % 6) + i * i * 31 % 701 + 20)
-    result = pack_samples(table, limits=(18, 8192), dp=4, seed=0, order="tolerance")
+    result = pack_samples(table, limits=(18, 8192), dp=4, seed=0, order="sorted")
     assert result.packing.num_packs == 72
-    assert result.packing.indices[:8].tolist() == [109, 21, 390, 20, 271, 35, 317, 470]
+    assert result.packing.indices[:8].tolist() == [180, 374, 447, 161, 316, 135, 495, 310]
     assert result.schedule.table[1, :, 0].tolist() == [4, 5, 6, 7]  # packs lie in the order in which they run
 
 
@@ -157,7 +157,7 @@ def test_packs_are_many_windows_of_whole_steps(monkeypatch):
     assert report.packs_over_bound < 1.02
 
 
-@pytest.mark.parametrize("order", ["random", "tolerance"])
+@pytest.mark.parametrize("order", ["random", "sorted"])
 @pytest.mark.parametrize("oversize", ["alone", "skip"])
 def test_large_data_are_packed_in_parts(order, oversize, monkeypatch, tmp_path):
     monkeypatch.setattr(packing, "SHARD_SAMPLES", 2000)

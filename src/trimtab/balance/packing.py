@@ -10,7 +10,6 @@ import numpy as np
 from trimtab.balance.cost import LinearCost, default_cost
 from trimtab.balance.metrics import BalanceReport, above_limits, report_balance
 from trimtab.balance.schedule import (
-    TOLERANCE,
     Groups,
     check_order,
     complete_rows,
@@ -75,7 +74,6 @@ def pack_samples(
     epoch: int = 0,
     oversize: Oversize = "error",
     fill: float | None = None,
-    tolerance: float = TOLERANCE,
     filters: tuple[int, int] | None = None,
     iterations: int = 10,
     batch_size: float = 4,
@@ -93,8 +91,7 @@ def pack_samples(
 
     `cost` is what a sample costs (see `LinearCost`) or one number per sample; without it that of a 6B + 20B model.
     `fill` belongs to `balanced`, `filters` (Q'_v, Q'_t; None: the paper's) and `iterations` to `isf`,
-    `batch_size` to the padded methods (`random`, `length_group`, `device_group`), which know no limits; `tolerance` to
-    the order of that name.
+    `batch_size` to the padded methods (`random`, `length_group`, `device_group`), which know no limits.
 
     >>> import numpy as np
     >>> from trimtab import SampleTable
@@ -109,7 +106,7 @@ def pack_samples(
     # what was asked for, and samples above a limit
     refuse_type("samples", samples, SampleTable, "size_samples(...).table or read_lengths(files)")
     _check(samples, limits, dp, num_microbatches, method, oversize, fill, batch_size)
-    check_order(order, dp, num_microbatches, tolerance)
+    check_order(order, dp, num_microbatches)
     large = _find_oversize(samples, limits) if method not in PADDED_METHODS else np.empty(0, np.int64)
     if len(large) and oversize == "error":
         raise PackingError(describe_oversize(samples, large, limits))
@@ -124,7 +121,6 @@ def pack_samples(
         keys=(seed, epoch),
         keeps_large=oversize == "alone",
         aim=fill,
-        tolerance=tolerance,
         filters=filters,
         iterations=iterations,
         batch_size=batch_size,
@@ -167,7 +163,6 @@ class _Asked:
     keys: tuple[int, int]  # seed, epoch
     keeps_large: bool  # samples above a limit are packs of their own, else nobody's
     aim: Aim | float | None  # a number: the fill
-    tolerance: float
     filters: tuple[int, int] | None
     iterations: int
     batch_size: float
@@ -200,7 +195,6 @@ def _pack_part(asked: _Asked, own: IntArray, part: int, num_before: int) -> tupl
             num_microbatches=asked.num_microbatches,
             order=asked.order,
             keys=keys,
-            tolerance=asked.tolerance,
             num_before=num_before,
         )
         groups = reorder(groups, sequence)

@@ -18,18 +18,11 @@ if TYPE_CHECKING:
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 BLOCK_STEPS = 512
-"""Steps within which `tolerance` and `sorted` may move a pack: the reach of their disorder."""
+"""Steps within which `sorted` may move a pack: the reach of its disorder."""
 
 ALIKE_COST = 0.005
 """Packs whose costs differ by more than this are grouped by cost, others by the column that differs most: rows wait for
 their cost, and below this little is to be seen of it."""
-
-TOLERANT_RANKS = 32
-"""More ranks are not offered `tolerance`: at 64 and 256 its steps are 12 and 93 times less mixed by source than chance
-makes them, for 0.04 to 0.09 % of the time (the part `orders` of bench/packing_peers.py)."""
-
-TOLERANCE = 0.004
-"""`tolerance` groups only packs that are further than this from the median of their block, in any column."""
 
 
 def schedule_packs(
@@ -40,7 +33,6 @@ def schedule_packs(
     order: Order = "random",
     seed: int = 0,
     epoch: int = 0,
-    tolerance: float = TOLERANCE,
     block_steps: int = BLOCK_STEPS,
 ) -> Schedule:
     """Return a schedule of packs with the given columns (num_packs, k): patches, tokens, cost, ...
@@ -48,12 +40,12 @@ def schedule_packs(
     A *row* is what the ranks run at the same time: one pack each; a step is `num_microbatches` rows. `random` takes the
     packs as they come: only the shuffle decides in which step a pack is; within a step alike packs make the rows.
     `sorted` puts alike packs into one row within blocks of `block_steps` rows and shuffles the rows and the ranks of
-    each row. `tolerance` does so only with the packs that stick out; the others keep their order.
+    each row.
 
     Full rows but for the last, full steps but for the last; slots left over are -1.
     """
     # the order of packs, then steps of it, rank by rank
-    check_order(order, dp, num_microbatches, tolerance)
+    check_order(order, dp, num_microbatches)
     keys = (seed, epoch)
     sequence = order_packs(
         columns,
@@ -61,32 +53,27 @@ def schedule_packs(
         num_microbatches=num_microbatches,
         order=order,
         keys=keys,
-        tolerance=tolerance,
         block_steps=block_steps,
     )
     return fill_table(sequence, dp, num_microbatches, order)
 
 
-def check_order(order: Order, dp: int, num_microbatches: int, tolerance: float) -> None:
+def check_order(order: Order, dp: int, num_microbatches: int) -> None:
     """Raise `PackingError` where packs cannot be put into such steps in this order."""
     if dp < 1 or num_microbatches < 1:
         raise PackingError(f"dp {dp} x {num_microbatches} micro-batches holds no pack: give 1 or more of both")
     if order not in ORDERS:
         raise PackingError(f"order {order!r} is unknown: choose one of {', '.join(ORDERS)}")
-    if order == "tolerance" and dp > TOLERANT_RANKS:
-        raise PackingError(f"order tolerance is for {TOLERANT_RANKS} ranks at most, not dp {dp}: give random or sorted")
-    if not tolerance >= 0:
-        raise PackingError(f"tolerance {tolerance} is not a relative distance: give 0 or more (default {TOLERANCE})")
 
 
-def _group_in_steps(columns: FloatArray, sequence: IntArray, dp: int, per_step: int, keys: tuple[int, ...]) -> None:
-    """Rows of alike packs within each `per_step` packs in a row, which stay those packs; rows and ranks shuffled."""
+def _group_within(columns: FloatArray, sequence: IntArray, dp: int, run: int, keys: tuple[int, ...]) -> None:
+    """Make rows of alike packs within each `run` packs in a row, which stay those packs; shuffle rows and ranks."""
     from trimtab.compiled import make_stream, shuffle
 
-    group_alike(columns, sequence, dp, run=per_step)
+    group_alike(columns, sequence, dp, run=run)
     state = make_stream(*keys, 0x7264)
-    for start in range(0, len(sequence), per_step):
-        packs = sequence[start : start + per_step]
+    for start in range(0, len(sequence), run):
+        packs = sequence[start : start + run]
         num_rows = len(packs) // dp
         which = np.arange(num_rows, dtype=np.int64)
         shuffle(which, state)
@@ -113,62 +100,19 @@ def order_packs(
     num_microbatches: int,
     order: Order,
     keys: tuple[int, ...],
-    tolerance: float = TOLERANCE,
     block_steps: int = BLOCK_STEPS,
     num_before: int = 0,
 ) -> IntArray:
     """Packs in the order in which they run, row after row of dp; `num_before` packs run ahead of them."""
     sequence = np.arange(len(columns), dtype=np.int64)
-    if order != "random":
-        block = max(1, block_steps) * dp
-        for number, start in enumerate(range(0, len(columns), block)):
-            part = sequence[start : start + block]
-            chosen = part if order == "sorted" else _outliers(columns, part, dp, tolerance)
-            sequence[start : start + block] = _regroup(columns, part, chosen, dp, (*keys, number))
+    if order == "sorted":
+        _group_within(columns, sequence, dp, max(1, block_steps) * dp, keys)
     elif num_microbatches > 1 and columns.shape[1]:
         per_step = dp * num_microbatches
         begun = -num_before % per_step  # packs that complete a step which others began
         for part in (sequence[:begun], sequence[begun:]):
-            _group_in_steps(columns, part, dp, per_step, keys)
+            _group_within(columns, part, dp, per_step, keys)
     return sequence
-
-
-def _outliers(columns: FloatArray, packs: IntArray, dp: int, tolerance: float) -> IntArray:
-    """Packs further than `tolerance` from the median in any column; rounded up to whole rows with the next farthest."""
-    values = columns[packs]
-    median = np.median(values, axis=0)
-    distance = (np.abs(values - median) / np.where(median > 0, median, 1.0)).max(axis=1)
-    num_far = int((distance > tolerance).sum())
-    rest = len(packs) % dp  # an incomplete last row takes packs from either kind
-    wanted = min(len(packs) - rest, -(-num_far // dp) * dp)
-    furthest = np.argsort(-distance, kind="stable")[:wanted]
-    return packs[np.sort(furthest)]
-
-
-def _regroup(columns: FloatArray, packs: IntArray, chosen: IntArray, dp: int, keys: tuple[int, ...]) -> IntArray:
-    """`packs` as rows of dp: rows of alike `chosen` packs at random places among the rows of the others, in order."""
-    from trimtab.compiled import make_stream, shuffle
-
-    state = make_stream(*keys, 0x6469)
-    others = packs[~np.isin(packs, chosen)]
-    grouped = chosen.copy()
-    group_alike(columns, grouped, dp)
-    num_grouped = len(grouped) // dp
-    whole = (len(packs) // dp) * dp
-    rows = np.concatenate([grouped, others])
-    ragged, rows = rows[whole:], rows[:whole].reshape(-1, dp)
-    for row in range(num_grouped):
-        shuffle(rows[row], state)
-    # rows of alike packs at random places, the others in their order
-    is_grouped = np.zeros(len(rows), np.int64)
-    is_grouped[:num_grouped] = 1
-    shuffle(is_grouped, state)
-    places = np.empty(len(rows), np.int64)
-    which = np.arange(num_grouped, dtype=np.int64)
-    shuffle(which, state)
-    places[is_grouped == 1] = which
-    places[is_grouped == 0] = np.arange(num_grouped, len(rows))
-    return np.concatenate([rows[places].reshape(-1), ragged])
 
 
 def group_alike(columns: FloatArray, packs: IntArray, group: int, *, run: int | None = None) -> None:
