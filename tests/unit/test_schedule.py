@@ -1,14 +1,11 @@
 """schedule_packs: every pack in one slot, the shuffle kept by random order, alike packs together when asked."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusals import refused
 from trimtab.balance.metrics import dist_ratio
 from trimtab.balance.schedule import BLOCK_STEPS, group_alike, schedule_packs
-from trimtab.errors import PackingError
 
 
 def make_columns(n: int, seed: int = 0) -> np.ndarray:
