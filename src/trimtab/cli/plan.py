@@ -52,6 +52,8 @@ def plan(
     from trimtab.samples.sources import find_sources
 
     model = images.describe(config)
+    if target == OWN_LOOP and "towers" not in context.meta["settings"]:
+        options = replace(options, vision=replace(options.vision, group="auto"))
     options, within = _narrowed(target, model, options)
     saved = None if profile is None else load_profile(profile)
     also = None if saved is None else saved.device

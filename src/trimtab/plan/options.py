@@ -129,7 +129,8 @@ class VisionChoice:
         GroupChoice,
         Option(
             "The grid of vision towers: the decoder's, images shared among ranks of it (shared: the best of tp, cp, "
-            "tp_cp, dp), every device of a replica, devices of its own, or auto: what gains 2 %.",
+            "tp_cp, dp), every device of a replica, devices of its own, or auto: what gains 2 %, which is the default "
+            "with --for trimtab.",
             flag="--towers",
         ),
     ] = "one-grid"

@@ -21,10 +21,10 @@ from functools import cache, partial
 import numpy as np
 
 from trimtab.balance.packing import PackResult
-from trimtab.costs.profile import mean_seconds
+from trimtab.costs.profile import mean_seconds, with_tiers
 from trimtab.errors import PartitionError
 from trimtab.options import Attention, ScheduleName
-from trimtab.partition.schedules import microbatch_unit
+from trimtab.partition.schedules import microbatch_unit, splits_backward
 from trimtab.plan.decide.case import MemoryBudget
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.steps import (
@@ -186,8 +186,11 @@ def list_members(
                 # with its packs each is a member; bounds of all of them in one product
                 forward, backward = mean_seconds(profile, np.array([x.mean_work for x in offers]))
                 pack_s = (forward + backward).sum(axis=0)
+                # a backward that runs in two parts recomputes whole layers or nothing
+                tiers = (lambda _: ("full",)) if splits_backward(schedule) else None
+                priced = with_tiers(profile, model, tiers)
                 members += [
-                    Member(options=own, profile=profile, offer=offer, pack_s=float(seconds), update_s=update_s)
+                    Member(options=own, profile=priced, offer=offer, pack_s=float(seconds), update_s=update_s)
                     for offer, seconds in zip(offers, pack_s, strict=True)
                 ]
     return members, refusals
