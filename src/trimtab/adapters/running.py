@@ -146,8 +146,11 @@ class Target:
         """Raise `UnsupportedPlanError` where adapters are planned that its export cannot say."""
         if lora is None or lora.bits in self.lora:
             return
-        known = f"weights of {' or '.join(map(str, self.lora))} bits" if self.lora else "no weights"
-        raise UnsupportedPlanError(f"{self.title} takes LoRA over {known}, not {lora}: plan for another framework")
+        over = f" but over weights of {' or '.join(map(str, self.lora))} bits" if self.lora else ""
+        raise UnsupportedPlanError(
+            f"the export to {self.title} writes no adapters{over}, and --lora {lora} was given: leave it out, or plan "
+            "for another framework"
+        )
 
 
 def decided(found: ReloadedPlan, host: HostName) -> Decided:
