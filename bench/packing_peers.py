@@ -1,12 +1,12 @@
 """Our packs and steps and those of others, all figures of the packer in one run; each peer by its published rule.
 
-    python bench/packing_peers.py [--data ../shared/data] [--part packs|orders|one-limit|steps|scale|hunt]
+    python bench/packing_peers.py [--data ../shared/data] [--part packs|orders|steps|online|scale|hunt]
 
 packs      two limits: `balanced`, two-column best fit decreasing (windows of 4,096 samples), ISF (OmniBal).
 orders     the data sets in the orders of `balanced`, with what the order costs in randomness (chi2 per step).
-one-limit  packers that know tokens only: best fit decreasing (TRL, ms-swift), greedy knapsack (LLaMA-Factory).
 steps      N given samples among the ranks: Karmarkar-Karp (verl), longest first to the least loaded rank (greedy
            knapsack), packs filled in the order of arrival (Megatron's dp-balanced scheduler, lmms-engine).
+online     `OnlineBalancer` on 64 ranks, 32 samples each, whose towers run at half the rate that multiply-adds expect.
 scale      --samples drawn into mapped int32 columns: CPU seconds and resident memory.
 hunt       --shapes of data drawn at random, against two-column best fit and ISF: the worst ratios, and where they are.
 
@@ -15,12 +15,12 @@ of one thread, compiled loops warm.
 """
 
 import argparse
-import bisect
 import heapq
 import resource
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +43,6 @@ from trimtab.balance.step import share_step
 from trimtab.specs import SampleTable
 
 WINDOW = 4096  # samples that two-column best fit looks at together
-MAP_BATCH = 1000  # samples the trainers' one-limit packers look at together
-Packs = list[list[int]]
 
 
 @njit(cache=True)
@@ -168,60 +166,6 @@ def data_sets(data: Path) -> list[tuple[str, SampleTable, tuple[int, int], Linea
     ]
 
 
-def best_fit_decreasing(lengths: list[int], limit: int) -> Packs:
-    """Longest first, each into the pack with the least room that holds it (TRL; `binpacking` packs the same)."""
-    rooms: list[tuple[int, int]] = []  # (room, pack), ascending
-    packs: Packs = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect.bisect_left(rooms, (lengths[i], -1))
-        if at < len(rooms):
-            room, p = rooms.pop(at)
-        else:
-            room, p = limit, len(packs)
-            packs.append([])
-        packs[p].append(i)
-        bisect.insort(rooms, (room - lengths[i], p))
-    return packs
-
-
-def greedy_knapsack(lengths: list[int], limit: int) -> Packs:
-    """Fill one pack at a time, always with the longest sample that still fits (LLaMA-Factory)."""
-    left = sorted((length, i) for i, length in enumerate(lengths))
-    packs: Packs = []
-    while left:
-        room, pack = limit, []
-        while left and (at := bisect.bisect_right(left, (room, len(lengths)))) > 0:
-            length, i = left.pop(at - 1)
-            room -= length
-            pack.append(i)
-        packs.append(pack)
-    return packs
-
-
-def show_one_limit(arguments: argparse.Namespace) -> None:
-    print("| data | packer | packs over the bound of both limits | packs above the patch limit | rows |")
-    print("|---|---|---|---|---|")
-    for name, table, limits, weights in data_sets(arguments.data)[1:]:
-        fits = np.flatnonzero((table.num_patches <= limits[0]) & (table.num_tokens <= limits[1]))
-        rows = np.random.default_rng(2).permutation(fits)[: arguments.samples]
-        sizes = np.stack([table.num_patches[rows], table.num_tokens[rows]], axis=1)
-        cost = weights.of_samples(table)[rows]
-        for peer in (best_fit_decreasing, greedy_knapsack):
-            packs: Packs = []
-            for first in range(0, len(rows), MAP_BATCH):
-                packs += [
-                    [first + i for i in pack] for pack in peer(sizes[first : first + MAP_BATCH, 1].tolist(), limits[1])
-                ]
-            starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])[:-1]])
-            sums = np.add.reduceat(np.column_stack([sizes, cost])[np.concatenate(packs)], starts)
-            time_of_rows = row_time(sums[:, 2], 8, order="random") * 8 / cost.sum()
-            over = (sums[:, 0] > limits[0]).mean()
-            bound = lower_bound_packs(sizes, limits)
-            print(
-                f"| {name} | {peer.__name__} | {len(packs) / bound:.4f} | {over:.3f} | {time_of_rows:.4f} |", flush=True
-            )
-
-
 def karmarkar_karp(work: np.ndarray, num_ranks: int, *, equal_size: bool) -> float:
     """Largest rank by the largest differencing method (Karmarkar & Karp 1982), of as many samples each where asked."""
     largest_first = np.sort(work)[::-1]
@@ -268,16 +212,17 @@ STEP_PEERS: dict[str, Callable[[np.ndarray, int], float]] = {
 }
 
 
+def streams(data: Path) -> list[tuple[str, SampleTable, tuple[int, int], LinearCost]]:
+    drawn = draw_shape("log-normal", 100_000, (10**6, 10**6))
+    return [*data_sets(data), ("log-normal", drawn, (1, 1), PATCH_COST)]
+
+
 def show_steps(arguments: argparse.Namespace) -> None:
     print(
         f"| data | dp | a rank | slowest over mean: ours, {', '.join(STEP_PEERS)}, bound | ms |\n|---|---|---|---|---|"
     )
     worst, cells = 0.0, 0
-    sets = [
-        *data_sets(arguments.data),
-        ("log-normal", draw_shape("log-normal", 100_000, (10**6, 10**6)), (1, 1), PATCH_COST),
-    ]
-    for name, table, _, weights in sets:
+    for name, table, _, weights in streams(arguments.data):
         cost, sizes = weights.of_samples(table), np.stack([table.num_patches, table.num_tokens], axis=1)
         r = np.random.default_rng(3)
         for dp, each in ((8, 4), (8, 8), (8, 16), (8, 64), (32, 4), (32, 16), (64, 8), (64, 64), (256, 4), (256, 16)):
@@ -297,6 +242,40 @@ def show_steps(arguments: argparse.Namespace) -> None:
             figures = ", ".join(f"{x:.4f}" for x in mean)
             print(f"| {name} | {dp} | {each} | {figures} | {seconds / len(found) * 1e3:.2f} |", flush=True)
     print(f"\n{cells} cells; ours over the best peer at most {worst:.5f}")
+
+
+def show_online(arguments: argparse.Namespace) -> None:
+    from trimtab.runtime.training.shared import LearnedCost, share_ranks
+
+    print("| data | slowest over mean: as held, by tokens, by multiply-adds, learned, bound | ms |\n|---|---|---|")
+    dp, each = 64, 32
+    for name, table, _, weights in streams(arguments.data):
+        flops = weights.of_samples(table)
+        tower_flops = replace(weights, tokens=0, tokens_sq=0).of_samples(table)
+        seconds = flops + tower_flops
+        sizes = np.stack([table.num_patches, table.num_tokens, flops - tower_flops, tower_flops], axis=1)
+        r, learned, found, took = np.random.default_rng(5), LearnedCost(), [], 0.0
+        for step in range(5 * arguments.steps):
+            rows = r.integers(0, len(table), dp * each)
+            longest_first = np.argsort(-table.num_tokens[rows], kind="stable")
+            ranks, by_tokens = [(0, rank) for rank in range(dp)], np.zeros(dp)
+            for i in rows[longest_first]:
+                tokens, rank = heapq.heappop(ranks)
+                by_tokens[rank] += seconds[i]
+                heapq.heappush(ranks, (tokens + int(table.num_tokens[i]), rank))
+            figures = [seconds[rows].reshape(dp, each).sum(axis=1), by_tokens]
+            for weight in (np.array([0.0, 0.0, 1.0, 1.0]), learned.weights):
+                start = time.process_time()
+                shares = share_ranks(
+                    np.split(np.column_stack([sizes[rows][:, :2], sizes[rows] @ weight]), dp), step=step
+                )
+                took += time.process_time() - start
+                figures.append(np.array([seconds[rows[part]].sum() for part in shares.members]))
+            passes = [[*sizes[rows[part]].sum(axis=0), seconds[rows[part]].sum()] for part in shares.members]
+            learned.add(np.array(passes) * np.insert(r.normal(1, 0.02, (dp, 1)), 0, np.ones((4, dp)), axis=1))
+            figures.append(np.array([seconds[rows].sum() / dp, seconds[rows].max()]))  # no rank takes less
+            found.append([x.max() / (seconds[rows].sum() / dp) for x in figures])
+        print(f"| {name} | {', '.join(f'{x:.4f}' for x in np.mean(found, axis=0))} | {took / len(found) * 500:.2f} |")
 
 
 def show_scale(arguments: argparse.Namespace) -> None:
@@ -364,8 +343,8 @@ def show_hunt(arguments: argparse.Namespace) -> None:
 PARTS = {
     "packs": show_packs,
     "orders": show_orders,
-    "one-limit": show_one_limit,
     "steps": show_steps,
+    "online": show_online,
     "scale": show_scale,
     "hunt": show_hunt,
 }
@@ -374,8 +353,8 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=["packs", "orders", "one-limit", "steps"])
-    parser.add_argument("--samples", type=int, default=100_000, help="of one-limit and scale")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=["packs", "orders", "steps"])
+    parser.add_argument("--samples", type=int, default=100_000, help="of scale")
     parser.add_argument("--steps", type=int, default=200, help="of each cell; fewer where they are large")
     parser.add_argument("--shapes", type=int, default=500, help="of hunt")
     arguments = parser.parse_args()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from refusals import refused
 
@@ -11,7 +12,7 @@ import online_runs
 from gloo_ranks import on_ranks
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.training.shared import share_ranks
+from trimtab.runtime.training.shared import ForwardClock, LearnedCost, share_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -48,3 +49,45 @@ def test_few_samples_leave_no_rank_without_one():
         assert sorted(np.concatenate(shares.members).tolist()) == list(range(sum(map(len, costs))))
     with refused(TrimtabError, "3", "2"):
         share_ranks([np.ones((1, 3)), np.ones((1, 3)), np.ones((0, 3))])
+
+
+@pytest.mark.parametrize("factor", [0.2, 3.0])
+def test_forward_passes_teach_what_samples_cost(factor):
+    """Towers that run slower or faster than multiply-adds say, and a constant of each pass; with 2 % of noise."""
+    draw, learned, slowest = np.random.default_rng(0), LearnedCost(), []
+    for step in range(33):
+        tokens = draw.lognormal(6, 1, 64 * 16).astype(int) + 1
+        patches = draw.lognormal(7, 1, len(tokens)).astype(int) * draw.integers(0, 2, len(tokens))
+        sizes = np.stack([patches, tokens, 1e9 * tokens, 6e8 * patches + 5e3 * patches**2.0], axis=1)
+        seconds = 1e-14 * (sizes[:, 2] + factor * sizes[:, 3])
+        shares = share_ranks(np.split(np.column_stack([sizes[:, :2], sizes @ learned.weights]), 64), step=step)
+        of_rank = np.array([seconds[part].sum() for part in shares.members])
+        slowest.append(of_rank.max() / max(of_rank.mean(), seconds.max()))
+        passes = [[*sizes[part].sum(axis=0), 0.01 + own] for part, own in zip(shares.members, of_rank, strict=True)]
+        learned.add(np.array(passes) * np.insert(np.ones((64, 4)), 4, draw.normal(1, 0.02, 64), axis=1))
+    before, after = np.mean(slowest[:16]) - 1, np.mean(slowest[16:]) - 1
+    assert after < 0.02 < before
+
+
+def test_passes_that_see_no_image_are_learnt_from_and_no_pass_teaches_nothing():
+    learned = LearnedCost()
+    for step in range(48):
+        tokens = 100.0 + np.arange(8) * step
+        passes = np.stack([0 * tokens, tokens, 1e9 * tokens, 0 * tokens, 2e-3 * tokens * (step > 30)], axis=1)
+        learned.add(passes)
+        assert np.isfinite(learned.weights).all()
+        assert (learned.weights[1:3] > 0).any()
+    expected = 2e-3 * 500
+    assert learned.weights @ [0, 500, 5e11, 0] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_clock_counts_passes_in_training_alone():
+    model = torch.nn.Linear(64, 64)
+    clock = ForwardClock(model)
+    with torch.no_grad():
+        model(torch.ones(2, 64))
+    model.eval()(torch.ones(2, 64))
+    assert clock.read_s() == 0.0
+    model.train()(torch.ones(2, 64))
+    assert clock.read_s() > 0.0
+    assert clock.read_s() == 0.0

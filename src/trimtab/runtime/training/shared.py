@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -24,6 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import ImageShares, keep_at_home
 from trimtab.balance.step import share_step
+from trimtab.costs.measured.timed_fit import least_squares
 from trimtab.errors import TrimtabError
 from trimtab.runtime.data.collate import step_denominator
 from trimtab.runtime.vision.agreement import Control, open_control
@@ -41,6 +43,7 @@ class SampleSize:
     tokens: int
     patches: int
     flops: float  # of a forward; ranks are even in these
+    tower_flops: float = 0.0  # those of them that encode images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +65,7 @@ class SizeOfSample:
 
     def _size(self, sample: Any) -> SampleSize:
         tokens = int(sample["input_ids"].shape[-1])
-        flops, patches = 2.0 * self.weights * tokens + 2.0 * self.attention * tokens**2, 0
+        flops, tower_flops, patches = 2.0 * self.weights * tokens + 2.0 * self.attention * tokens**2, 0.0, 0
         for kind in _KINDS:
             if self.family is None or sample.get(PIXELS[kind]) is None:
                 continue
@@ -70,8 +73,8 @@ class SizeOfSample:
             given = {name: sample[name] for name in names if sample.get(name) is not None}
             found = self.family.read(kind, given, self.config)
             patches += int(found.patches.sum())
-            flops += float(self.tower.of(found.patches, patches_windowed=found.windowed).sum())
-        return SampleSize(tokens=tokens, patches=patches, flops=flops)
+            tower_flops += float(self.tower.of(found.patches, patches_windowed=found.windowed).sum())
+        return SampleSize(tokens=tokens, patches=patches, flops=flops + tower_flops, tower_flops=tower_flops)
 
 
 def size_of_sample(model: nn.Module, pack: Callable[[list[Any]], Any]) -> SizeOfSample:
@@ -224,15 +227,15 @@ class RankShares:
         return float(self.load.max() / self.load.mean())
 
 
-def size_row(size: SampleSize) -> tuple[float, float, float]:
-    """As `share_ranks` takes it."""
-    return size.patches, size.tokens, size.flops
+def size_row(size: SampleSize) -> tuple[float, float, float, float]:
+    """Return the sizes that a cost is learned of."""
+    return size.patches, size.tokens, size.flops - size.tower_flops, size.tower_flops
 
 
 def share_ranks(sizes: Sequence[FloatArray], *, step: int = 0) -> RankShares:
     """Samples that each rank holds, shared so that all ranks cost alike, and so that much stays where it is.
 
-    `sizes[rank]` (n, 3): patches, tokens and flops of its samples. The same on every rank of equal input; every rank
+    `sizes[rank]` (n, 3): patches, tokens and cost of its samples. The same on every rank of equal input; every rank
     runs a sample at least.
     """
     N, every = len(sizes), np.concatenate(sizes)
@@ -265,6 +268,78 @@ def _one_at_least(order: IntArray, offsets: IntArray) -> tuple[IntArray, IntArra
     return np.concatenate(parts), np.concatenate([[0], np.cumsum([len(part) for part in parts])])
 
 
+class ForwardClock:
+    """The seconds of a model's forward passes in training; on a GPU those of its own events."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._begun: Any = None
+        self._passes: list[tuple[Any, Any]] = []
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end)
+
+    def read_s(self) -> float:
+        """Return the seconds of the passes since the last call; 0 without any."""
+        passes, self._passes = self._passes, []
+        total_s = 0.0
+        for begun, ended in passes:
+            if isinstance(ended, float):
+                total_s += ended - begun
+            else:
+                ended.synchronize()
+                total_s += begun.elapsed_time(ended) / 1e3
+        return total_s
+
+    def _begin(self, model: nn.Module, _args: Any) -> None:
+        self._begun = self._mark(model) if model.training and torch.is_grad_enabled() else None
+
+    def _end(self, model: nn.Module, _args: Any, _output: Any) -> None:
+        if self._begun is not None:
+            self._passes.append((self._begun, self._mark(model)))
+            self._begun = None
+
+    @staticmethod
+    def _mark(model: nn.Module) -> Any:
+        if not next(model.parameters()).is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class LearnedCost:
+    """What patches, tokens and multiply-adds take here, by the forward passes that ran; at first multiply-adds count.
+
+    A pass is one row: patches, tokens, multiply-adds of the decoder and of the tower, seconds. Least squares of
+    relative errors over the last `_WINDOW` rows, no weight below 0; a constant of the pass is fitted and left out, for
+    no sharing changes it. Passes of the first two steps warm up and are not used. Fitted again every `_EVERY` steps.
+    """
+
+    _WINDOW, _EVERY, _WARM_UP = 1024, 16, 2
+
+    def __init__(self) -> None:
+        self.weights = np.array([0.0, 0.0, 1.0, 1.0])
+        self._rows = np.empty((0, 5))
+        self._steps = 0
+
+    def add(self, rows: FloatArray) -> None:
+        """Take the passes of one step, (n, 5)."""
+        self._steps += 1
+        if self._steps > self._WARM_UP:
+            self._rows = np.concatenate([self._rows, rows[rows[:, 4] > 0]])[-self._WINDOW :]
+        if self._steps % self._EVERY == 0 and len(self._rows) > 5:
+            self.weights = self._fit()
+
+    def _fit(self) -> FloatArray:
+        work, seconds = np.insert(self._rows[:, :4], 0, 1.0, axis=1), self._rows[:, 4:]
+        used = work.any(axis=0)
+        columns = (work / seconds)[:, used]
+        size = np.linalg.norm(columns, axis=0)
+        fitted = np.zeros(5)
+        fitted[used] = least_squares(columns, np.ones(len(columns)), prior=np.zeros(len(size)), unit=1.0 / size)
+        # text costs something too: a fit that sees images alone is no cost of a sample
+        return fitted[1:] if fitted[2:4].any() else self.weights
+
+
 class OnlineBalancer:
     """Use it in a loop of your own, around `model(**batch).loss`, where no plan was made: ranks then have even work.
 
@@ -272,8 +347,9 @@ class OnlineBalancer:
     `batch = balancer(samples)`, with a DataLoader that hands out lists of samples (`collate_fn=list`). `collate` makes
     a batch of a list of samples, and of one: its size is asked so. Samples travel to the ranks that run them; the batch
     has `num_items_in_batch`, by which models of Transformers divide the sum of token losses, so that gradients averaged
-    over the ranks are those of one process with the samples of all. `size`: what a sample costs, where the model's
-    multiply-adds are not what counts. All ranks of `group` must call it equally often. On one process nothing changes:
+    over the ranks are those of one process with the samples of all. `size`: what a sample takes, where that is not to
+    be asked of the collator. A sample costs its multiply-adds at first, then what forward passes took (`LearnedCost`).
+    All ranks of `group` must call it equally often. On one process nothing changes:
 
     >>> alone = OnlineBalancer(torch.nn.Linear(1, 1), dict, size=lambda _: SampleSize(tokens=1, patches=0, flops=1.0))
     >>> alone.share(["one", "two"])
@@ -293,6 +369,8 @@ class OnlineBalancer:
         self._asked = size_of_sample(model, collate) if size is None else None
         self._given = size
         self._model, self._steps = model, 0
+        self._clock, self._learned = ForwardClock(model), LearnedCost()
+        self._ran = np.zeros(4)  # sizes of this rank's last share
         self._control: Control | None = None
         self.last: RankShares | None = None  # what was decided for the batch at hand
 
@@ -313,9 +391,14 @@ class OnlineBalancer:
             self._control = open_control(self._group or dist.group.WORLD, self._timeout_s)
         control = self._control
         # 1. every rank learns what all samples cost, and decides alike
-        own = np.array([size_row(self._size(sample)) for sample in samples], np.float64).reshape(-1, 3)
-        sizes = control.gather("sizes of samples", own)
-        self.last = shares = share_ranks(sizes, step=self._steps)
+        own = np.array([size_row(self._size(sample)) for sample in samples], np.float64).reshape(-1, 4)
+        ran = np.append(self._ran, self._clock.read_s())
+        told = control.gather("sizes of samples", (own, ran, self._learned.weights))
+        sizes, weights = [x for x, _, _ in told], told[0][2]  # rank 0's: the last bits of a fit may differ elsewhere
+        priced = [np.column_stack([x[:, :2], x @ weights]) for x in sizes]
+        self.last = shares = share_ranks(priced, step=self._steps)
+        self._learned.add(np.array([x for _, x, _ in told]))
+        self._ran = np.concatenate(sizes)[shares.members[control.rank]].sum(axis=0)
         self._steps += 1
         # 2. samples of others go to them, in the order of their numbers
         first = int(np.cumsum([0, *map(len, sizes)])[control.rank])
