@@ -223,7 +223,7 @@ def record_id(record: object) -> str | None:
 def read_conversation(
     record: object, *, images: tuple[bytes, ...] | None = None, columns: Columns = ()
 ) -> Conversation:
-    """A record in the style of LLaVA / ShareGPT (`conversations`), OpenAI (`messages`) or The Cauldron (`texts`).
+    """Read a record in the style of LLaVA / ShareGPT (`conversations`), OpenAI (`messages`) or The Cauldron (`texts`).
 
     Every `<image>` in a text and every content part of type image or image_url is an image. A part may carry its image;
     the others take theirs from `image` or `images`, in order. `images` given here (members of a tar shard) replace
@@ -443,7 +443,7 @@ def _tools(record: Mapping[str, object]) -> tuple[object, ...] | None:
 
 
 def _arguments(record: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
-    """`chat_template_kwargs`, and what TRL hands on next to it: names that templates know."""
+    """Return `chat_template_kwargs`, and what TRL hands on next to it: names that templates know."""
     given = record.get("chat_template_kwargs")
     if isinstance(given, str) and given.strip():
         with contextlib.suppress(ValueError):

@@ -277,7 +277,7 @@ class AnyRes:
         object.__setattr__(self, "_canvases", tuple(canvases))
 
     def in_sample(self, num_images: int) -> AnyRes | FixedImage:
-        """LLaVA-OneVision: an image that is not alone is one tile, its tokens and one newline."""
+        """Return the rule in company: in LLaVA-OneVision an image is one tile then, its tokens and one newline."""
         if num_images > 1 and self.lone_images_only:
             return FixedImage(rows=self.rows_per_tile, tokens=self.grid_size**2 + 1, name=self.name)
         return self
