@@ -27,7 +27,7 @@ from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.options import PlanOptions, VisionChoice
-from trimtab.specs import LayerCost, Stage
+from trimtab.specs import LayerCost, Stage, recomputing
 
 PIPELINE = dataclasses.replace(
     OPTIONS, tp=2, pp=2, num_microbatches=4, host="none", max_patches=6000, max_tokens=6000, global_batch=None
@@ -347,6 +347,14 @@ def test_the_bound_of_encoding_in_bubbles_is_below_every_form_that_runs():
             seconds.append(max(busy, pipeline_s + first + last))
         expected += max(seconds) + update_s
     assert as_it_is == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_bound_holds_what_the_decoder_recomputes():
+    case, stages = read_case(plan_of("one-grid"))
+    decoder = [i for i in case.model.indices("language") if case.setting.profile.layers[i].tier("full") is not None]
+    again = tuple(recomputing(x, dict.fromkeys(decoder, "full")) for x in stages)
+    none = tuple(recomputing(x, {}) for x in stages)
+    assert bubble_bounds_s(case, again)[0] > 1.1 * bubble_bounds_s(case, none)[0]
 
 
 def test_text_first_and_last_hides_what_images_there_cannot():

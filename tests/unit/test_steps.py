@@ -103,6 +103,18 @@ def test_limits_hold_in_every_step_of_the_epoch() -> None:
     assert found.limits[1] >= samples.num_tokens.max()
 
 
+@pytest.mark.parametrize("count", [128, 20_000])
+def test_tried_steps_are_steps_of_the_epoch(count: int) -> None:
+    samples = native_samples(count)
+    tried = open_steps(samples, COUNTS, global_batch=32, cost=np.ones(count), token_window=None)
+    steps = tried.every.num_tokens[: count // 32 * 32].reshape(-1, 32).tolist()
+    own = tried.samples.num_tokens.reshape(-1, 32).tolist()
+    places = [steps.index(step) for step in own]
+    assert (places[0], places[-1]) == (0, count // 32 - 1)
+    assert places == sorted(set(places))
+    assert len(places) == min(count // 32, 128)
+
+
 def test_skipped_samples_count_in_no_price() -> None:
     """The mean and the largest pack are those of the samples that stay."""
     samples = native_samples(500)

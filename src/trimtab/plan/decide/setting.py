@@ -48,12 +48,10 @@ def complexity(setting: SettingEstimate) -> tuple[int, ...]:
     schedule, as few have more than 1F1B and GPipe; then by the devices of one replica.
     """
     # what few frameworks have makes a setting less simple, not the number of devices alone
-    pp_or_tp = setting.pp * setting.tp > 1
     special = setting.schedule not in _PLAIN_SCHEDULES
     shared = (setting.ep > 1) + 2 * (setting.cp > 1)
     kind, replica = _kind(setting.pp, setting.tp, setting.zero_stage), setting.pp * setting.tp * setting.cp
-    gathers = pp_or_tp and setting.zero_stage == 3
-    return (kind, int(gathers), shared, int(special), replica, setting.pp, setting.ep)
+    return (kind, int(setting.zero_stage == 3), shared, int(special), replica, setting.pp, setting.ep)
 
 
 def _kind(pp: int, tp: int, zero_stage: int) -> int:

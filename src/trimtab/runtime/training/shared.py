@@ -393,11 +393,11 @@ class OnlineBalancer:
         # 1. every rank learns what all samples cost, and decides alike
         own = np.array([size_row(self._size(sample)) for sample in samples], np.float64).reshape(-1, 4)
         ran = np.append(self._ran, self._clock.read_s())
-        told = control.gather("sizes of samples", (own, ran, self._learned.weights))
-        sizes, weights = [x for x, _, _ in told], told[0][2]  # rank 0's: the last bits of a fit may differ elsewhere
+        heard = control.gather("sizes of samples", (own, ran, self._learned.weights))
+        sizes, weights = [x for x, _, _ in heard], heard[0][2]  # rank 0's: the last bits of a fit may differ elsewhere
         priced = [np.column_stack([x[:, :2], x @ weights]) for x in sizes]
         self.last = shares = share_ranks(priced, step=self._steps)
-        self._learned.add(np.array([x for _, x, _ in told]))
+        self._learned.add(np.array([x for _, x, _ in heard]))
         self._ran = np.concatenate(sizes)[shares.members[control.rank]].sum(axis=0)
         self._steps += 1
         # 2. samples of others go to them, in the order of their numbers
