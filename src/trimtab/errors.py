@@ -84,7 +84,7 @@ class UnsupportedPlanError(PlanError):
 
 
 def refuse_type(name: str, value: object, kind: type | UnionType, made_by: str) -> None:
-    """One sentence in place of an AttributeError deep inside: `value` was given as `name` and is no `kind`.
+    """Raise one sentence in place of an AttributeError deep inside: `value` was given as `name` and is no `kind`.
 
     >>> refuse_type("cluster", "32xH100", dict, 'parse_cluster("32xH100")')
     Traceback (most recent call last):

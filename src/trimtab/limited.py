@@ -246,7 +246,7 @@ class LimitedChild:
         raise self._raised(json.loads(content), place)
 
     def _path(self) -> list[str]:
-        """Where this process finds modules; "" stands for the working folder."""
+        """Return where this process finds modules; "" stands for the working folder."""
         found, here = [str(Path(folder).absolute()) for folder in sys.path], str(Path.cwd())
         return found if self._apart is None else [folder for folder in found if folder != here]
 
@@ -328,7 +328,7 @@ def _close_all(idle: list[LimitedChild], process: int) -> None:
 
 @contextmanager
 def limited_child(*, network: bool = False, memory_bytes: int = MEMORY_BYTES) -> Iterator[LimitedChild]:
-    """A child for the block: one that waits, or a new one. One of each kind is kept for the next block."""
+    """Give a child to the block: one that waits, or a new one. One of each kind is kept for the next block."""
     idle = _idle(os.getpid())
 
     def kind(one: LimitedChild) -> tuple[bool, int]:

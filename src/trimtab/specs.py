@@ -336,7 +336,7 @@ class ClusterSpec:
 
     @property
     def slowest_link_bytes_per_s(self) -> float:
-        """Between devices of different nodes, where there are several; else within the node."""
+        """Return the rate between devices of different nodes, where there are several; else within the node."""
         return self.node_link_bytes_per_s if self.num_nodes > 1 else self.device.link_bytes_per_s
 
     def ring_bytes_per_s(self, degree: int, *, stride: int = 1) -> float:
@@ -433,7 +433,7 @@ class SampleTable:
         return self.ids[row] if self.ids is not None else str(row)
 
     def images_of(self, rows: IntArray) -> IntArray | None:
-        """`image_patches` of samples `rows`, in their order."""
+        """Return `image_patches` of samples `rows`, in their order."""
         if self.image_patches is None:
             return None
         count = self.num_images[rows]
@@ -494,7 +494,7 @@ class Packing:
         return len(self.offsets) - 1
 
     def sums(self, columns: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-        """Per pack the sum of per-sample `columns`, (num_samples,) or (num_samples, k)."""
+        """Sum per-sample `columns`, (num_samples,) or (num_samples, k), over each pack."""
         gathered = columns[self.indices]
         if self.num_packs == 0:
             return gathered[:0]
@@ -613,7 +613,7 @@ class Profile:
         return np.array([getattr(layer, term) for layer in self.layers], dtype=np.float64).reshape(-1, NUM_WORK_TERMS)
 
     def transients(self, work: FloatArray) -> FloatArray:
-        """(num_layers,) bytes that each layer's backward needs at `work` next to what the layer keeps; not below 0."""
+        """Return (num_layers,) bytes that each layer's backward needs at `work` next to what it keeps; not below 0."""
         moments = [(x.transient_bytes, x.other_transient_bytes or x.transient_bytes) for x in self.layers]
         both = np.array(moments, dtype=np.float64).reshape(-1, 2, NUM_WORK_TERMS) @ work
         most: FloatArray = both.max(axis=1, initial=0.0)

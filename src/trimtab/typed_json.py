@@ -166,7 +166,7 @@ def read_typed(
 
 
 def _read_tuple(kind: Any, value: Any, where: str, problems: list[str], again: dict[str, Any]) -> Any:
-    """Of any length, or of the one that its type spells out."""
+    """Read a tuple of any length, or of the one that its type spells out."""
     if not isinstance(value, list):
         problems.append(f"{where.rstrip('.')}: expected a list")
         return ()

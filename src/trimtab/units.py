@@ -76,7 +76,7 @@ def format_ratio(ratio: float) -> str:
 
 
 def round_digits(value: float) -> float:
-    """To four significant digits, as estimates stand in a plan."""
+    """Round to four significant digits, as estimates stand in a plan."""
     return float(f"{value:.4g}")
 
 

@@ -3,6 +3,7 @@
 Each is written here, and its tokens and patches equal those of the model's real processor over what the record says.
 """
 
+import base64
 import csv
 import io
 import json
@@ -125,6 +126,11 @@ def beside(rows: Any, **entry: Any) -> Written:
     return lambda folder: listed(rows, **entry)(folder).with_name("d.json")
 
 
+def _carried(folder: Path) -> dict[str, Any]:
+    data = base64.b64encode((folder / "a.png").read_bytes()).decode()
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
 def meta(folder: Path) -> Path:
     lines({"image": "a.png", "conversations": FROM}, name="first.jsonl")(folder)
     return whole({"web": {"root": ".", "annotation": "first.jsonl", "repeat_time": 1}}, "meta.json")(folder)
@@ -154,6 +160,13 @@ DATA_SETS: dict[str, tuple[Written, Any, dict[str, Any]]] = {
     "LLaVA": (whole([{"id": "1", "image": "a.png", "conversations": FROM}]), SEEN, {}),
     "ShareGPT": (lines({"images": ["a.png"], "conversations": FROM}), SEEN, {}),
     "OpenAI messages": (lines({"messages": [{"role": "user", "content": PARTS}, said(SAY)]}), SEEN, {}),
+    "Anthropic messages": (
+        lambda folder: lines({"messages": [{"role": "user", "content": [_carried(folder), PARTS[1]]}, said(SAY)]})(
+            folder
+        ),
+        SEEN,
+        {},
+    ),
     "messages, images": (
         lines({"images": ["a.png", "b.png"], "messages": [{"role": "user", "content": "<image><image>?"}, said(SAY)]}),
         [user("?", 2), said(SAY)],
@@ -257,6 +270,33 @@ def processor(folder: Path) -> Any:
     )
     images = Qwen2VLImageProcessorPil(size={"shortest_edge": 3136, "longest_edge": 200704})
     return make_processor(Qwen2_5_VLProcessor, images, tokenizer, chat_template=TEMPLATE)
+
+
+OWN_SIZES = [  # of a.png: what its part asks for, and the size that fetch_image of qwen_vl_utils 0.0.14 gave
+    ({"max_pixels": 20000, "min_pixels": 10000}, (168, 112)),
+    ({"min_pixels": 200704}, (560, 392)),
+    ({"resized_height": 280, "resized_width": 420}, (420, 280)),
+    ({"resized_height": 100, "resized_width": 1, "max_pixels": 9}, (28, 112)),
+    ({"resized_height": None, "max_pixels": None}, (300, 200)),
+]
+
+
+@pytest.mark.parametrize(("own", "size"), OWN_SIZES)
+def test_a_part_has_the_size_that_it_asks_for(
+    own: Any, size: Any, folder: Path, processor: Any, tmp_path: Path
+) -> None:
+    Image.new("RGB", SIZES["a.png"]).save(tmp_path / "a.png")
+    parts = [{**PARTS[0], **own}, {"type": "image", "image": "a.png"}, PARTS[1]]
+    result = size_samples(
+        lines({"messages": [{"role": "user", "content": parts}, said(SAY)]})(tmp_path),
+        image_rule=SmartResize(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=200704),
+        image_markup=family_of("qwen2_5_vl").markup,
+        tokenizer=folder,
+    )
+    text = processor.apply_chat_template([user(ASK, 2), said(SAY)], tokenize=False)
+    made = processor(images=[Image.new("RGB", x) for x in (size, SIZES["a.png"])], text=text)
+    assert result.table.num_tokens.tolist() == [len(made["input_ids"][0])]
+    assert result.table.image_patches.tolist() == made["image_grid_thw"].prod(-1).tolist()
 
 
 @pytest.mark.parametrize("name", DATA_SETS)

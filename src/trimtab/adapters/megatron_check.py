@@ -47,7 +47,7 @@ class MegatronFlags:
 
 
 def flag_values(text: str) -> dict[str, str]:
-    """What stands after each flag of a launch script, "" where nothing does; of a flag said twice, the later one.
+    """Return the value of each flag of a launch script, "" where it has none; the later value of a flag given twice.
 
     >>> flag_values("--bf16 --lr=1e-5 --micro-batch-size 1")
     {'bf16': '', 'lr': '1e-5', 'micro_batch_size': '1'}

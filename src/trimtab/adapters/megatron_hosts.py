@@ -199,7 +199,7 @@ def _about_tower(plan: Decided, first: Stage) -> Iterator[str]:
 
 
 def _with_towers_share(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """These stages, the vision tower recomputing as the provider makes it: as many first blocks as every stage of the
+    """Return these stages, the tower recomputing as the provider makes it: as many first blocks as every stage of the
     language model, where it copies these settings; nothing elsewhere."""
     most = max(len(recomputed_blocks(model, stage)) for stage in stages)
     copied = any("full" in recomputed_blocks(model, stage).values() for stage in stages)
@@ -213,7 +213,7 @@ def _with_towers_share(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage
 
 
 def _can_run(model: ModelSpec, _pp: int) -> Expressible:
-    """As Megatron-Core, the vision tower recomputing with the language model or not at all."""
+    """Return what Megatron-Core can run; the vision tower recomputes with the language model or not at all."""
 
     def ladders(stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
         without_tower = next(iter(megatron_ladders(model, stages)))

@@ -101,7 +101,7 @@ def export(plan: Decided, price: float | None) -> Exported:
 
 
 def _fields(plan: Decided, tower: Tower, most: int) -> dict[str, object]:
-    """Of one module of the model file: layers by chunk and rank, and how many first blocks of each recompute."""
+    """Return the fields of a module of the model file: layers by chunk and rank, how many first blocks recompute."""
     held = [len(blocks_of(plan.model, stage, tower)) for stage in plan.stages]
     pp = plan.dims.pp
     rows = [held[start : start + pp] for start in range(0, len(held), pp)]

@@ -102,7 +102,7 @@ class Decided:
 
     @property
     def samples_per_step(self) -> int:
-        """What a host counts that takes no packs: micro-batches of one sample, as many a step as its ranks divide."""
+        """Count as a host that takes no packs: micro-batches of one sample, as many a step as its ranks divide."""
         per_rank = self.num_microbatches * self.samples_per_pack
         if self.global_batch is not None:
             per_rank = self.global_batch / self.dims.dp
@@ -223,7 +223,7 @@ def full_blocks(layer: LayerSpec) -> tuple[RecomputedTier, ...]:
 
 
 def price_without_cuts(price: float | None, *, then: str = "") -> str:
-    """In parentheses, the step time of the best plan without the refused cuts, relative to the plan's; none is silence.
+    """Write in parentheses the step time of the best plan without the refused cuts, relative to the plan's, if known.
 
     Infinite is a price too: without such cuts nothing fits, and `then` says what becomes of that.
     """

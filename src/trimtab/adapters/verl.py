@@ -46,7 +46,7 @@ class VlmWorkload:
     def __call__(
         self, seqlen_list: torch.Tensor | Sequence[int] | int, vision: PatchCounts | None = None
     ) -> torch.Tensor:
-        """(n,) int64 workload of `seqlen_list` tokens a sequence (tensor, list or number), image tokens included."""
+        """Return (n,) int64 workload of `seqlen_list` tokens a sequence (tensor, list or number), with image tokens."""
         tokens = torch.as_tensor(seqlen_list).to(torch.float64)
         factor = dict(zip(WORK_TERMS, self.coefficients, strict=True))
         windowed = tokens * tokens

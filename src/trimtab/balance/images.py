@@ -311,7 +311,7 @@ def attainable_bound(cost, largest_first, bound):  # type: ignore[no-untyped-def
 
 @compiled
 def longest_first(cost, largest_first, num_ranks):  # type: ignore[no-untyped-def]
-    """Each atom, the dearest first, to the rank with the least so far."""
+    """Give each atom, the most expensive first, to the rank with the least so far."""
     ranks = np.empty(len(cost), np.int64)
     load = np.zeros(num_ranks, np.int64)
     for i in largest_first:
@@ -392,7 +392,7 @@ class PoolLoads:
 def share_pools(
     cost: FloatArray, measure: FloatArray, terms: FloatArray, offsets: IntArray, num_ranks: int, *, rule: Rule
 ) -> PoolLoads:
-    """Every pool shared by `cost` as `share_images` does; shares are measured in `measure` (n,) and `terms` (n, T).
+    """Share every pool by `cost` as `share_images` does; shares are measured in `measure` (n,) and `terms` (n, T).
 
     The same shares as `share_images` gives pool by pool, but for sums of costs that differ in their last bit.
     """

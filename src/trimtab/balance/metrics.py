@@ -206,7 +206,7 @@ def report_balance(
     padded_cost: FloatArray | None = None,
     padded: bool = False,
 ) -> BalanceReport:
-    """All figures of a packing. `cost` is per sample; `padded` says that batches are padded to their longest sample.
+    """Return all figures of a packing. `cost` is per sample; `padded`: batches are padded to their longest sample.
 
     Then ranks compute B t_max tokens, and `padded_cost` per sample in place of `cost`; tokens that are padding fill no
     limit and are not useful work. dist ratios are taken per row over the ranks, empty slots of the last rows included.

@@ -325,7 +325,7 @@ def match_pairs(sizes: FloatArray, limits: FloatArray) -> IntArray:
 
 @inner
 def _choose(sizes: FloatArray, limits: FloatArray) -> tuple[IntArray, IntArray]:
-    """What each sample chooses, or -1, and who chooses it: as many choices as can be.
+    """Return what each sample chooses, or -1, and who chooses it: as many choices as can be.
 
     The largest of column a choose first. What fits them there fits all later ones too, so the best choice is what
     fills most of column b: it is found in a binary tree over the samples by b, whose nodes know what is still free.

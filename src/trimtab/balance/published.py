@@ -66,7 +66,7 @@ def pack_isf(
 
 @compiled
 def _fill_packs(sizes: IntArray, order: IntArray, limits: IntArray) -> IntArray:
-    """Where packs begin: samples in this order, a new pack where the next one would break a limit."""
+    """Return where packs begin: samples in this order, a new pack where the next one would break a limit."""
     k = sizes.shape[1]
     starts = np.zeros(len(order), np.int64)
     total = np.zeros(k, np.int64)
@@ -144,7 +144,7 @@ def batch_randomly(num_samples: int, *, batch_size: float, dp: int, seed: int, e
 
 
 def batch_by_length(lengths: FloatArray, *, batch_size: float, dp: int, seed: int, epoch: int = 0) -> Groups:
-    """LLaVA's grouping: the samples of each step, longest first, each to the rank with the least so far.
+    """Group as LLaVA does: the samples of each step, longest first, each to the rank with the least so far.
 
     The shuffle decides which samples make a step and ranks get equally many, so nothing of the shuffle is lost.
     """

@@ -188,7 +188,7 @@ def _share_any(
     num_microbatches: int,
     keys: tuple[int, ...],
 ) -> SharedStep:
-    """`share_step` of any number of samples: of fewer than dp, some ranks have none."""
+    """Share any number of samples as `share_step` does: of fewer than dp, some ranks have none."""
     n, k = sizes.shape
     bounds = np.array([*(limits or [np.inf] * k), np.inf])
     # at least as many packs as the samples need

@@ -258,7 +258,7 @@ def next_fill(fill: float, highest: float, packs_carried: float, packed: PackedW
 
 
 def _enough_packs(num_packs: int, needed: float, ceiling: float, dp: int) -> int:
-    """`num_packs`, and rows of packs on top until what needs `needed` full ones fills no more than the ceiling."""
+    """Return `num_packs` and rows of packs on top, until what needs `needed` full ones is below the ceiling."""
     while num_packs < 1 or needed > ceiling * num_packs:
         num_packs += dp
     return num_packs

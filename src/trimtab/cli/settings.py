@@ -104,7 +104,7 @@ def _flat_name(name: str, option: Option) -> str:
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` as Typer takes it: a parameter that is a dataclass is made from flags and settings, and checked.
+    """Return `function` as Typer takes it: a parameter that is a dataclass is made from flags and settings.
 
     Fields without an `Option` keep their defaults.
     """
@@ -169,7 +169,7 @@ def _flags(kind: Any) -> Iterator[inspect.Parameter]:
 
 
 def _setting_flags(settings: Mapping[str, Setting]) -> Iterator[inspect.Parameter]:
-    """--set and --options."""
+    """Yield --set and --options."""
     num_more = sum(not setting.option.common for setting in settings.values())
 
     def complete(incomplete: str) -> list[str]:
@@ -287,7 +287,7 @@ def _make(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def moved_to(settings: Mapping[str, Setting], flag: str, value: str | None) -> str | None:
-    """How a flag that became a setting is written now: "--set max_tokens=8192"; None if no setting has that name."""
+    """Return how a flag that became a setting is written: "--set max_tokens=8192"; None without such a setting."""
     name = flag.removeprefix("--").replace("-", "_")
     off = name.removeprefix("no_")
     if off in settings and settings[off].default is True:

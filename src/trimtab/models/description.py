@@ -360,7 +360,7 @@ def find_shipped(name: str) -> str | None:
 
 
 def suggest_shipped(name: str) -> str:
-    """ " did you mean NAME", for a name that is not known; empty where none is near."""
+    """Return " did you mean NAME" for a name that is not known; empty where none is near."""
     own = _spelling(_ENDINGS.sub("", name.rpartition("/")[2]))
     near = difflib.get_close_matches(own, list(_by_spelling()), n=1, cutoff=0.75)
     return f" (did you mean {_by_spelling()[near[0]]}?)" if near else ""

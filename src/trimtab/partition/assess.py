@@ -44,7 +44,7 @@ class DeviceMemory:
         return self.state_bytes + self.saved_bytes + self.transient_bytes
 
     def with_share(self, share: float) -> DeviceMemory:
-        """With so much of the counted bytes expected on top of them."""
+        """Return it with so much of the counted bytes expected on top of them."""
         return replace(self, overhead_bytes=self.overhead_bytes + share * self.counted_bytes)
 
 
@@ -65,7 +65,7 @@ class SplitResult:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest device."""
+        """Return the peak of the fullest device."""
         return max(device.total_bytes for device in self.memory)
 
     @property
@@ -189,7 +189,7 @@ class StageBytes(NamedTuple):
 
 
 def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool) -> StageBytes:
-    """Of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again is counted only in `whole`."""
+    """Return bytes of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again counts in `whole`."""
     saved, whole, transient = np.zeros((3, len(work)))
     # layers of one kind are priced once: a stage of 40 has three or four kinds
     alike = Counter(
@@ -210,7 +210,7 @@ def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool)
 
 
 def stages_bytes(profile: Profile, stages: Sequence[Stage], work: FloatArray, *, once: bool) -> StageBytes:
-    """`stage_bytes` of all stages, (S, n) each."""
+    """Return `stage_bytes` of all stages, (S, n) each."""
     held = [stage_bytes(profile, stage, work, once=once) for stage in stages]
     return StageBytes(*map(np.array, zip(*held, strict=True)))
 

@@ -168,7 +168,7 @@ def time_cost(pipeline: Pipeline) -> Cost:
 
 
 def _extra_bounds(pipeline: Pipeline, i: int, a: int, b: int, limit: int) -> tuple[float, float]:
-    """What the stage's least recompute time is between: the relaxation, as it is and rounded up; inf where none helps.
+    """Bound the stage's least recompute time: the relaxation, as it is and rounded up; inf where none helps.
 
     Stops at the first upper bound within `limit`; there is none where the lower one is not.
     """
@@ -277,7 +277,7 @@ def least_bottleneck(pipeline: Pipeline, *, high: int) -> int | None:
 
 
 def least_reachable_bottleneck(pipeline: Pipeline, *, low: int, high: int) -> int | None:
-    """`least_bottleneck`, exact whatever the order of the stages' costs; `low` is too small.
+    """Return `least_bottleneck`, exact whatever the order of the stages' costs; `low` is too small.
 
     Every probe is the dynamic programme of `best_tied_cuts`, which takes up to K times as long as `reach`.
     """

@@ -178,13 +178,13 @@ class UnevenModel:
 
     @property
     def vision_flops(self) -> float:
-        """3 (2 N h c p^2 + L layer)."""
+        """Return 3 (2 N h c p^2 + L layer)."""
         N, h = self.vision_tokens, self.vision_hidden
         return 3.0 * (2 * N * h * self.patch_values + self.vision_layers * layer_flops(N, h, self.vision_ffn))
 
     @property
     def projector_flops(self) -> float:
-        """3 x 2 N h_vision h_llm."""
+        """Return 3 x 2 N h_vision h_llm."""
         return 3.0 * 2 * self.vision_tokens * self.vision_hidden * self.llm_hidden
 
     @property
@@ -192,7 +192,7 @@ class UnevenModel:
         return 3.0 * layer_flops(self.decoder_tokens, self.llm_hidden, self.llm_ffn)
 
     def stage_flops(self, counts: Sequence[int]) -> tuple[float, ...]:
-        """Of each stage with so many language layers; vision tower and projector belong to stage 0."""
+        """Return the FLOPs of each stage with so many language layers; vision tower and projector belong to stage 0."""
         first, *others = (count * self.llm_layer_flops for count in counts)
         return (self.vision_flops + self.projector_flops + first, *others)
 
@@ -360,7 +360,7 @@ def layer_bytes(num_tokens: int, hidden: int, ffn: int, *, tp: int, fp8: bool = 
 
 
 def layer_flops(num_tokens: int, hidden: int, ffn: int) -> float:
-    """8 N h^2 + 4 h N^2 + 4 N h f: projections, full attention, two-matrix feed-forward."""
+    """Return 8 N h^2 + 4 h N^2 + 4 N h f: projections, full attention, two-matrix feed-forward."""
     N, h, f = num_tokens, hidden, ffn
     return 8.0 * N * h * h + 4.0 * h * N * N + 4.0 * N * h * f
 

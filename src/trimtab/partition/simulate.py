@@ -115,11 +115,13 @@ def blocks_of(schedule: ScheduleName, *, num_devices: int, num_chunks: int, num_
 def _sequence(source: IntArray, per_device: int) -> IntArray:
     """Return the blocks in an order in which they can run: the devices take turns, each until it has to wait."""
     n = len(source)
+    # the next block of each device; what waits for nothing has source n
     following = np.arange(0, n, per_device)
     done = np.zeros(n + 1, np.bool_)
     done[n] = True
     sequence = np.empty(n, np.int64)
     placed = 0
+    # devices by turns: each places its blocks until one waits for a block that is not placed yet
     while placed < n:
         placed_before = placed
         for device in range(len(following)):
@@ -161,9 +163,11 @@ def _replay(
     ends: FloatArray,
 ) -> None:
     n = len(kind)
+    # every step by itself: its blocks in their order
     for step in range(len(table)):
         end = ends[step]
         for block in range(n):
+            # ready when what it takes has arrived and its device is free; an empty slot sends and takes nothing
             pack = table[step, microbatch[block]]
             ready = 0.0
             if source[block] < n:

@@ -86,7 +86,7 @@ def recompute_stages(problem: SplitProblem, stages: Sequence[Stage]) -> SplitRes
 
 
 def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> FloatArray:
-    """(S,) bytes a (virtual) stage may fill: its device's, divided evenly or as the stages of `like` would fill it."""
+    """Return (S,) bytes a (virtual) stage may fill: its device's, divided evenly or as the stages of `like` fill it."""
     P, V = problem.num_stages, problem.num_chunks
     room = problem.room_bytes
     if like is None:
@@ -250,7 +250,7 @@ class Evaluator:
         return float(makespans(self.blocks, self._seconds, self._sends, self.slots).mean())
 
     def _price(self, stage: Stage) -> tuple[FloatArray, FloatArray]:
-        """(3, rows) seconds FORWARD, BACKWARD, WEIGHT, and (rows,) to the next stage, as long on the way back."""
+        """Return (3, rows) seconds FORWARD, BACKWARD, WEIGHT; (rows,) to the next stage, as long on the way back."""
         profile = self.problem.profile
         costs = block_costs(stage_times(profile, (stage,), self.rows), self.problem.schedule)
         send = np.zeros(len(self.rows))

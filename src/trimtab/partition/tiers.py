@@ -106,7 +106,7 @@ class Menu(NamedTuple):
 
 
 def menus_of(tiers: TierTable, present: Sequence[bool]) -> list[Menu]:
-    """What a stage that has layers of these classes may choose from, rising with the transient; the first: nothing.
+    """Return what a stage with layers of these classes may choose from, rising with the transient; the first: nothing.
 
     What needs at most a transient is a prefix of each class's upgrades, for `reach` rises.
     """
@@ -132,7 +132,7 @@ def no_choice(tiers: TierTable) -> Choice:
 
 
 def least_bound(menu: Menu, num_alike: Sequence[int], need: int) -> float:
-    """What no choice that saves `need` bytes costs less than: that of the relaxation; inf where none saves them."""
+    """Return the relaxation's cost, below which no choice saves `need` bytes; inf where none saves them."""
     return _relax(menu.steps, num_alike, need) * ROUNDING if need > 0 else 0.0
 
 
@@ -222,7 +222,7 @@ class _Branches:
         return Choice(self.best, tuple(map(tuple, counts)))
 
     def _descend(self, need: int, spent: int) -> None:
-        """Every number of layers on the next item; `need` bytes are missing, `spent` was paid before."""
+        """Try every number of layers on the next item; `need` bytes are missing, `spent` was paid before."""
         level = len(self.chosen)
         g, _, gain, cost = self.items[level]
         num_free = self.free[g]

@@ -354,7 +354,7 @@ def run_bytes(
         return np.asarray(before[None, :] - before[:, None], dtype=np.int64)
 
     def peaks(column: IntArray, runs: IntArray) -> IntArray:
-        """Only one layer's peak is live at a time; those that do not run have none."""
+        """Return each layer's peak, of which one is live at a time; layers that do not run have none."""
         of_unit = np.maximum.reduceat(np.where(off | (runs == 0), 0, column + streamed)[order], first)
         found = np.zeros((n + 1, n + 1), dtype=np.int64)
         for start in range(n):

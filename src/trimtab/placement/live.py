@@ -273,5 +273,5 @@ def _mlp_peak(layer: LayerSpec, m: MlpSpec, w: int, R: float) -> float:
 
 
 def _dense_width(m: MlpSpec, f: int, h: int) -> int:
-    """Activation, up and their product; or input and result of the activation; then the product and the result."""
+    """Count activation, up and their product; or input and result of the activation; then product and result."""
     return max(3 * f if m.gated or m.quick_gelu else 2 * f, f + h)

@@ -451,7 +451,7 @@ class Spills:
 
 
 def order_spills(model: ModelSpec, parts: Parts, table: InferenceTable, *, cpu_bytes: int) -> Spills:
-    """Every layer with weights, cheapest first; parameters without a module never, as nothing would bring them back.
+    """Order layers with weights, cheapest first; parameters without a module stay: nothing would bring them back.
 
     An embedding that shares no weight runs in host memory, where there is room, and moves the rows it looks up; else
     it is copied like a block. The ViT's layers are copied

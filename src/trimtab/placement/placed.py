@@ -200,7 +200,7 @@ def split_model(num_layers: int, vit_alpha: float = 0.5, *, world_size: int) -> 
 
 
 def split_model_map(model: ModelSpec, world_size: int) -> dict[str, int]:
-    """`split_model` for any family: InternVL's own keys, or the modules of `model` that play their part."""
+    """Run `split_model` for any family: InternVL's own keys, or the modules of `model` that play their part."""
     blocks = [x.name for x in model.layers if x.tower == "language" and x.kind == "block"]
     published = split_model(len(blocks), world_size=world_size)
     prefix = "language_model.model.layers."

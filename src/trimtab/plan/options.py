@@ -162,7 +162,7 @@ Preference = Literal["simplest", "fastest"]
 
 
 def parse_share(text: str) -> float:
-    """ "6%" or "0.06" as 0.06."""
+    """Read "6%" or "0.06" as 0.06."""
     try:
         return float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
     except ValueError:
@@ -402,7 +402,7 @@ class PlanOptions(RunOptions):
 
     @property
     def leaves_steps_open(self) -> bool:
-        """Micro-batches per step may be chosen so that steps come out equally long.
+        """Return whether micro-batches per step may be chosen so that steps come out equally long.
 
         GPipe holds all micro-batches of a step, so its memory was priced with their number; interleaved schedules take
         multiples of the pipeline's devices.

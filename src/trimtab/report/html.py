@@ -111,7 +111,7 @@ def timeline_rows(num_devices: int) -> float:
 
 
 def timeline(timeline: Timeline, *, span_s: float, title: str, description: str) -> str:
-    """One row per device, forward and backward blocks on an axis of `span_s` seconds, and the end of the step marked.
+    """Draw one row per device, forward and backward blocks on an axis of `span_s` seconds, the end of the step marked.
 
     Up to `MAX_BLOCKS` blocks are drawn one by one, with the micro-batch's number where there is room. Beyond, a row's
     height at a time is the share of the time around it that the device computes.
@@ -141,7 +141,7 @@ def timeline(timeline: Timeline, *, span_s: float, title: str, description: str)
 
 
 def _every_name(row: float, fewest: int) -> int:
-    """Of how many rows of this height one is named; of the thinnest, one of `fewest`."""
+    """Return of how many rows of this height one is named; of the thinnest, one of `fewest`."""
     return 1 if row >= 13 else 2 if row >= 10 else fewest
 
 
@@ -188,7 +188,7 @@ def _block(timeline: Timeline, i: int, look: str, span_s: float, y: float, heigh
 
 
 def _density(timeline: Timeline, span_s: float, row: float, pad: float, height: float) -> str:
-    """An area for each device and kind of block: its share of the time of each of `_COLUMNS` columns, one on the other.
+    """Draw an area for each device and kind of block: its share of each of `_COLUMNS` columns' time, one on the other.
 
     A column that two devices fill to 40 and 100 % is drawn 40 and 100 % as high as their rows: no idle time is hidden.
     """

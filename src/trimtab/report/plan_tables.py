@@ -337,7 +337,7 @@ def differences(plans: Mapping[str, Plan]) -> dict[str, tuple[str, ...]]:
 
 
 def compared_table(plans: Mapping[str, Plan], differing: Mapping[str, tuple[str, ...]]) -> Table:
-    """One column a plan: its figures, then what `differing` holds."""
+    """Make one column a plan: its figures, then what `differing` holds."""
     columns = [figures(plan) for plan in plans.values()]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     first = next(iter(plans.values())).estimates.samples_per_s

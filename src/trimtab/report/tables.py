@@ -116,7 +116,7 @@ def print_balance(samples: SampleTable, balance: BalanceReport, seconds: float, 
 
 
 def print_iterations(iterations: Sequence[IsfIteration], console: Console) -> None:
-    """How ISF converges, a line for each iteration."""
+    """Print how ISF converges, a line for each iteration."""
     names = ("Kept", "Left", "Packs", "ViT", "LLM", "Cost")
     rows = [
         (
@@ -186,7 +186,7 @@ def _devices_table(placement: Placement) -> Table:
 
 
 def _rules_table(placement: Placement, compared: Sequence[Assessed]) -> Table:
-    """This placement next to the public maps."""
+    """Show this placement next to the public maps."""
     found = [("This placement", placement, ()), *((x.rule, x.placement, x.problems) for x in compared)]
     return Table(
         title="Compared with the public maps",
@@ -218,7 +218,7 @@ def _device_name(use: DeviceUse) -> str:
 
 
 def print_placement(placement: Placement, compared: Sequence[Assessed], console: Console) -> None:
-    """What `trimtab map` prints: a summary, bytes and modules of every device, then the public maps."""
+    """Print what `trimtab map` shows: a summary, bytes and modules of every device, then the public maps."""
     from trimtab.plan.file.placement import summary
 
     print_lines(console, summary(placement), limit=800)
@@ -381,7 +381,7 @@ def print_kinds(rows: tuple[KindRow, ...], profile: Profile, console: Console) -
 
 
 def print_runs(calibration: Calibration, console: Console) -> None:
-    """Each logged run next to the fit; what was fitted stands in the profile's assumptions."""
+    """Print each logged run next to the fit; what was fitted stands in the profile's assumptions."""
     table = Table(
         title="Logged runs",
         columns=(Column("Run"), *numeric("Logged", "Fitted", "Error")),

@@ -51,11 +51,11 @@ class AppliedRecompute(AbstractContextManager["AppliedRecompute"]):
 
     @property
     def granularity(self) -> dict[str, Granularity]:
-        """Of every layer that recomputes, by its name."""
+        """Return that of every layer that recomputes, by its name."""
         return {name: wrapper.granularity for name, wrapper in self._wrapped.items()}
 
     def remove(self) -> None:
-        """Every layer's `forward` is what it was before; a second call does nothing."""
+        """Give every layer the `forward` that it had before; a second call does nothing."""
         covered = [name for name, wrapper in self._wrapped.items() if wrapper.layer.__dict__["forward"] is not wrapper]
         if covered:
             raise TrimtabError(f"another wrapper is around {_listed(covered)} since: remove that one first")

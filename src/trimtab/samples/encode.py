@@ -61,7 +61,7 @@ class ConversationEncoder:
     def _repeats(
         self, ids: IntArray, conversation: Conversation, images: Sequence[ImageCounts], videos: Sequence[ClipCounts]
     ) -> IntArray:
-        """How often each token stands in the row: a soft token once for each feature of its image, crop or frame."""
+        """Count how often each token stands in the row: a soft token once a feature of its image, crop or frame."""
         markup, features = self._counter.markup, defaultdict[str, list[int]](list)
         next_image, next_video = iter(images), iter(videos)
         features[markup.soft] = []

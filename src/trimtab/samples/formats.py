@@ -27,7 +27,7 @@ _ARROW_FILE = b"ARROW1"
 
 
 def open_parquet(path: Path) -> Any:
-    """pyarrow's ParquetFile."""
+    """Open it as pyarrow's ParquetFile."""
     import pyarrow
     import pyarrow.parquet
 

@@ -211,7 +211,7 @@ def _numbers(values: Sequence[int | None]) -> IntArray:
 def _find_problems(
     columns: _Columns, num_rows: int, count_image: CountImage | None
 ) -> tuple[dict[int, str], list[list[ImageCounts]] | None]:
-    """What is wrong with row i, of rows with whom something is; counts of every row's images, where some have sizes."""
+    """Find what is wrong with rows, by row; and counts of every row's images, where some have sizes."""
     reasons: dict[int, str] = {}
     # 1. exactly one spelling of the tokens
     num_given = np.zeros(num_rows, np.int64)

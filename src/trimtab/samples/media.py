@@ -347,7 +347,7 @@ class MediaFolder:
             raise _bad_image(image, error) from None
 
     def clip(self, video: Video) -> Clip:
-        """What decides how a video is sampled: of its record or its header; of frames, the size that all have."""
+        """Read what decides how a video is sampled: its record or its header; for frames, the size that all have."""
         if not isinstance(video.source, tuple):
             if video.clip is None:
                 with self._video(video.source) as file:

@@ -257,7 +257,7 @@ def _read_groups(chunk: Chunk, more_columns: tuple[str, ...]) -> Iterator[Record
 
 
 def open_rows(path: Path) -> Callable[[int], object]:
-    """A record by its number in the file, from 1: of a JSON list, or of groups, of which the last one is kept."""
+    """Open records by their number in the file, from 1: of a JSON list, or of groups, the last of which is kept."""
     kind = detect_format(path)
     if kind in LISTS:
         rows = [value for value, _ in LISTS[kind](path)]
@@ -332,7 +332,7 @@ def line_starts(file: Path) -> IntArray:
 
 
 def row_starts(samples: SampleTable, files: Sequence[Path | None]) -> IntArray:
-    """(num_rows,) byte offset at which each row's line begins; the files are JSON Lines, None stands for another."""
+    """Return (num_rows,) byte offset of each row's line; the files are JSON Lines, None stands for another."""
     starts, places = np.zeros(len(samples), np.int64), places_of(samples)
     for number, file in enumerate(files):
         rows = np.flatnonzero(places.file == number)

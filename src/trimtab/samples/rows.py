@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import TypeVar
 
 from trimtab.errors import shorten
+from trimtab.models.images.rules import OwnSize
 from trimtab.samples.problems import BadRecordError, wrong
 from trimtab.samples.shapes import COLUMN_KEYS, CONVERSATION_KEYS, Columns, as_messages
 from trimtab.specs import Clip
@@ -29,8 +30,6 @@ _OWN_SAMPLING = (
     *("resized_height", "resized_width", "video_start", "video_end"),
 )
 """What a Qwen content part asks of its own video; `fps` and `nframes` only where no facts of a file are given."""
-_OWN_SIZE = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-"""What it asks of its own image."""
 _FRAME_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp"))
 
 
@@ -164,6 +163,12 @@ _USED_KEYS = (
     *(*TEMPLATE_FIELDS, "chat_template_kwargs", "id", "image", "images", "video", "videos", *VIDEO_FACTS),
     *("system", "tools", *CONVERSATION_KEYS, "rejected_messages"),
 )
+_PART_KEYS = frozenset(
+    (
+        *("type", "text", "image_url", "image", "url", "path", "base64", "source", "detail", "cache_control", "id"),
+        *("video", "video_url", *VIDEO_FACTS, *_OWN_SAMPLING),
+    )
+)
 KNOWN_KEYS = (*_USED_KEYS, *COLUMN_KEYS)
 HARMLESS_KEYS = frozenset(
     (
@@ -203,6 +208,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     images: tuple[str | bytes, ...]
+    own_sizes: tuple[OwnSize | None, ...] = ()  # of each image; none at all where no part asks for one
     videos: tuple[Video, ...] = ()
     tools: tuple[object, ...] | None = None
     arguments: tuple[tuple[str, object], ...] = ()  # of the chat template, by the record
@@ -223,7 +229,7 @@ def record_id(record: object) -> str | None:
 def read_conversation(
     record: object, *, images: tuple[bytes, ...] | None = None, columns: Columns = ()
 ) -> Conversation:
-    """A record in the style of LLaVA / ShareGPT (`conversations`), OpenAI (`messages`) or The Cauldron (`texts`).
+    """Read a record in the style of LLaVA / ShareGPT (`conversations`), OpenAI (`messages`) or The Cauldron (`texts`).
 
     Every `<image>` in a text and every content part of type image or image_url is an image. A part may carry its image;
     the others take theirs from `image` or `images`, in order. `images` given here (members of a tar shard) replace
@@ -256,13 +262,17 @@ def read_conversation(
     return Conversation(
         messages=tuple(messages),
         images=_join(inline.images, column, "image", IMAGE_MARK),
+        own_sizes=tuple(inline.own_sizes.get(i) for i in range(len(inline.images))) if inline.own_sizes else (),
         videos=_join(inline.videos, inline.videos_column, "video", VIDEO_MARK),
         tools=_tools(record),
         arguments=_arguments(record),
         rejected=None
         if other is None
         else read_conversation({**record, name: other, "rejected_messages": None}, images=images),
-        unread=tuple(key for key, value in record.items() if value is not None and key not in _USED_KEYS),
+        unread=(
+            *(key for key, value in record.items() if value is not None and key not in _USED_KEYS),
+            *(f"{name} of a content part" for name in inline.unread),
+        ),
     )
 
 
@@ -298,7 +308,9 @@ class _Inline:
     videos_column: list[Video]
     video_mark: str = VIDEO_MARK
     images: list[str | bytes | None] = field(default_factory=list)
+    own_sizes: dict[int, OwnSize] = field(default_factory=dict)  # by the image's place
     videos: list[Video | None] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)  # fields of content parts that nothing is made of
 
 
 def _message(turn: object, where: str, inline: _Inline) -> Message:
@@ -373,12 +385,16 @@ def _parts(content: list[object] | tuple[object, ...], inline: _Inline) -> Itera
         if not isinstance(part, dict):
             raise wrong("a content part", part, "a string or a JSON object")
         kind = part.get("type")
+        inline.unread += [name for name, value in part.items() if value is not None and name not in _PART_KEYS]
         if kind in ("text", "input_text") or (kind is None and isinstance(part.get("text"), str)):
             text = part.get("text")
             if not isinstance(text, str):
                 raise wrong("'text' of a content part", text, "a string")
             yield from _split_text(text, inline)
         elif kind in ("image", "image_url", "input_image"):
+            own = _own_size(part)
+            if own is not None:
+                inline.own_sizes[len(inline.images)] = own
             inline.images.append(_part_image(part))
             yield None
         elif kind in VIDEO_KINDS:
@@ -389,12 +405,21 @@ def _parts(content: list[object] | tuple[object, ...], inline: _Inline) -> Itera
             raise wrong("'type' of a content part", kind, kinds)
 
 
+def _own_size(part: Mapping[str, object]) -> OwnSize | None:
+    """Return the size that a part asks for its image; None: it asks for none."""
+    asked = {name.name: part[name.name] for name in fields(OwnSize) if part.get(name.name) is not None}
+    for name, value in asked.items():
+        if _number(part, (name,)) is None or isinstance(value, (bool, str)):
+            raise wrong(f"'{name}' of a content part", value, "a number above 0")
+    sides = asked.keys() & {"resized_height", "resized_width"}
+    if len(sides) == 1:
+        raise BadRecordError("type", f"a content part gives {sides.pop()} alone: give both sides, or neither")
+    return OwnSize(**{name: _number(part, (name,)) for name in asked}) if asked else None
+
+
 def _part_image(part: Mapping[str, object]) -> str | bytes | None:
-    own = [name for name in _OWN_SIZE if part.get(name) is not None]
-    if own:
-        raise BadRecordError(
-            "type", f"a content part asks for its own size ({', '.join(own)}): leave it out, give --max-pixels"
-        )
+    if isinstance(source := part.get("source"), dict):  # Anthropic's
+        part = {"base64": source.get("data"), "url": source.get("url")}
     for key in ("image_url", "image", "url", "path", "base64"):
         value = part.get(key)
         if value is None:
@@ -443,7 +468,7 @@ def _tools(record: Mapping[str, object]) -> tuple[object, ...] | None:
 
 
 def _arguments(record: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
-    """`chat_template_kwargs`, and what TRL hands on next to it: names that templates know."""
+    """Return `chat_template_kwargs`, and what TRL hands on next to it: names that templates know."""
     given = record.get("chat_template_kwargs")
     if isinstance(given, str) and given.strip():
         with contextlib.suppress(ValueError):

@@ -211,7 +211,10 @@ class Sizer:
         conversation = read_conversation(record.value, images=record.images, columns=columns)
         try:
             num_images = len(conversation.images)
-            images = [self._count_image(num_images, *media.image_size(image)) for image in conversation.images]
+            sizes = [media.image_size(image) for image in conversation.images]
+            for i, own in enumerate(conversation.own_sizes):
+                sizes[i] = sizes[i] if own is None else own.of(*sizes[i], self._settings.image_rule)
+            images = [self._count_image(num_images, *size) for size in sizes]
         except ImageError as error:
             raise BadRecordError("image", str(error)) from None
         clips: list[Clip] = []

@@ -226,7 +226,7 @@ def _is_single(part: Part) -> bool:
 
 
 def _places(parts: Sequence[Sequence[Part]]) -> dict[str, Any]:
-    """Where the samples' records are, as `SampleTable` has it; None where its default says it."""
+    """Return where the samples' records are, as `SampleTable` has it; None where its default says it."""
     files, lines, num_files = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
     for file_parts in parts:
         for part in file_parts:
@@ -370,7 +370,7 @@ def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
 
 
 def sized_files(path: Path) -> tuple[SizedFile, ...]:
-    """`SizingResult.files` of a saved table, whose columns are not read; none where it does not say them."""
+    """Return `SizingResult.files` of a saved table, whose columns are not read; none where it does not say them."""
     try:
         with path.open("rb") as content, np.load(content, allow_pickle=False) as file:
             return _sized_files(json.loads(file["meta"].tobytes()))

@@ -140,7 +140,7 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
 
 @cache
 def _generation_block() -> type[Any]:
-    """{% generation %}: what the assistant wrote, between the marks that are asked for."""
+    """Make the block {% generation %}: what the assistant wrote, between the marks that are asked for."""
     import jinja2.ext
     import jinja2.nodes
 
@@ -368,7 +368,7 @@ class TokenCounter:
         return Rendered(text, num_tokens, len(conversation.messages))
 
     def place(self, text: str, at: int, images: Sequence[ImageCounts], videos: Sequence[ClipCounts]) -> int:
-        """Where character `at` of a chat's text stands once images and videos are written out."""
+        """Return where character `at` of a chat's text stands once images and videos are written out."""
         before, _ = self._expand(text[:at], images[: text.count(self._markup.placeholder, 0, at)])
         if videos:
             before, _ = _with_videos(before, videos[: before.count(videos[0].placeholder)])

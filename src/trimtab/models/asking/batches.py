@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def num_pairs(self) -> int:
-        """Of tokens in one row."""
+        """Return the pairs of tokens in one row."""
         return self.num_tokens * sum(self.lengths)
 
 

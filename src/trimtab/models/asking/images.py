@@ -350,7 +350,7 @@ def run_clip(looker: Looker, clip: Clip, make: Callable[[str, int, int], Any], *
 
 
 def look_at_clip(looker: Looker, clip: Clip) -> Seen:
-    """By blank frames, which take no memory."""
+    """Look at a clip of blank frames, which take no memory."""
     return see_clip(looker, *run_clip(looker, clip, partial(_blank_frames, clip.num_frames)))
 
 

@@ -180,7 +180,7 @@ def read_chat_config(folder: Path, fields: Mapping[str, Any]) -> InternVLChatCon
 
 
 def forget_published_names(model: Any) -> None:
-    """From here on it is Transformers' own InternVL: for who asks its `model_type`, and for `save_pretrained`."""
+    """Make it Transformers' own InternVL from here on: for who asks its `model_type`, and for `save_pretrained`."""
     if isinstance(model.config, InternVLChatConfig):
         model.config.__class__ = transformers.InternVLConfig
         del model.config.published

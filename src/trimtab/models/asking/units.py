@@ -156,7 +156,7 @@ class _Roots:
         )
 
     def tower_of(self, path: str, module: Any) -> Tower:
-        """By the innermost root that holds the path; outside of all of them by its name."""
+        """Return the tower of the innermost root that holds the path; outside of all, that of its name."""
         if module is not None and module is self.head:
             return "language"
         kinds: list[tuple[str, Tower]] = [(x, "vision") for x in self.vision] + [(x, "audio") for x in self.audio]

@@ -120,7 +120,7 @@ class _Tower:
 
     @property
     def recompute(self) -> tuple[RecomputeChoice, ...]:
-        """Which of the layers, the model's first ones, run again."""
+        """Return which of the layers, the model's first ones, run again."""
         again = tuple(i for i, tier in enumerate(self.tiers) if tier.name != "none")
         return (RecomputeChoice(tier="full", layers=again),) if again else ()
 
@@ -133,7 +133,7 @@ class _Tower:
         return sum(layer.state_bytes for layer in self.layers)
 
     def passes(self, slowest: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(calls,) seconds of forward and backward; recompute runs the forward again before the backward."""
+        """Return (calls,) seconds of forward and backward; recompute runs the forward again before the backward."""
         work = np.zeros((len(slowest), NUM_WORK_TERMS))
         work[:, IMAGE_TERMS], work[:, MICROBATCHES] = slowest, 1.0
         backward = _sum([x.backward_s for x in self.layers]) + _sum([x.extra_backward_s for x in self.tiers])

@@ -303,7 +303,7 @@ def _switch(run: Run, recompute: RecomputeMode) -> Run:
 
 
 def _fastest(runs: Sequence[Run], cluster: ClusterSpec) -> Run:
-    """Of those that fit; the first if none does."""
+    """Return the fastest of those that fit; the first if none does."""
     fitting = [run for run in runs if run.fits]
     return min(fitting, key=lambda run: _estimate_s(run, cluster), default=runs[0]) if len(runs) > 1 else runs[0]
 
@@ -373,7 +373,7 @@ def _batched(
 
 
 def _uniform(run: Run) -> Run:
-    """As many blocks on each stage; nothing recomputed if that fits, else everything: one switch for the model."""
+    """Put as many blocks on each stage; nothing recomputed if that fits, else everything: one switch for the model."""
     problem = run.problem
     num_stages = problem.num_stages * problem.num_chunks
     even = even_stages(problem.profile, num_stages, forbidden_cuts=problem.forbidden_cuts)

@@ -197,13 +197,13 @@ def list_members(
 
 
 def _refuse_sharded_pipeline(options: PlanOptions, dims: ParallelDims) -> None:
-    """ZeRO-2 frees gradients by exchanging them, which on a pipeline would be once a micro-batch: nobody runs that."""
+    """Refuse ZeRO-2 on a pipeline: it frees gradients by exchanging them once a micro-batch, and nobody runs that."""
     if options.sharding == 2 and dims.pp > 1:
         raise PartitionError(f"ZeRO-2 shards no gradients on {dims.pp} pipeline stages: give ZeRO 1 or 3, or pp 1")
 
 
 def _refuse_state(profile: Profile, budget: MemoryBudget) -> None:
-    """What no split of the layers can hold."""
+    """Refuse a state that no split of the layers can hold."""
     # a mean stage is a bound: some stage holds at least as much
     state = sum(layer.state_bytes for layer in profile.layers) / profile.dims.pp
     if state > budget.fill_bytes:

@@ -42,7 +42,7 @@ class SearchedLimits:
 
 
 def paper_limits(samples: SampleTable) -> tuple[int, int]:
-    """Q_t of the longest sample, and Q_v of as many patches as come with so many tokens on the mean (section 5).
+    """Return Q_t of the longest sample, and Q_v of as many patches as come with so many tokens on the mean (section 5).
 
     A sample with more patches than that raises Q_v to its own, so that every sample fits a pack.
     """
@@ -121,7 +121,7 @@ def pack_apart(
     seed: int = 0,
     how: Mapping[str, Any],
 ) -> PackResult:
-    """Every source packed for itself, by `pack_samples` with the arguments `how` (`multi_group` of the public code).
+    """Pack every source for itself, by `pack_samples` with the arguments `how` (`multi_group` of the public code).
 
     `limits`: one pair for all sources, or one for each. A row, what the ranks run at the same time, is of one source;
     rows of all sources are shuffled together. Nothing is dropped or padded with samples that come twice: a source whose

@@ -77,7 +77,7 @@ class Priced:
 
     @property
     def estimate(self) -> SettingEstimate:
-        """As the plan file lists it."""
+        """Return the setting as the plan file lists it."""
         dims, zero_stage, schedule = self.setting.dims, self.options.sharding, self.options.schedule
         assert schedule != "auto", "it is chosen before a setting is priced"
         shared = ", expert parallel" * (dims.ep > 1) + ", context parallel" * (dims.cp > 1)

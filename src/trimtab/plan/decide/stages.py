@@ -60,7 +60,7 @@ class SplitChoice:
 
 
 def choose_split(case: Case, *, search: bool = True) -> SplitChoice:
-    """Of these splits the one with the least simulated epoch: the exact one with recompute chosen per layer; that one
+    """Return the split of least simulated epoch, of these: the exact one with recompute chosen per layer; that one
     refined by a search on sampled steps; and the exact ones with recompute nowhere and everywhere.
 
     The exact split minimises the slowest stage at the mean pack; with few or very different micro-batches another one
@@ -86,7 +86,7 @@ def choose_split(case: Case, *, search: bool = True) -> SplitChoice:
 
 
 def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Evaluator]:
-    """OmniBal's search on this case; and its clock, the simulated step on sampled rows of packs."""
+    """Run OmniBal's search on this case; return its clock too, the simulated step on sampled rows of packs."""
     clock = _evaluator(case)
     if clock is None:
         raise PlanError(

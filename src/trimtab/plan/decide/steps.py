@@ -207,7 +207,7 @@ def given_limits(options: PlanOptions, dims: ParallelDims) -> tuple[int | None, 
 
 
 def _least_sizes(sizes: IntArray, starts: IntArray, global_batch: int, num_packs: int) -> FloatArray:
-    """Of each step the least that its largest pack can hold."""
+    """Return the least that the largest pack of each step can hold."""
     whole = sizes[: starts[-1] + global_batch]
     total, largest = np.add.reduceat(whole, starts), np.maximum.reduceat(whole, starts)
     return np.asarray(np.maximum(total / num_packs, largest), np.float64)
@@ -250,7 +250,7 @@ def _share_equally(
     oversize: Oversize,
     unit: int,
 ) -> PackResult:
-    """`pack_steps` with as many micro-batches in every step: a multiple of `unit`, M or the least that fits."""
+    """Run `pack_steps` with as many micro-batches in every step: a multiple of `unit`, M or the least that fits."""
     while True:
         packed = pack_steps(
             samples,

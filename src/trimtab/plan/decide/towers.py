@@ -67,7 +67,7 @@ class VisionChosen:
     least: tuple[str, float] | None = None  # of the forms whose bound gains too little: the least one, its epoch
 
     def sentences(self) -> tuple[str, ...]:
-        """For the plan's reader; nothing where nothing was asked for."""
+        """Return sentences for the plan's reader; none where nothing was asked for."""
         about = []
         if len(self.tried) > 1:
             said = [f"{_label(x.case)} {format_seconds(x.epoch_s)}" for x in self.tried]
@@ -241,7 +241,7 @@ def rank_work(model: ModelSpec, samples: SampleTable, priced: Priced) -> RankWor
 
 
 def whole_tower(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions) -> FloatArray:
-    """(len(WORK_TERMS),) seconds of forward and backward of vision tower and projector on one device."""
+    """Return (len(WORK_TERMS),) seconds of forward and backward of vision tower and projector on one device."""
     profile = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices))
     return _terms([x for x in profile.layers if x.tower != "language"])
 
@@ -410,7 +410,7 @@ def _without_images(samples: SampleTable) -> SampleTable:
 def _of_whole_model(
     priced: Priced, model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions
 ) -> Priced:
-    """A setting of the decoder with the whole model's costs, and patches that its packs may hold."""
+    """Return a setting of the decoder with the whole model's costs, and patches that its packs may hold."""
     per_token = float((samples.num_patches / np.maximum(samples.num_tokens, 1)).max())
     most = options.max_patches or max(int(samples.num_patches.max()), round(per_token * priced.setting.max_tokens))
     its = replace(priced.options, max_patches=options.max_patches, vision=options.vision)

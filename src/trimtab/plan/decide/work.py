@@ -191,7 +191,7 @@ class Phases:
 
     @property
     def step_s(self) -> FloatArray:
-        """(num_steps, dp) seconds that a step takes outside of its pipeline."""
+        """Return (num_steps, dp) seconds that a step takes outside of its pipeline."""
         return self.seconds + self.update_s
 
     def of_steps(self, steps: IntArray) -> Phases:
@@ -318,7 +318,7 @@ def steps_of(
     *,
     apart: Apart | None = None,
 ) -> FloatArray:
-    """(num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer; nothing overlaps."""
+    """Return (num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer, in turn."""
     work, table = as_run(work, table, problem, apart)
     return timed_steps(
         times_of(work, stages, problem.profile, cluster, apart=apart), table, stages, problem, apart=apart
@@ -333,7 +333,7 @@ def timed_steps(
     *,
     apart: Apart | None = None,
 ) -> FloatArray:
-    """As `steps_of`, where the seconds of packs and table `as_run` are known."""
+    """Return `steps_of` where the seconds of packs and table `as_run` are known."""
     phases_s = apart.step_s if isinstance(apart, Phases) else None
     if problem.lockstep and phases_s is not None:
         phases_s = phases_s.max(axis=1, keepdims=True)

@@ -346,7 +346,7 @@ def _memory(cluster: ClusterInput, estimates: Estimates) -> str:
 
 
 def say_trained(case: Case) -> str:
-    """ ", LoRA r 16 on 252 matrices, 40.4 M trainable, 4-bit base"; nothing where weights are trained themselves."""
+    """Write ", LoRA r 16 on 252 matrices, 40.4 M trainable, 4-bit base"; nothing without adapters."""
     lora = case.options.lora
     if lora is None:
         return ""

@@ -126,7 +126,7 @@ class PlacementFile:
 
 
 def write_placement(folder: Path, record: PlacementFile, placement: Placement) -> None:
-    """placement.yaml, and map.json with the bare map, into `folder`."""
+    """Write placement.yaml, and map.json with the bare map, into `folder`."""
     with written_together():
         write_atomically(folder / "map.json", json.dumps(map_json(placement), indent=1) + "\n")
         write_atomically(folder / "placement.yaml", record_to_yaml(record))

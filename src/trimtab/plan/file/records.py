@@ -239,7 +239,7 @@ def _reader(path: Path, kind: str) -> Callable[[int], object]:
 
 
 def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path | None) -> IntArray:
-    """(num_rows,) byte offset of each row's line, 0 in other formats; found once, then mapped from `index_dir`."""
+    """Find (num_rows,) byte offset of each row's line, 0 in other formats; found once, then mapped from `index_dir`."""
     path = None
     if index_dir is not None:
         lines = b"" if samples.line is None else samples.line.tobytes()

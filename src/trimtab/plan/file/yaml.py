@@ -249,7 +249,7 @@ def record_from_yaml(
     read_number: ReadNumber = lambda _place, kind, value, _problems: kind(value),
     unknown: list[str] | None = None,
 ) -> _Record:
-    """What `record_to_yaml` wrote of a `kind`; `version` is its key and our own value, `verb` the one that writes it.
+    """Read what `record_to_yaml` wrote of `kind`; `version`: its key and our own value, `verb` the one that writes it.
 
     The file is called a `verb` in messages too.
     """

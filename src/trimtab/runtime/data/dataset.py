@@ -77,7 +77,7 @@ class PlanBatchSampler(Sampler[list[int]]):
         return None
 
     def __len__(self) -> int:
-        """Micro-batches of a whole epoch, the same for every rank."""
+        """Count the micro-batches of a whole epoch, the same for every rank."""
         return self.order.num_microbatches_left(Cursor())
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -49,7 +49,7 @@ def has_blocks(config: Any) -> bool:
 
 
 def smallest_image(kind: Smallest | Callable[[Any], SmallestImage], config: Any) -> SmallestImage:
-    """Of a kind known here, or as a function of your own makes it."""
+    """Return the smallest image of a kind known here, or as a function of your own makes it."""
     if callable(kind):
         return kind(config)
     return {"block": _one_block, "tile": _one_tile, "fewest tiles": _fewest_tiles}[kind](config)

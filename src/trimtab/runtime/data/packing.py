@@ -86,7 +86,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def bound_of(model: nn.Module) -> float:
-    """By the coarsest type of the parameters."""
+    """Return the bound by the coarsest type of the parameters."""
     return max(BOUNDS.get(dtype, 1e-4) for dtype in {p.dtype for p in model.parameters()})
 
 
@@ -377,7 +377,7 @@ class _Check:
     # -- (2) and (3): is it computed as if it were alone? -------------------------------------------------------------
 
     def errors(self, pack: Sequence[ProcessedSample]) -> tuple[float, float]:
-        """Of logits, and of gradients."""
+        """Return the errors of logits, and of gradients."""
         types_key = types_key_of(inspect.signature(self.model.forward).parameters)
         batch, generator = self.collator([as_given(sample) for sample in pack]), torch.Generator().manual_seed(2)
         lengths = [len(sample.input_ids) for sample in pack]
@@ -409,7 +409,7 @@ class _Check:
 
 
 def _gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Of the worst parameter; the floor leaves out those whose gradient is zero but for rounding (biases of keys)."""
+    """Return that of the worst parameter; the floor leaves out gradients that are rounding alone (biases of keys)."""
     largest = max((float(g.norm()) for g in expected.values()), default=0.0)
     return max(
         (relative_error(found[n].float(), g.float(), floor=1e-3 * largest) for n, g in expected.items() if n in found),

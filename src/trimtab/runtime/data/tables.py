@@ -195,7 +195,7 @@ class PackOrder:
         return None if pack < 0 else pack
 
     def num_microbatches_left(self, cursor: Cursor) -> int:
-        """Micro-batches of every rank from `cursor` to the end of its epoch."""
+        """Count the micro-batches of every rank from `cursor` to the end of its epoch."""
         return self.num_steps_left(cursor) * self.num_microbatches - cursor.microbatches_done
 
     def num_steps_left(self, cursor: Cursor) -> int:
@@ -210,7 +210,7 @@ class PackOrder:
             yield [] if pack is None else self.tables.rows(pack)
 
     def advance(self, cursor: Cursor, num_microbatches: int) -> Cursor:
-        """Where a run stands when every rank has consumed that many micro-batches more, within the epoch.
+        """Return where a run stands when every rank has consumed that many micro-batches more, within the epoch.
 
         The end of an epoch is the beginning of the next.
         """

@@ -188,7 +188,7 @@ def check_layout(
 
 
 def _module_problems(planned: tuple[str, ...], layers: Mapping[str, Unit]) -> list[str]:
-    """That they come in forward order, the first micro-batches tell."""
+    """List problems of modules; whether they come in forward order, the first micro-batches show."""
     problems = []
     missing, unknown = set(layers) - set(planned), set(planned) - set(layers)
     repeated = [name for name, count in Counter(planned).items() if count > 1]

@@ -80,7 +80,7 @@ class SizeRules:
 
 
 def _all_rules(size: int, quantities: Mapping[str, int]) -> list[Rule]:
-    """That size always, or in proportion to a quantity by a whole number, or by one part of a whole number."""
+    """List rules: that size always, or in proportion to a quantity, by a whole number or one part of one."""
     # sizes follow from others by whole factors: rows from patches, patches from pixels
     found: list[Rule] = [(None, Fraction(size))]
     for key, value in quantities.items():
@@ -112,7 +112,7 @@ class Way:
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """Of each layer in the plan; image features are made where the last layer is that they are made of."""
+        """Return the stage of each layer in the plan; image features are made where their last layer is."""
         # a call that is no layer of the plan runs where the last of what it reads is made
         found = {name: i for i, name in enumerate(self.layers)}
         written = dict(found)
@@ -202,7 +202,7 @@ class Cuts:
         return tuple(x for x in self.layers if self.units[x].tower != "language")
 
     def forbid(self, cuts: Sequence[int]) -> None:
-        """From now on micro-batches are refused in which something crosses one of these that cannot travel."""
+        """Refuse micro-batches from now on in which something that cannot travel crosses one of these."""
         self._ends = tuple(cuts)
 
     def way(self, batch: Batch) -> Way:
@@ -350,7 +350,7 @@ class StageModule(nn.Module):
             hook.remove()
 
     def named_own(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Of (name, tensor) pairs of `model` those that are no other stage's."""
+        """Yield those (name, tensor) pairs of `model` that are no other stage's."""
         others = tuple(f"{name}." for i, name in enumerate(self.cuts.layers) if not self.start <= i < self.stop)
         return ((name, x) for name, x in pairs if not f"{name}.".startswith(others))
 
@@ -439,7 +439,7 @@ class StageModule(nn.Module):
         return torch.zeros(shapes[leaf.name], dtype=leaf.dtype, device=self.device)
 
     def _encode(self, function: PatchedFunction, *args: Any, **kwargs: Any) -> Any:
-        """What a function that encodes images returns: of this stage's layers, of what was received, or of neither."""
+        """Return image features: of this stage's layers, of what was received, or of neither."""
         run, name = self._run, feature_name(function.kind, 0)
         calls = [] if run is None else run.way.calls.get(name, [])
         if run is None or not calls:
@@ -461,7 +461,7 @@ class StageModule(nn.Module):
         return result
 
     def _keep(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Of an own layer what is sent on."""
+        """Keep what an own layer sends on."""
         run = self._run
         if run is None or not run.kept:
             return

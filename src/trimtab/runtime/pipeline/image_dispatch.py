@@ -253,7 +253,7 @@ def dispatch_images(
     device: torch.device,
     timeout_s: float,
 ) -> ImageDispatch:
-    """For a first stage that holds the whole tower; every rank of its data-parallel group calls this.
+    """Share images of a first stage that holds the whole tower; every rank of its data-parallel group calls this.
 
     `cost` None: multiply-adds, by the configuration.
     """

@@ -58,7 +58,7 @@ class Encoded:
 
 
 def feature_name(kind: str, column: int) -> str:
-    """Of image features, 0, and those of DeepStack layers, as one tensor across a cut."""
+    """Name image features, 0, and those of DeepStack layers, as one tensor across a cut."""
     return f"{kind} features" + (f" {column}" if column else "")
 
 

@@ -213,7 +213,7 @@ def _feed_of(
 
 
 def _switch_on(trainer: Any, decided: Plan | None) -> None:
-    """A pack is a batch; recompute and shared images are the plan's."""
+    """Make a pack a batch, with the plan's recompute and shared images."""
     arguments = trainer.args
     before = arguments.per_device_train_batch_size
     arguments.per_device_train_batch_size = 1
@@ -233,7 +233,7 @@ def _switch_on(trainer: Any, decided: Plan | None) -> None:
 
 
 def _recompute(given: Any, decided: Plan | None) -> None:
-    """Exactly the plan's layers; those for which the lines of an export have done it already stay."""
+    """Recompute exactly the plan's layers; those for which the lines of an export have done it already stay."""
     if decided is None:
         return
     model: Any = unwrap(given) if decided.decisions.recompute else given

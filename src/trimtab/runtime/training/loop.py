@@ -326,7 +326,7 @@ def share_images(plan: Plan, *, dp: int) -> Plan:
 
 
 def image_cost(settings: TrainSettings, plan: Plan) -> LinearCost | None:
-    """What the plan's profile says of the vision tower; None: images are not shared, or balanced by multiply-adds."""
+    """Return the cost of images in the plan's profile; None: images are not shared, or balanced by multiply-adds."""
     decision, given = plan.decisions.vision_data_parallel, plan.inputs.model
     if decision is None:
         return None
@@ -368,7 +368,7 @@ def make_loader(
 
 
 def _ran(run: Run, settings: TrainSettings, device: torch.device, microbatches: Sequence[Any]) -> Ran:
-    """What this rank's first step runs."""
+    """Return what this rank's first step runs."""
     models = [stage.model for stage in run.pipeline.stages]
     recomputed = {name: how for model in models for name, how in recomputed_layers(model).items()}
     if run.pipeline.layout.has_tower_everywhere:  # the tower's own recompute is no stage's
@@ -385,7 +385,7 @@ def _ran(run: Run, settings: TrainSettings, device: torch.device, microbatches: 
 
 
 def buffers_of(pipeline: Pipeline) -> dict[str, Tensor]:
-    """This rank's persistent buffers, under the model's names."""
+    """Return this rank's persistent buffers, under the model's names."""
     models = [stage.model for stage in pipeline.stages]
     names = {name for model in models for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in pipeline.state_dict().items() if name not in names}
@@ -401,7 +401,7 @@ def attention_of(plan: Plan, device: torch.device) -> AttentionImplementation:
 
 
 def autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
-    """bfloat16 products over the float32 weights, or nothing."""
+    """Switch on bfloat16 products over the float32 weights, or nothing."""
     if settings.dtype_on(device.type) == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

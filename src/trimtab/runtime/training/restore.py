@@ -103,7 +103,7 @@ def _weigh(tensors: dict[str, Tensor], device: torch.device) -> Weighed:
 
 
 def _own_part(parameter: Any) -> Tensor:
-    """This rank's part of a weight, as whole numbers."""
+    """Return this rank's part of a weight, as whole numbers."""
     part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     if hasattr(parameter, "ds_tensor"):  # ZeRO-3, whose last parts are filled up
         part, rank = parameter.ds_tensor.flatten(), dist.get_rank(parameter.ds_process_group)

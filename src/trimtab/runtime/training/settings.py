@@ -125,7 +125,7 @@ class TrainSettings:
         return self.learning_rate * rate_factor(step, num_steps, self.warmup_steps, self.decay)
 
     def dtype_on(self, device_type: str) -> Dtype:
-        """Of products on "cpu" or "cuda". Few CPUs have bfloat16 products; without them a step is five times slower."""
+        """Return that of products on "cpu" or "cuda". Few CPUs have bfloat16 products; others are five times slower."""
         return self.dtype or ("float32" if device_type == "cpu" else "bfloat16")
 
     def saves_at(self, step: int, num_steps: int) -> bool:

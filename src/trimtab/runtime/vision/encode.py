@@ -50,7 +50,7 @@ class Pool:
 def pool_images(
     inputs: Sequence[VisionInputs | None], template: VisionInputs, *, control: Control, cost: LinearCost, rule: Rule
 ) -> list[Pool]:
-    """Who encodes what in each of several calls of the tower, in one exchange of sizes; None: no image here."""
+    """Decide who encodes what in each of several calls of the tower, in one exchange of sizes; None: no image here."""
     none = _without_pixels(template.take(np.empty(0, np.int64)))
     answers = control.gather("sizes of images", [none if x is None else _without_pixels(x) for x in inputs])
     if len({(len(calls), *(part.name for call in calls for part in call.parts)) for calls in answers}) > 1:

@@ -53,7 +53,7 @@ class VisionInputs:
         return replace(self, parts=parts)
 
     def take(self, atoms: IntArray) -> VisionInputs:
-        """Only these atoms, each as an image of its own."""
+        """Return only these atoms, each as an image of its own."""
         return VisionInputs(
             parts=tuple(Part(name=x.name, rows=x.take(atoms), lengths=x.lengths[atoms]) for x in self.parts),
             patches=self.patches[atoms],
