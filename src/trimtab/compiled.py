@@ -99,7 +99,7 @@ def permutation(n: int, *keys: int) -> npt.NDArray[np.int64]:
 
 
 def scatter(n: int, num_shards: int, seed: int, epoch: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Rows 0 .. n - 1 shard by shard, ascending in each, and where the shards start.
+    """Return the rows 0 .. n - 1 shard by shard, ascending in each, and where the shards start.
 
     The shard of a row is a hash of its number and the seed: equally likely, independent. With the shuffle inside each
     shard that makes a random order of all, at two sequential passes instead of a cache miss per sample. Rows of several

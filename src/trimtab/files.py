@@ -188,7 +188,7 @@ def is_there(path: Path, *, or_folder: bool = False) -> bool:
 
 
 def refuse_special(path: Path | str) -> None:
-    """`TrimtabError` for a device, pipe or socket that is to be read: it may never end, or never begin."""
+    """Raise `TrimtabError` for a device, pipe or socket that is to be read: it may never end, or never begin."""
     try:
         kind = stat.S_IFMT(os.stat(path).st_mode)  # noqa: PTH116 (any text)
     except (OSError, ValueError):  # none of our files: whoever opens it says so

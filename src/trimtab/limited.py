@@ -281,7 +281,7 @@ class LimitedChild:
         return b"".join(parts)
 
     def _end(self, cpu_s: str) -> str:
-        """Why the child is gone; a silent one is ended."""
+        """Return why the child is gone; a silent one is ended."""
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
@@ -314,7 +314,7 @@ class _GoneError(Exception):
 
 @cache
 def _idle(process: int) -> list[LimitedChild]:
-    """Children of this process that wait: one starts in a third of a second, a question takes a millisecond."""
+    """Return children of this process that wait: one starts in a third of a second, a question takes a millisecond."""
     idle: list[LimitedChild] = []
     atexit.register(_close_all, idle, process)
     return idle

@@ -13,7 +13,7 @@ MODULES = ("trimtab", *(f"trimtab.{name}" for name in ("models", "torch", "visio
 
 @cache
 def homes(file: str) -> dict[str, tuple[str, str]]:
-    """Module and name there of every public name in the stub of a module's file."""
+    """Return the module and name there of every public name in the stub of a module's file."""
     import ast
     from pathlib import Path
 

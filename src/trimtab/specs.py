@@ -209,7 +209,7 @@ class ClipRule(Protocol):
         ...
 
     def count_clip(self, clip: Clip) -> ClipCounts:
-        """Patches, tokens and text of a video; `ImageError` where the processor raises."""
+        """Return the patches, tokens and text of a video; `ImageError` where the processor raises."""
         ...
 
 
@@ -276,12 +276,12 @@ class ModelSpec:
         return sum(layer.num_params for layer in self.layers if layer.tower == tower)
 
     def indices(self, tower: Tower, kind: LayerKind | None = None) -> list[int]:
-        """Positions of a tower's layers, in forward order."""
+        """Return the positions of a tower's layers, in forward order."""
         return [i for i, x in enumerate(self.layers) if x.tower == tower and (kind is None or x.kind == kind)]
 
     @property
     def token_window(self) -> int | None:
-        """Sliding window of the language model's windowed layers, in tokens."""
+        """Return the sliding window of the language model's windowed layers, in tokens."""
         found = (layer.attention for layer in self.layers if layer.tower == "language")
         return next((x.window for x in found if x is not None and x.window is not None), None)
 
@@ -657,7 +657,7 @@ class Stage:
 
 
 def stages_between(cuts: Iterable[int]) -> tuple[Stage, ...]:
-    """Stages, nothing recomputed, between cuts 0, ..., the number of layers."""
+    """Return stages, nothing recomputed, between cuts 0, ..., the number of layers."""
     return tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))
 
 
@@ -679,6 +679,6 @@ def recomputing(stage: Stage, tiers: Mapping[int, RecomputedTier]) -> Stage:
 
 
 def evaluate(coefficients: FloatArray | Sequence[float], work: FloatArray) -> FloatArray:
-    """Coefficients (..., T) times work (n, T): costs (n, ...)."""
+    """Return the coefficients (..., T) times work (n, T): costs (n, ...)."""
     result: FloatArray = np.asarray(work, np.float64) @ np.asarray(coefficients, np.float64).T
     return result

@@ -133,7 +133,7 @@ def _num_experts(model: ModelSpec, index: int) -> int:
 
 
 def vision_fields(model: ModelSpec, first: Stage, dims: ParallelDims, warnings: list[str]) -> dict[str, VisionSetting]:
-    """Fields that launchers copy from the language model into the vision tower, and their right values there."""
+    """Return fields that launchers copy from the language model into the vision tower, and their right values there."""
     num_layers = len(model.indices("vision", "block"))
     if num_layers == 0:
         return {}
@@ -219,7 +219,7 @@ class MegatronExport:
 
 
 def unsupported_cuts(model: ModelSpec) -> frozenset[int]:
-    """Cuts that no Megatron-Core layout makes; a split that forbids them, too, can be exported.
+    """Return the cuts that no Megatron-Core layout makes; a split that forbids them, too, can be exported.
 
     All cuts before the end of the token embedding, since tower, projector and embedding stay on the first stage, and
     the one between the final norm and the head.

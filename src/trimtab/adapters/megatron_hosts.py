@@ -56,7 +56,7 @@ _GRADS = "cfg.mixed_precision.grad_reduce_in_fp32"
 
 
 def export_bridge(plan: Decided, price: float | None) -> Exported:
-    """Assignments to a recipe's `cfg`, to run between the recipe that makes it and the training that takes it.
+    """Return assignments to a recipe's `cfg`, to run between the recipe that makes it and the training that takes it.
 
     `cfg.model` is the provider of the whole model. Its vision tower needs no clearing: it is Hugging Face's class, or
     its configuration is made afresh; Qwen3-VL's takes the language model's recompute settings.
@@ -254,7 +254,7 @@ _SWIFT_FREEZES: Mapping[str, Tower] = {"llm": "language", "vit": "vision", "alig
 
 
 def export_swift(plan: Decided, price: float | None) -> Exported:
-    """Arguments of `megatron sft`, with those whose defaults would add something to the plan.
+    """Return the arguments of `megatron sft`, with those whose defaults would add something to the plan.
 
     ms-swift recomputes core attention, the vision tower, shards the optimizer, freezes tower and projector and shuffles
     unless its settings say otherwise. With packing, its batch sizes count packs; `export swift-packs` writes these and

@@ -44,7 +44,7 @@ _KNOWN: Mapping[str, Collection[object]] = {
 
 
 def export(plan: Decided, price: float | None) -> Exported:
-    """Arguments to add to those of `pretrain_vlm.py`, and what to set in the file of `--mm-model`."""
+    """Return arguments to add to those of `pretrain_vlm.py`, and what to set in the file of `--mm-model`."""
     _refuse_family(plan.model)
     model, stages, dims = plan.model, plan.stages, plan.dims
     problems = [

@@ -149,7 +149,7 @@ FIT_RULES = (FitRule(False, False), FitRule(True, True), FitRule(True, False), F
 
 
 def fit_samples(sizes: FloatArray, limits: FloatArray, rule: FitRule) -> Packs:
-    """Packs of samples (n, 2 or more columns) by best fit decreasing in the first two."""
+    """Return packs of samples (n, 2 or more columns) by best fit decreasing in the first two."""
     shares = sizes[:, :2] / limits
     total = shares[:, 0] + shares[:, 1]
     key = total if rule.by_sum else np.maximum(shares[:, 0], shares[:, 1])
@@ -320,7 +320,7 @@ def pack_window(
 
 
 def packs_for(needed: FloatArray) -> float:
-    """Packs that samples need whose counted columns add up to `needed`, as a real number."""
+    """Return the packs that samples need whose counted columns add up to `needed`, as a real number."""
     return float(needed.max())
 
 

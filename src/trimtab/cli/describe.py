@@ -103,7 +103,7 @@ def image_size(
 
 
 def read_size(text: str) -> tuple[int, int]:
-    """Width and height of "1920x1080"."""
+    """Return the width and height of "1920x1080"."""
     match = re.fullmatch(r"([0-9]{1,7})[xX]([0-9]{1,7})", text.strip())
     if match is None:
         raise ImageError(f"{text!r} is not an image size: write width x height in pixels, as in 1920x1080")

@@ -241,7 +241,7 @@ def write_all(details: PlanDetails, folder: Path) -> Mapping[str, Path]:
 
 
 def plan_json(details: PlanDetails, paths: Mapping[str, Path]) -> dict[str, Any]:
-    """Decisions, estimates and where the files are."""
+    """Return the decisions, estimates and where the files are."""
     plan = details.plan
     return {
         "summary": plan.summary,

@@ -48,7 +48,7 @@ class Setting:
 
     @property
     def shown_kind(self) -> str:
-        """N, X, PATH, true|false, or the words to choose from."""
+        """Return N, X, PATH, true|false, or the words to choose from."""
         words = literals_of(self.kind)
         return "|".join(words) if words else _KINDS.get(self.kind, "TEXT")
 
@@ -147,7 +147,7 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
 
 
 def _flags(kind: Any) -> Iterator[inspect.Parameter]:
-    """Arguments and common fields, as Typer takes them."""
+    """Yield the arguments and common fields, as Typer takes them."""
     for field, (name, hint, option) in zip(fields(kind), option_fields(kind), strict=True):
         if is_dataclass(hint):
             yield from _flags(hint)
@@ -186,7 +186,7 @@ def _setting_flags(settings: Mapping[str, Setting]) -> Iterator[inspect.Paramete
 
 
 def _typed_flags(context: typer.Context, settings: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the flags and arguments that were typed, read."""
+    """Return the values of the flags and arguments that were typed, read."""
     typed = {}
     for name, value in given.items():
         source = context.get_parameter_source(name)

@@ -149,7 +149,7 @@ def _contradict(config: Mapping[str, object], files: Mapping[str, Mapping[str, A
 def _formulas(
     config: Mapping[str, object], settings: Mapping[str, object] | None, asked: AskedImages
 ) -> Iterator[ImageRule]:
-    """Rules that these files may mean."""
+    """Yield the rules that these files may mean."""
     if asked.table:
         _, _, patches, tokens, tiles, *_ = asked.table[0]
         if tiles == 1:
@@ -291,7 +291,7 @@ def _describe_config(config: Config, settings: Config | None, files: Files, *, m
 
 
 def _with_own_files(model: ModelSpec, config: Config, settings: Config | None, files: Files) -> ModelSpec:
-    """`model` with images and videos counted as these files say; without files, as those of the model do."""
+    """Return `model` with images and videos counted as these files say; without files, as those of the model do."""
     markup = model.image_markup
     if family_of(config.get("model_type")).image_rule is not None:
         rule = image_rule_or_reason(config, settings)
@@ -420,7 +420,7 @@ def _read_given(preprocessor: str | Path | Config) -> Config:
 
 
 def _read_json(path: Path) -> Config:
-    """`OSError` where it cannot be read."""
+    """Read a JSON file; `OSError` where it cannot be read."""
     try:
         content = read_small(path, most_bytes=MAX_CONFIG_BYTES)
     except TrimtabError as error:

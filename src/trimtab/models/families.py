@@ -162,7 +162,7 @@ def pixel_limits(s: Fields) -> tuple[int, int]:
 
 
 def read_tile(s: Fields, *sides: str) -> tuple[int, int]:
-    """Side of a square tile in pixels, on which all of `sides` agree, and in patches."""
+    """Return the side of a square tile in pixels, on which all of `sides` agree, and in patches."""
     tile, patch = s.agreed(*sides), s.side("vision_config.patch_size", maximum=MAX_PATCH)
     s.check(
         1 <= tile // patch <= MAX_GRID,
@@ -262,7 +262,7 @@ def _remote_tiles(s: Fields) -> ImageRule:
 
 
 def _port_tiles(s: Fields) -> ImageRule:
-    """Transformers' own InternVL.
+    """Read the rule of Transformers' own InternVL.
 
     `crop_to_patches` in preprocessor_config.json is not read: InternVLProcessor switches it on for every call,
     whatever the file says (and published files say false).
@@ -361,7 +361,7 @@ def _anyres(s: Fields, *, max_feature_tiles: int | None = None) -> ImageRule:
 
 
 def _clip_tile(s: Fields) -> tuple[int, int, int]:
-    """Side of a tile in pixels and in patches, and class tokens, of a CLIP or SigLIP tower."""
+    """Return the side of a tile in pixels and in patches, and class tokens, of a CLIP or SigLIP tower."""
     require_resize(s)
     sides = ("vision_config.image_size", "preprocessor_config.crop_size", "preprocessor_config.size")
     tile, grid = read_tile(s, *sides)

@@ -70,7 +70,7 @@ class SplitResult:
 
     @property
     def imbalance(self) -> float:
-        """Slowest stage / mean stage - 1."""
+        """Return slowest stage / mean stage - 1."""
         total = sum(self.forward_s) + sum(self.backward_s)
         return self.bottleneck_s * len(self.stages) / total - 1.0 if total > 0 else 0.0
 
@@ -127,7 +127,7 @@ class SplitProblem:
         )
 
     def assess(self, stages: Sequence[Stage]) -> SplitResult:
-        """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
+        """Return given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
 
         Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers and
         what its first layer enters with) + largest transient, bytes at `work_max`, + overhead. A layer's transient is

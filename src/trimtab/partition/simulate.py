@@ -44,18 +44,18 @@ class Timeline:
 
     @property
     def device(self) -> IntArray:
-        """Device of every block."""
+        """Return the device of every block."""
         num_stages = int(self.stage.max(initial=-1)) + 1
         return np.array([self.device_of(stage) for stage in range(num_stages)], np.int64)[self.stage]
 
     def busy_s(self) -> FloatArray:
-        """Seconds each device computes."""
+        """Return the seconds each device computes."""
         busy: FloatArray = np.bincount(self.device, self.end_s - self.start_s, self.num_devices).astype(np.float64)
         return busy
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle share of the devices: 1 - busy / (devices x makespan)."""
+        """Return the idle share of the devices: 1 - busy / (devices x makespan)."""
         available_s = self.num_devices * self.makespan_s
         return float(1.0 - self.busy_s().sum() / available_s) if available_s > 0 else 0.0
 
@@ -219,7 +219,7 @@ def stage_times(
     link_bytes_per_s: float | None = None,
     latency_s: float = 0.0,
 ) -> StageTimes:
-    """Times of the stages for micro-batches of `work` (N, len(WORK_TERMS)).
+    """Return the times of the stages for micro-batches of `work` (N, len(WORK_TERMS)).
 
     Use it between `split_stages` and `simulate`; docs/pipeline.md shows the three.
 

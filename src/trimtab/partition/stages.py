@@ -223,7 +223,7 @@ class Evaluator:
         return (*(int(np.searchsorted(self.table.positions, x.start)) for x in stages), self.table.num_segments)
 
     def makespan(self, cuts: tuple[int, ...]) -> float:
-        """Mean makespan with the stages' least recompute; infinite where a stage does not fit."""
+        """Return the mean makespan with the stages' least recompute; infinite where a stage does not fit."""
         if cuts not in self.seen:
             stages = self.stages(cuts)
             self.seen[cuts] = self.makespan_of(stages) if len(stages) == len(cuts) - 1 else np.inf
@@ -240,7 +240,7 @@ class Evaluator:
         return tuple(stage for stage in found if stage is not None)
 
     def makespan_of(self, stages: Sequence[Stage]) -> float:
-        """Mean makespan of stages as they are, their own recompute included."""
+        """Return the mean makespan of stages as they are, their own recompute included."""
         for i, stage in enumerate(stages):
             if stage not in self._priced:
                 self._priced[stage] = self._price(stage)

@@ -122,7 +122,7 @@ def menus_of(tiers: TierTable, present: Sequence[bool]) -> list[Menu]:
 
 
 def most_saved(menu: Menu, num_alike: Sequence[int]) -> int:
-    """Bytes of one micro-batch that the strongest allowed upgrades save: no choice saves more."""
+    """Count the bytes of one micro-batch that the strongest allowed upgrades save: no choice saves more."""
     return sum(num_alike[step.layer_class] * step.gain for step in menu.steps)
 
 
@@ -179,7 +179,7 @@ def round_up(tiers: TierTable, menu: Menu, num_alike: Sequence[int], need: int) 
 
 
 def _relax(steps: Sequence[Step], num_alike: Sequence[int], need: int) -> float:
-    """Least cost of saving `need` bytes, layers divisible; inf if impossible."""
+    """Return the least cost of saving `need` bytes, layers divisible; inf if impossible."""
     cost = 0
     for g, _, _, _, gain, step_cost in steps:
         number = num_alike[g]

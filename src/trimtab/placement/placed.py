@@ -73,7 +73,7 @@ class Placement:
 
     @property
     def moved_bytes(self) -> int:
-        """Weights and rows that cross a link because they did not fit, per batch of requests."""
+        """Count the bytes of weights and rows that cross a link because they did not fit, per batch of requests."""
         return sum(x.moved_bytes for x in self.spilled)
 
     @property

@@ -82,7 +82,7 @@ class RunLog:
 
     @property
     def warm(self) -> tuple[StepRecord, ...]:
-        """`own` but those that pay for warming up; all of them, where there are no others."""
+        """Return `own` but those that pay for warming up; all of them, where there are no others."""
         starts = frozenset(self.starts)
         return tuple(record for record in self.own if record.step not in starts) or self.own
 
@@ -290,7 +290,7 @@ def profile_from_logs(
 
 
 def simulate_logged(run: LoggedRun, forward: FloatArray, backward: FloatArray) -> float:
-    """Seconds of one step under the run's schedule; sends take no time."""
+    """Return the seconds of one step under the run's schedule; sends take no time."""
     send = dict.fromkeys(("send_forward_s", "send_backward_s"), np.zeros_like(forward))
     times = StageTimes(forward_s=forward, backward_s=backward, weight_s=backward / 2, **send)
     return simulate(times, schedule=run.schedule, num_devices=run.profile.dims.pp).makespan_s

@@ -12,7 +12,7 @@ from trimtab.units import format_ratio
 
 
 def run_section(details: PlanDetails, log: RunLog) -> str:
-    """Tiles, and what was compared; memory where the devices are the plan's."""
+    """Return the tiles, and what was compared; memory where the devices are the plan's."""
     tiles = "".join(tile(*figure) for figure in run_figures(details, log))
     said = [*run_sentences(details, log), *_memory_sentence(log)]
     return section("Training run", " ".join(esc(x, 600) for x in said), f'<dl class="tiles">{tiles}</dl>')

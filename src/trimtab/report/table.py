@@ -59,7 +59,7 @@ class Scale:
 
 
 def time_scale(seconds: Iterable[float]) -> Scale:
-    """Unit that shows three digits of the largest value."""
+    """Return the unit that shows three digits of the largest value."""
     return _scale(seconds, (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
 
 
@@ -165,7 +165,7 @@ def describe_recompute(stage: Stage) -> str:
 
 
 def relative_spread(values: FloatArray) -> float:
-    """Standard deviation over mean; 0 where all values are 0."""
+    """Return standard deviation over mean; 0 where all values are 0."""
     mean = float(values.mean()) if len(values) else 0.0
     return float(values.std()) / mean if mean > 0 else 0.0
 
@@ -217,7 +217,7 @@ class Table:
 
 
 def numeric(*headers: str) -> tuple[Column, ...]:
-    """Columns of figures."""
+    """Return the columns of figures."""
     return tuple(Column(header, numeric=True) for header in headers)
 
 
@@ -289,7 +289,7 @@ def _style_of_row(table: Table, number: int) -> str:
 
 
 def _least_width(table: Table) -> int:
-    """Characters that the columns need so that no figure is cut and no word is broken but a module path."""
+    """Count the characters that the columns need so that no figure is cut and no word is broken but a module path."""
     from rich.cells import cell_len
 
     total = 2 * len(table.columns) - 1  # a blank after each column, and one between two

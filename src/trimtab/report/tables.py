@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def print_model(model: ModelSpec, console: Console) -> None:
-    """Layers in forward order, equal neighbours in one row, and parameters per tower."""
+    """Print the layers in forward order, equal neighbours in one row, and parameters per tower."""
     rows = []
     for _, group in itertools.groupby(model.layers, key=lambda layer: (layer.alike, _stem(layer.name))):
         layers = list(group)
@@ -77,7 +77,7 @@ def print_model(model: ModelSpec, console: Console) -> None:
 
 
 def print_sizes(result: SizingResult, console: Console) -> None:
-    """Mean, quantiles and largest of each column."""
+    """Print the mean, quantiles and largest of each column."""
     samples, rows = result.table, []
     columns: tuple[tuple[str, IntArray], ...] = (
         ("images", samples.num_images),
@@ -162,7 +162,7 @@ _KINDS = (
 
 
 def _devices_table(placement: Placement) -> Table:
-    """Bytes of every device by kind, and what is free there."""
+    """Return the bytes of every device by kind, and what is free there."""
     largest = max(max(use.total_bytes, use.capacity_bytes or 0) for use in placement.uses)
     scale = replace(memory_scale([largest]), digits=3)  # a cache or a reserve is small compared with the weights
     kinds = [(name, field) for name, field in _KINDS if any(getattr(use, field) for use in placement.uses)]
@@ -323,7 +323,7 @@ def kept_rows(
 
 
 def print_kept(rows: Sequence[KeptRow], console: Console) -> None:
-    """Bytes of one layer of each kind."""
+    """Print the bytes of one layer of each kind."""
     table = Table(
         title="Bytes that one layer keeps for backward",
         columns=(Column("Layer"), *numeric("Like it", "Rows", "Keeps", "Recomputed", "Transient")),

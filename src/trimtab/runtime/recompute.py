@@ -104,7 +104,7 @@ def apply(
 
 
 def applied_to(model: nn.Module) -> dict[str, Granularity]:
-    """Layers of `model` that recompute by `apply`, by name."""
+    """Return the layers of `model` that recompute by `apply`, by name."""
     forwards = ((name, layer.__dict__.get("forward")) for name, layer in model.named_modules())
     return {name: forward.granularity for name, forward in forwards if isinstance(forward, _Recomputed)}
 
@@ -195,7 +195,7 @@ def _listed(names: list[str]) -> str:
 
 
 def tensors_in(given: object) -> Iterator[Tensor]:
-    """Tensors in nested mappings, tuples and lists."""
+    """Yield tensors in nested mappings, tuples and lists."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, Mapping):

@@ -38,7 +38,7 @@ class ConversationEncoder:
     def encode(
         self, conversation: Conversation, images: Sequence[ImageCounts], videos: Sequence[ClipCounts] = ()
     ) -> EncodedConversation:
-        """Ids with as many tokens of images and videos as their rules count.
+        """Return ids with as many tokens of images and videos as their rules count.
 
         Learnt are the turns of `learnt_spans`; `BadRecordError` where they are not found.
         """
@@ -191,7 +191,7 @@ def _behind(text: str, part: str, lower: int, upper: int) -> int | None:
 
 
 def _shared(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Count the characters that both begin with."""
     return next((at for at, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
 
 

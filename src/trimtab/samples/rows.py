@@ -91,7 +91,7 @@ def _video(value: object, where: str, facts: Mapping[str, object]) -> Video:
 
 
 def _clip(facts: Mapping[str, object]) -> Clip | None:
-    """Width, height, frames a second, and frames or seconds; None where one of them is missing."""
+    """Return the width, height, frames a second, and frames or seconds; None where one of them is missing."""
     width, height, fps = _number(facts, ("width",)), _number(facts, ("height",)), _number(facts, _FPS[:2])
     frames, duration = _number(facts, _FRAMES), _number(facts, _DURATION)
     if frames is None and fps is not None and duration is not None:
@@ -284,7 +284,7 @@ def _rows_of(turns: object) -> object:
 
 
 def _cauldron_turns(texts: object, record: Mapping[str, object]) -> object:
-    """Objects with `user` and `assistant` as two turns each; their images stand before the first text."""
+    """Return objects with `user` and `assistant` as two turns each; their images stand before the first text."""
     if not isinstance(texts, (list, tuple)):
         return texts
     images = record.get("images")

@@ -48,7 +48,7 @@ def unpack_arrays(content: bytes) -> tuple[Arrays, dict[str, Any]]:
 
 
 def _refuse_inflated(content: bytes) -> None:
-    """`ValueError` for arrays that would take more memory than the file has bytes; before they take any.
+    """Raise `ValueError` for arrays that would take more memory than the file has bytes; before they take any.
 
     We compress nothing, so both words on an array's size, the archive's and the array's own, are below the file's size.
     """
@@ -68,7 +68,7 @@ def _refuse_inflated(content: bytes) -> None:
 
 
 def pack_strings(name: str, strings: Sequence[str]) -> Arrays:
-    """Strings as one block of UTF-8 and their ends: no pickle, no padding to the longest."""
+    """Return strings as one block of UTF-8 and their ends: no pickle, no padding to the longest."""
     encoded = [text.encode() for text in strings]
     ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
     return {f"{name}_utf8": np.frombuffer(b"".join(encoded), np.uint8), f"{name}_ends": ends}
@@ -121,7 +121,7 @@ class SizingResult:
 
     @property
     def num_read(self) -> int:
-        """Samples in the files."""
+        """Count the samples in the files."""
         return len(self.table) + len(self.bad)
 
 
@@ -147,7 +147,7 @@ class Part:
 
     @property
     def num_read(self) -> int:
-        """Samples in the stretch."""
+        """Count the samples in the stretch."""
         return len(self.lines) + len(self.bad)
 
 

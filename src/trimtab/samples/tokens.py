@@ -422,19 +422,19 @@ class TokenCounter:
         return "".join(out), num_written
 
     def encode(self, rendered: Rendered) -> Encoding:
-        """Token ids and character offsets of one chat, one soft token for each image (or crop) in it."""
+        """Return token ids and character offsets of one chat, one soft token for each image (or crop) in it."""
         assert self._tokenizer is not None, "there is a tokenizer"
         return self._tokenizer.encode(rendered.text, add_special_tokens=self._adds_special(rendered))
 
     def id_of(self, soft: str) -> int:
-        """Id of a token that features take the place of."""
+        """Return the id of a token that features take the place of."""
         assert self._tokenizer is not None, "there is a tokenizer"
         token: int | None = self._tokenizer.token_to_id(soft)
         assert token is not None, "added when loaded, or with the first video"
         return token
 
     def count(self, rendered: Sequence[Rendered]) -> list[int | BadRecordError]:
-        """Tokens of each chat, image tokens included, or why the tokenizer refuses it.
+        """Return the tokens of each chat, image tokens included, or why the tokenizer refuses it.
 
         One batch, because a call costs as much as a short text; a batch that fails is encoded chat by chat.
         """

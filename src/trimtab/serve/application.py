@@ -276,7 +276,7 @@ def _without_video(kind: type[Any]) -> type[Any]:
 
 
 def _published_parts(folder: Path, config: InternVLChatConfig) -> dict[str, Any]:
-    """Arguments of Transformers' `InternVLProcessor`, without its video part.
+    """Return the arguments of Transformers' `InternVLProcessor`, without its video part.
 
     `ConfigError` where the folder cuts images or writes turns in ways that Transformers' classes do not.
     """

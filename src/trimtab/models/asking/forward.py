@@ -142,7 +142,7 @@ def _multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _choose_in_turn(chosen: Tensor, num: int) -> Tensor:
-    """Real places below `num` in the shape of `chosen`: 0 1 | 2 3 | 0 1 for pairs of 4."""
+    """Return real places below `num` in the shape of `chosen`: 0 1 | 2 3 | 0 1 for pairs of 4."""
     with unset_fake_temporarily():
         return torch.arange(chosen.numel()).remainder(num).view(chosen.shape)
 

@@ -201,7 +201,7 @@ def _text_type(fields: Mapping[str, Any]) -> str:
 
 
 def tile_size(fields: Mapping[str, Any]) -> int:
-    """Pixels of a tile's side."""
+    """Count the pixels of a tile's side."""
     return int(fields.get("force_image_size") or fields["vision_config"]["image_size"])
 
 

@@ -128,7 +128,7 @@ def _attends(module: Any) -> bool:
 
 
 def _bare_matrices(module: Any) -> int:
-    """Values of matrices that are parameters without a module of their own."""
+    """Count the values of matrices that are parameters without a module of their own."""
     return sum(
         p.numel()
         for part in module.modules()
@@ -177,7 +177,7 @@ def _flops_per_pair(a: AttentionSpec) -> float:
 
 
 def _seen_window(a: AttentionSpec, ran: Ran) -> int | None:
-    """Rows that a query met on average, where they are fewer than the image's."""
+    """Return the rows that a query met on average, where they are fewer than the image's."""
     met = ran.pair_flops / _flops_per_pair(a) / ran.rows_in
     return None if met * ran.num_together >= 0.999 * ran.rows_in else round(met)
 
@@ -316,7 +316,7 @@ def _terms(values: dict[str, float]) -> tuple[float, ...]:
 
 
 def _windows(model: Any, units: list[Unit]) -> dict[str, int]:
-    """Rows that a query of a windowed block sees: sliding ones of the decoder, by its `layer_types`."""
+    """Return the rows that a query of a windowed block sees: sliding ones of the decoder, by its `layer_types`."""
     text = model.config.get_text_config(decoder=True)
     kinds, found = getattr(text, "layer_types", None) or [], {}
     sizes = {
@@ -346,7 +346,7 @@ def _width_of(block: Unit | None, passes: Passes) -> int:
 
 
 def extra_bytes(model: Any) -> dict[str, int]:
-    """Bytes of every buffer of `model`, and of each parameter wider than the rest what it takes past 16 bits."""
+    """Return bytes of every buffer of `model`, and of each parameter wider than the rest what it takes past 16 bits."""
     wide = {
         name: x.numel() * (x.element_size() - 2)
         for name, x in model.named_parameters()

@@ -137,7 +137,7 @@ def _fits(change: Change, model: ModelSpec, budget: MemoryBudget) -> bool:
 
 
 def _largest_part(samples: SampleTable) -> SampleTable:
-    """Up to 512 samples, those of most patches and tokens among them."""
+    """Return up to 512 samples, those of most patches and tokens among them."""
     # what decides memory, and a picture of the rest
     half = _MOST_SAMPLES // 4
     rows = np.unique(

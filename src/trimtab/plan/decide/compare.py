@@ -183,7 +183,7 @@ def compare_variants(
 
 
 def explain_losses(variants: Sequence[Variant]) -> tuple[str, ...]:
-    """Why a row of the comparison is slower than the one above it, in a sentence each."""
+    """Return why a row of the comparison is slower than the one above it, in a sentence each."""
     rows = [x for x in variants if x.name != f"other {BASELINE}"]
     said = []
     for above, row in itertools.pairwise(rows):
@@ -309,7 +309,7 @@ def _fastest(runs: Sequence[Run], cluster: ClusterSpec) -> Run:
 
 
 def _estimate_s(run: Run, cluster: ClusterSpec) -> float:
-    """Seconds of the whole data set, from up to 64 steps spread over it."""
+    """Return the seconds of the whole data set, from up to 64 steps spread over it."""
     table = run.schedule.table
     # 64 steps put baselines in order; whole epochs would take longer than the search
     steps = np.unique(np.linspace(0, len(table) - 1, num=min(_ESTIMATED_STEPS, len(table))).astype(np.int64))

@@ -29,7 +29,7 @@ class Epoch:
 
     @property
     def rows(self) -> IntArray:
-        """Rows of the table, ascending, each as often as it is drawn."""
+        """Return the rows of the table, ascending, each as often as it is drawn."""
         return np.repeat(np.arange(len(self.times)), self.times)
 
     @property
@@ -42,7 +42,7 @@ class Epoch:
         return select_rows(self.samples, self.rows) if self.sources else self.samples
 
     def of_table(self, packed: PackResult) -> PackResult:
-        """Packs of `drawn` as packs of `samples`."""
+        """Return the packs of `drawn` as packs of `samples`."""
         packing, rows = packed.packing, self.rows
         return replace(packed, packing=replace(packing, indices=rows[packing.indices], oversize=rows[packing.oversize]))
 

@@ -66,7 +66,7 @@ class Offer:
 
     @staticmethod
     def of(packs: TriedPacks) -> Offer:
-        """Packs that are made already."""
+        """Return the packs that are made already."""
         return Offer(
             num_microbatches=packs.num_microbatches,
             samples_per_step=packs.samples_per_step,
@@ -95,7 +95,7 @@ class Member:
         return self.offer.make()
 
     def bound_s(self, *, slowest_over_mean: float = 1.0, again: float = 0.0) -> float:
-        """Seconds a sample that none of its steps is shorter than: see the module.
+        """Return the seconds a sample that none of its steps is shorter than: see the module.
 
         `again`: recompute, as a share of forward and backward.
         """
@@ -135,7 +135,7 @@ class Refusal:
 
 
 def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples: int) -> int:
-    """Samples a step over all ranks: as asked for, else a default, or the data set where that is smaller."""
+    """Count the samples a step over all ranks: as asked for, else a default, or the data set where that is smaller."""
     if options.global_batch is not None:
         return options.global_batch
     return min(max(_SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE * cluster.num_devices), num_samples)
@@ -214,7 +214,7 @@ def _refuse_state(profile: Profile, budget: MemoryBudget) -> None:
 
 
 def _zero_stages(options: PlanOptions, dims: ParallelDims) -> tuple[int, ...]:
-    """ZeRO stages that may be taken at these degrees."""
+    """Return the ZeRO stages that may be taken at these degrees."""
     if options.zero_stage is not None:
         return (options.zero_stage,)
     if options.profile is not None and options.profile.method == "probed":
@@ -226,7 +226,7 @@ def _zero_stages(options: PlanOptions, dims: ParallelDims) -> tuple[int, ...]:
 
 
 def _schedules(options: PlanOptions, dims: ParallelDims) -> Iterator[tuple[ScheduleName, int]]:
-    """Schedules that are tried, and stages a device."""
+    """Yield schedules that are tried, and stages a device."""
     if options.schedule != "auto":
         yield options.schedule, options.num_chunks
         return
@@ -291,7 +291,7 @@ def _of_one_pack(work: FloatArray, attention: Attention) -> FloatArray:
 
 
 def _microbatch_counts(options: PlanOptions, dims: ParallelDims, global_batch: int) -> list[int]:
-    """Packs a rank and step that are tried; up to one for each of its samples."""
+    """Return the packs a rank and step that are tried; up to one for each of its samples."""
     unit = microbatch_unit(options.schedule, dims.pp)
     if options.num_microbatches is not None:
         return [-(-options.num_microbatches // unit) * unit]
@@ -310,7 +310,7 @@ def _microbatch_counts(options: PlanOptions, dims: ParallelDims, global_batch: i
 def _filled_packs(
     options: PlanOptions, dims: ParallelDims, tried: Tried, made: Sequence[Filled], global_batch: int
 ) -> Iterator[TriedPacks]:
-    """Filled packs under every pair of limits, so many a step that it holds about the global batch."""
+    """Yield filled packs under every pair of limits, so many a step that it holds about the global batch."""
     unit, found = microbatch_unit(options.schedule, dims.pp), False
     reason: PartitionError | None = None
     for per_pack, packed, extremes in made:

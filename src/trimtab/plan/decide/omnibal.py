@@ -56,7 +56,7 @@ def paper_limits(samples: SampleTable) -> tuple[int, int]:
 def search_limits(
     samples: SampleTable, *, mean_batch: int = 4, dp: int = 8, iterations: int = SEARCH_ITERATIONS, seed: int = 0
 ) -> list[SearchedLimits]:
-    """Limits under which ISF packs `mean_batch` to `mean_batch` + 1 samples on the mean, the most even first.
+    """Return limits under which ISF packs `mean_batch` to `mean_batch` + 1 samples on the mean, the most even first.
 
     The public code's `search_arguments`: from (4096 // r, 4096) in steps of one patch and r tokens, larger while packs
     hold too few samples, smaller where they hold too many; every pair that fits the wish is kept. Samples above a
@@ -97,7 +97,7 @@ def search_limits(
 
 
 def _tokens_per_patch(sizes: IntArray) -> int:
-    """r: mean tokens, each sample's rounded up to 256, by mean patches, to a multiple of 16."""
+    """Return r: mean tokens, each sample's rounded up to 256, by mean patches, to a multiple of 16."""
     mean_patches = max(1.0, float(sizes[:, 0].mean()))
     mean_tokens = float((-(-sizes[:, 1] // BIN_TOKENS) * BIN_TOKENS).mean())
     return max(RATIO_TOKENS, int((mean_tokens // mean_patches + 1) // RATIO_TOKENS) * RATIO_TOKENS)

@@ -46,7 +46,7 @@ _GRADIENT_BYTES = 4  # as `profile_model` keeps gradients
 
 
 def share_vision(case: Case, decision: VisionDecision) -> Case:
-    """`case` with images shared as decided; `decision` must be free of `decision_problems`.
+    """Return `case` with images shared as decided; `decision` must be free of `decision_problems`.
 
     Priced: the slowest share of every call, and what a call costs whatever is in it, which pooling saves; over tp the
     whole tower on every rank, and the sum of its gradients over them; the exchange, which overlaps nothing; the
@@ -294,7 +294,7 @@ def _constant_s(profile: Profile) -> float:
 
 
 def _host_s(profile: Profile) -> float:
-    """Seconds of the host for forward and backward of vision tower and projector: no call takes less."""
+    """Return the seconds of the host for forward and backward of vision tower and projector: no call takes less."""
     return sum(layer.host_forward_s + layer.host_backward_s for layer in profile.layers if layer.tower != "language")
 
 
@@ -303,7 +303,7 @@ def _update_s(profile: Profile) -> float:
 
 
 def _tower_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
-    """State of vision tower and projector, and what all micro-batches in flight keep if no layer recomputes.
+    """Return the state of vision tower and projector, and what all micro-batches in flight keep if no layer recomputes.
 
     On the device of `stages` that holds most of them, at the largest micro-batch; workspace is not counted.
     """

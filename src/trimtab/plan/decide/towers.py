@@ -109,7 +109,7 @@ ABOUT_REPLICA = (
 def choose_vision(
     case: Case, found: SplitChoice, *, replica: bool = True, one_grid_s: float = math.inf
 ) -> VisionChosen:
-    """`case` with its images shared as `case.options.vision` asks; `found` is its split without that.
+    """Return `case` with its images shared as `case.options.vision` asks; `found` is its split without that.
 
     Where the group is left open, sharing must shorten the epoch by 2 %: of this case, and of the best single grid so
     far, which takes `one_grid_s`. Of pools of 1, 2, ... 8 micro-batches that divide a step, the smallest within 0.5 %
@@ -251,7 +251,7 @@ def _terms(layers: Sequence[LayerCost]) -> FloatArray:
 
 
 def _refuse_moment(case: Case, found: SplitChoice) -> None:
-    """`PartitionError` where the tower does not fit while it computes, with the state of the stages held.
+    """Raise `PartitionError` where the tower does not fit while it computes, with the state of the stages held.
 
     Or where it does not fit its own devices.
     """
@@ -456,7 +456,7 @@ def settings_own(
 
 
 def _parts(cluster: ClusterSpec, options: PlanOptions, *, own: float) -> list[ClusterSpec]:
-    """Parts of the devices for the decoder, those first that leave nearly `own` for the tower."""
+    """Return parts of the devices for the decoder, those first that leave nearly `own` for the tower."""
     # every part of whole nodes, or alike on all nodes, that the degrees asked for fill
     nodes, per_node = range(1, cluster.num_nodes), range(1, cluster.devices_per_node)
     parts = [replace(cluster, num_nodes=x) for x in nodes] + [replace(cluster, devices_per_node=x) for x in per_node]

@@ -160,7 +160,7 @@ def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, table
 
 
 def case_tables(case: Case) -> dict[str, bytes]:
-    """File name -> content of what lies next to the plan."""
+    """Return file name -> content of what lies next to the plan."""
     tables = {SAMPLES_FILE: table_bytes(case.samples), **pack_contents(case.packing, case.schedule)}
     if case.options.profile is not None:
         tables[PROFILE_FILE] = profile_bytes(case.options.profile)

@@ -115,12 +115,12 @@ class PlacementFile:
 
     @property
     def device_map(self) -> dict[str, DeviceKey]:
-        """Module path -> device, every module by itself."""
+        """Return module path -> device, every module by itself."""
         return {name: row.device for row in self.decisions.device_map for name in unfold_modules(row.modules)}
 
     @property
     def runs_on(self) -> dict[str, DeviceKey]:
-        """Module path -> the GPU it is copied to, of modules on "cpu" or "disk"."""
+        """Return module path -> the GPU it is copied to, of modules on "cpu" or "disk"."""
         rows = ((row.runs_on, row.modules) for row in self.decisions.device_map)
         return {name: gpu for gpu, modules in rows if gpu is not None for name in unfold_modules(modules)}
 
@@ -240,7 +240,7 @@ def assumptions(machine: Machine, placement: Placement) -> tuple[str, ...]:
 
 
 def image_texts(workload: Workload) -> tuple[str, ...]:
-    """Sizes as `--images` takes them, repeated ones once: "1024x768,4"."""
+    """Return the sizes as `--images` takes them, repeated ones once: "1024x768,4"."""
     counts: dict[tuple[int, int], int] = {}
     for size in workload.images:
         counts[size] = counts.get(size, 0) + 1

@@ -204,7 +204,7 @@ class PlannedRecords(Sequence[Any]):
         return {**self.__dict__, "_open": {}}
 
     def place(self, row: int) -> Place:
-        """File and line of a row; `IndexError` past the last."""
+        """Return the file and line of a row; `IndexError` past the last."""
         return Place(file=self._files[self._file_of(row)], line=self._line_of(row))
 
     def media_root(self, row: int) -> Path | None:

@@ -40,7 +40,7 @@ def label_weights(batch: Mapping[str, Any]) -> Tensor:
 
 
 def step_denominator(batches: Iterable[Mapping[str, Any]], *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """W of one optimizer step: the weights of this rank's micro-batches, summed over the data-parallel `group`.
+    """Return W of one optimizer step: the weights of this rank's micro-batches, summed over the data-parallel `group`.
 
     Use it once a step, before the first `packed_loss`.
 
@@ -232,7 +232,7 @@ def _ask(model: Any, ids: Tensor, given: Mapping[str, Any]) -> Tensor:
 
 
 def _num_axes(config: Any) -> int:
-    """Three, or as many as the rotary embedding has sections (4 in hunyuan_vl)."""
+    """Return three, or as many as the rotary embedding has sections (4 in hunyuan_vl)."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     sections = rope.get("mrope_section", ())
     return 4 if len(sections) == 4 else 3
@@ -342,7 +342,7 @@ class PackedCollator:
 
 
 def _labels(pack: Sequence[ProcessedSample], weighting: LossWeighting) -> dict[str, Tensor]:
-    """`labels`, and `loss_weights` unless they are 1 for each label."""
+    """Return `labels`, and `loss_weights` unless they are 1 for each label."""
     labels, weights = [], []
     weighted = weighting == "sample" or any(sample.weight not in (0, 1) for sample in pack)
     for sample in pack:
@@ -371,7 +371,7 @@ def _images(family: PackFormat, pack: Sequence[ProcessedSample]) -> dict[str, Te
 
 
 def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros after each dimension but the first, up to the largest: tiles of LLaVA-NeXT, images of Idefics."""
+    """Return zeros after each dimension but the first, up to the largest: tiles of LLaVA-NeXT, images of Idefics."""
     most = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     return [torch.nn.functional.pad(part, _behind(part.shape[1:], most)) for part in parts]
 

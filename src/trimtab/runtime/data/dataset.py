@@ -208,7 +208,7 @@ class PlanDataset(Dataset[Any]):
 
     @property
     def num_fillers(self) -> int:
-        """Fillers handed out so far on this rank, by its worker processes too."""
+        """Count the fillers handed out so far on this rank, by its worker processes too."""
         return int(self._counts.sum())
 
     def __len__(self) -> int:

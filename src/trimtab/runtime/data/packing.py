@@ -70,7 +70,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _attention_of(model: nn.Module) -> list[tuple[Any, str | None]]:
-    """Configurations of the model's parts, outer ones first, with the attention each has."""
+    """Return the configurations of the model's parts, outer ones first, with the attention each has."""
     found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     return [(config, getattr(config, "_attn_implementation", None)) for config in found.values()]
 
@@ -94,12 +94,12 @@ def bound_of(model: nn.Module) -> float:
 
 
 def text_ids(model: Any) -> Tensor:
-    """Ids of the vocabulary that stand for plain text: none that a configuration names."""
+    """Return ids of the vocabulary that stand for plain text: none that a configuration names."""
     return plain_ids(model.config, model.get_input_embeddings().weight.shape[0])
 
 
 def draw_samples(model: Any, family: PackFormat) -> list[dict[str, Any]]:
-    """Texts, one of a single token; where the family has an image of few tokens, two where samples meet."""
+    """Return texts, one of a single token; where the family has an image of few tokens, two where samples meet."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = text_ids(model)
 
@@ -242,7 +242,7 @@ def _small_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def row_change(found: Tensor, expected: Tensor) -> float:
-    """Largest change of a row, over the root mean square of all rows' norms."""
+    """Return the largest change of a row, over the root mean square of all rows' norms."""
     if not len(expected):
         return 0.0
     scale = expected.norm(dim=-1).square().mean().sqrt().clamp_min(1e-12)

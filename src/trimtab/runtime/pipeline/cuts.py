@@ -124,7 +124,7 @@ class Way:
 
     @cached_property
     def writer(self) -> dict[str, int]:
-        """Output -> place of the layer that returns it."""
+        """Return output -> place of the layer that returns it."""
         written = {x.name: self.place[call.layer] for call in self.trace.calls for x in call.outputs}
         return {**self.place, **written}  # bare parameters by their own names
 
@@ -141,7 +141,7 @@ class Way:
 
     @property
     def read(self) -> frozenset[str]:
-        """Layers that the logits depend on."""
+        """Return the layers that the logits depend on."""
         return self._needed & set(self.layers)
 
     @cached_property
@@ -156,7 +156,7 @@ class Way:
 
     @cached_property
     def last_reader(self) -> dict[str, int]:
-        """Output -> place of the last layer that reads it; after all layers where the logits do."""
+        """Return output -> place of the last layer that reads it; after all layers where the logits do."""
         found = {name: len(self.layers) for name in self.trace.result}
         for call in self.trace.calls:
             if call.layer in self._needed:
@@ -198,7 +198,7 @@ class Cuts:
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Layers that only images pass: all but the language model's."""
+        """Return the layers that only images pass: all but the language model's."""
         return tuple(x for x in self.layers if self.units[x].tower != "language")
 
     def forbid(self, cuts: Sequence[int]) -> None:
@@ -218,7 +218,7 @@ class Cuts:
         return self._ways[kind]
 
     def wires(self, cut: int, batch: Batch) -> tuple[Wire, ...]:
-        """Tensors that cross the cut for this micro-batch; none before the first layer and after the last."""
+        """Return tensors that cross the cut for this micro-batch; none before the first layer and after the last."""
         if not 0 < cut < len(self.layers):
             return ()
         way = self.way(batch)
@@ -227,7 +227,7 @@ class Cuts:
         return tuple(Wire(name=name, shape=shapes[name], requires_grad=name in way.graded) for name in names)
 
     def shapes(self, batch: Batch, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Sizes of outputs, by the rules that earlier micro-batches have left or by following this one."""
+        """Return the sizes of outputs, by the rules that earlier micro-batches have left or by following this one."""
         way = self.way(batch)
         quantities = self._measure(batch)
         # following the forward again costs milliseconds: only where no rule is sure
@@ -355,7 +355,7 @@ class StageModule(nn.Module):
         return ((name, x) for name, x in pairs if not f"{name}.".startswith(others))
 
     def forward(self, *received: Tensor, sealed: Sealed) -> Tensor | tuple[Tensor, ...]:
-        """Logits on the last stage, elsewhere the tensors of `Cuts.wires`, in their order, sizes and `dtype`.
+        """Return logits on the last stage, elsewhere the tensors of `Cuts.wires`, in their order, sizes and `dtype`.
 
         None is a view, or the very tensor that came in: schedules with split backwards detach them in place.
         """

@@ -136,7 +136,7 @@ class ProbedRank:
     autocast: Callable[[], AbstractContextManager[Any]]
 
     def static(self) -> list[Tensor]:
-        """Tensors that outlive a step, gradients aside."""
+        """Return the tensors that outlive a step, gradients aside."""
         tensors = [
             x
             for stage in self.pipeline.stages

@@ -246,7 +246,7 @@ def _recompute(given: Any, decided: Plan | None) -> None:
 
 
 def _problems_of_trainer(trainer: Any) -> Iterator[str]:
-    """Settings under which the plan's packs would not be what is trained."""
+    """Yield the settings under which the plan's packs would not be what is trained."""
     arguments, kind = trainer.args, type(trainer).__name__
     if getattr(arguments, "n_gpu", 1) > 1:
         yield f"one process holds {arguments.n_gpu} GPUs: start a process a GPU (torchrun)"

@@ -207,7 +207,7 @@ def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, li
 
 
 def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State by parameter name and key."""
+    """Return the state by parameter name and key."""
     found = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -279,7 +279,7 @@ def held_folder(folder: Path, device: torch.device) -> Iterator[None]:
 
 
 def check_folders(settings: TrainSettings) -> list[Path]:
-    """Checkpoints to go on from, oldest first; refuses an export that would fail or cover something."""
+    """Return the checkpoints to go on from, oldest first; refuses an export that would fail or cover something."""
     export = settings.export
     if export is not None:
         if export.exists() and not (export.is_dir() and not any(export.iterdir())):

@@ -79,7 +79,7 @@ def add_adapters(model: Any, folder: Path, lora: Lora) -> None:
 
 
 def merged(tensors: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
-    """Tensors of a model with adapters as those of the model itself: W + alpha / r B A, under W's own name.
+    """Return the tensors of a model with adapters as those of the model itself: W + alpha / r B A, under W's own name.
 
     `tensors` may be a part of the model, as a pipeline's rank holds it: an adapter lies where its layer does.
     """
@@ -250,7 +250,7 @@ def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Further name of a parameter -> its first one, for weights that several modules share (tied embeddings).
+    """Return further name of a parameter -> its first one, for weights that several modules share (tied embeddings).
 
     Checkpoints and exports know only the first, so that they do not depend on which stage holds which half.
     """
@@ -352,7 +352,7 @@ def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]
 def make_loader(
     settings: TrainSettings, pipeline: Pipeline, data: PlanDataset, sampler: PlanBatchSampler
 ) -> PlanDataLoader:
-    """Packs as the keyword arguments of the model's forward.
+    """Return the packs as the keyword arguments of the model's forward.
 
     Its workers are seeded apart: iterations that drew their seeds from torch's own generator would change what dropout
     draws, and a resumed run begins one more of them.

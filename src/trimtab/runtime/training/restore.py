@@ -113,12 +113,12 @@ def _own_part(parameter: Any) -> Tensor:
 
 
 def check_weights(model: nn.Module, kept: Weighed, where: object, device: torch.device) -> None:
-    """`PlanError` where a weight is not the one that the checkpoint `where` was taken of; collective."""
+    """Raise `PlanError` where a weight is not the one that the checkpoint `where` was taken of; collective."""
     _refuse_others("weights", weigh(model, device), kept, where, "resume with the model, host and versions of the run")
 
 
 def check_states(optimizer: Any, scheduler: Any, kept: Kept, where: object, device: torch.device) -> None:
-    """`PlanError` where optimizer or scheduler do not go on from where the checkpoint stands; collective."""
+    """Raise `PlanError` where optimizer or scheduler do not go on from where the checkpoint stands; collective."""
     if kept.optimizer is not None:
         found = weigh_optimizer(optimizer, device)
         advice = "resume with the optimizer of the run, from a checkpoint that has its states (save_only_model=False)"

@@ -121,7 +121,7 @@ class TrainSettings:
             raise TrimtabError(join_problems(problems))
 
     def rate(self, step: int, num_steps: int) -> float:
-        """Learning rate of `step`, from 1."""
+        """Return the learning rate of `step`, from 1."""
         return self.learning_rate * rate_factor(step, num_steps, self.warmup_steps, self.decay)
 
     def dtype_on(self, device_type: str) -> Dtype:
@@ -133,7 +133,7 @@ class TrainSettings:
 
 
 def rate_factor(step: int, num_steps: int, warmup_steps: int, decay: Decay) -> float:
-    """Learning rate of `step` (from 1) over the peak.
+    """Return the learning rate of `step` (from 1) over the peak.
 
     Linear up to step `warmup_steps`; the step after it has the peak, and the one after the last would have 0.
     """

@@ -233,7 +233,7 @@ def size_row(size: SampleSize) -> tuple[float, float, float, float]:
 
 
 def share_ranks(sizes: Sequence[FloatArray], *, step: int = 0) -> RankShares:
-    """Samples that each rank holds, shared so that all ranks cost alike, and so that much stays where it is.
+    """Return the samples that each rank holds, shared so that all ranks cost alike, and so that much stays where it is.
 
     `sizes[rank]` (n, 3): patches, tokens and cost of its samples. The same on every rank of equal input; every rank
     runs a sample at least.

@@ -89,7 +89,7 @@ class Feed:
         return None if self.decided is None else self.decided.decisions.packing.max_tokens
 
     def collate(self, given: Callable[[list[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
-        """Packs of what the user's own collator makes of samples; one of packs is taken as it is."""
+        """Return the packs of what the user's own collator makes of samples; one of packs is taken as it is."""
         return given if isinstance(given, PackedCollator) else AloneThenPacked(given, self.pack, self.max_tokens)
 
 
@@ -313,7 +313,7 @@ def _weighed(held: Any) -> dict[str, list[int]]:
 
 
 def _check_state(order: PackOrder, path: Path) -> None:
-    """`PlanError` where the Trainer, which counts steps, would go on at another place than the checkpoint's."""
+    """Raise `PlanError` where the Trainer, which counts steps, would go on at another place than the checkpoint's."""
     state = parse_json(path.read_bytes())
     cursor_from_state(order, state)
     packs = state["dp"] * state["num_microbatches"]

@@ -140,7 +140,7 @@ def fingerprint(words: Sequence[object], tensors: Sequence[Tensor]) -> int:
 
 
 def differing_ranks(values: Sequence[Hashable]) -> list[int]:
-    """Ranks whose value is not that of most; of equally common ones the first counts as the rule."""
+    """Return the ranks whose value is not that of most; of equally common ones the first counts as the rule."""
     usual = Counter(values).most_common(1)[0][0]
     return [rank for rank, value in enumerate(values) if value != usual]
 
@@ -178,7 +178,7 @@ def compare_kinds(control: Control, present: Sequence[Kind], kinds: Sequence[Kin
 def agree_on_rows(
     control: Control, name: str, features: Features | None, shares: ImageShares, problem: Exception | None
 ) -> IntArray:
-    """Rows of every atom; raises where a tower failed, or features differ in type, gradient or width."""
+    """Return the rows of every atom; raises where a tower failed, or features differ in type, gradient or width."""
     own = None
     if features is not None:
         own = features.num_rows.tolist(), str(features.rows.dtype), features.rows.requires_grad, features.widths

@@ -394,7 +394,7 @@ class PooledFeatures:
 
 
 def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, Any]]) -> PooledFeatures:
-    """Image features of several micro-batches' inputs, each of which a model of Transformers 5 takes for pixels.
+    """Return image features of several micro-batches' inputs, each of which a model of Transformers 5 takes for pixels.
 
     Use it where a plan pools micro-batches and the loop is your own; docs/vision-data-parallel.md shows it.
 
@@ -423,7 +423,7 @@ def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, A
 
 
 def _cut(whole: Any, start: int, end: int, leaves: list[tuple[Tensor, Tensor]]) -> Any:
-    """Entries `start` to `end`, as leaves of the micro-batch's own graph."""
+    """Return the entries `start` to `end`, as leaves of the micro-batch's own graph."""
 
     def detached(source: Tensor) -> Tensor:
         if not source.requires_grad:
