@@ -129,7 +129,7 @@ class Address(PosixPath):
 
     @property
     def suffix(self) -> str:
-        """Of the last name, a query aside."""
+        """Return the suffix of the last name, without a query."""
         return Path(self.name.partition("?")[0]).suffix
 
     def open(self, mode: str = "rb", *_: Any, block_bytes: int | None = None, **__: Any) -> Any:
@@ -183,7 +183,7 @@ class Address(PosixPath):
 
     @contextmanager
     def _driver(self) -> Iterator[tuple[Any, str]]:
-        """fsspec's file system and the path in it."""
+        """Yield fsspec's file system and the path in it."""
         name = shorten(str(self), 200)
         try:
             import fsspec

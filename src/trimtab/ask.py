@@ -74,7 +74,7 @@ def ask_own_code(folder: Path, config: Mapping[str, object]) -> Mapping[str, Any
 
 
 def cache_dir() -> Path:
-    """Where answers are remembered: $TRIMTAB_CACHE, or `trimtab` in the user's cache folder. Safe to delete."""
+    """Return where answers are kept: $TRIMTAB_CACHE, or `trimtab` in the user's cache folder. Safe to delete."""
     given = os.environ.get("TRIMTAB_CACHE")
     if given:
         return Path(given)

@@ -44,7 +44,7 @@ _MASK = (1 << 64) - 1
 
 
 def make_stream(*keys: int) -> UIntArray:
-    """A stream for a tuple of integers (seed, epoch, purpose, ...): any change of any of them gives another stream."""
+    """Return a stream for integers (seed, epoch, purpose, ...): any change of any of them gives another stream."""
     state = 0x6A09E667F3BCC909  # fractional part of sqrt(2): any constant
     for key in keys:
         state = _mix((state ^ (key & _MASK)) & _MASK)
@@ -77,7 +77,7 @@ def below(state: UIntArray, n: int) -> np.int64:
 
 @compiled
 def shuffle(items: npt.NDArray[np.int64], state: UIntArray) -> None:
-    """Fisher-Yates, in place."""
+    """Shuffle in place (Fisher-Yates)."""
     for i in range(len(items) - 1, 0, -1):
         j = below(state, i + 1)
         held = items[i]
@@ -99,7 +99,7 @@ def permutation(n: int, *keys: int) -> npt.NDArray[np.int64]:
 
 
 def scatter(n: int, num_shards: int, seed: int, epoch: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-    """Rows 0 .. n - 1 shard by shard, ascending in each, and where the shards start.
+    """Return the rows 0 .. n - 1 shard by shard, ascending in each, and where the shards start.
 
     The shard of a row is a hash of its number and the seed: equally likely, independent. With the shuffle inside each
     shard that makes a random order of all, at two sequential passes instead of a cache miss per sample. Rows of several

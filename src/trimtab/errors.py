@@ -84,7 +84,7 @@ class UnsupportedPlanError(PlanError):
 
 
 def refuse_type(name: str, value: object, kind: type | UnionType, made_by: str) -> None:
-    """One sentence in place of an AttributeError deep inside: `value` was given as `name` and is no `kind`.
+    """Raise one sentence in place of an AttributeError deep inside: `value` was given as `name` and is no `kind`.
 
     >>> refuse_type("cluster", "32xH100", dict, 'parse_cluster("32xH100")')
     Traceback (most recent call last):
@@ -104,7 +104,7 @@ def join_problems(problems: Sequence[str]) -> str:
 
 
 def quote(value: object) -> str:
-    """`value` as Python writes it, cut to 60 characters; of a long list only the head is written at all."""
+    """Return `value` as Python writes it, cut to 60 characters; of a long list only the head is written at all."""
     head = value[: MAX_SHOWN + 1] if isinstance(value, (str, list, tuple)) else value
     shown = repr(head)
     return shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 3] + "..."

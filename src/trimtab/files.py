@@ -43,7 +43,7 @@ _waiting: ContextVar[list[_Aside] | None] = ContextVar("_waiting", default=None)
 
 @contextmanager
 def open_atomically(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path` at the end of the block, or never: a reader never sees half of it.
+    """Open a file that takes the name `path` at the end of the block, or never: a reader never sees half of it.
 
     That holds when the process dies; with `sync` also when the machine does, at the cost of waiting for the disk. Of
     writers of one path, on whatever machines, the last one wins. What a killed writer left in the folder is removed by
@@ -118,7 +118,7 @@ def written_together() -> Iterator[None]:
 
 @contextmanager
 def open_passing(folder: Path, suffix: str) -> Iterator[BinaryIO]:
-    """A file to write and read that is gone at the end of the block; `suffix` ends its name."""
+    """Open a file to write and read that is gone at the end of the block; `suffix` ends its name."""
     _sweep(folder.resolve())
     folder.mkdir(parents=True, exist_ok=True)
     aside = _open_aside(folder / "passing", suffix)
@@ -174,7 +174,7 @@ def refuse_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | str, *, sync: bool = True) -> None:
-    """`open_atomically` for content that is there as a whole."""
+    """Write whole content as `open_atomically` does."""
     with open_atomically(path, sync=sync) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
@@ -188,7 +188,7 @@ def is_there(path: Path, *, or_folder: bool = False) -> bool:
 
 
 def refuse_special(path: Path | str) -> None:
-    """`TrimtabError` for a device, pipe or socket that is to be read: it may never end, or never begin."""
+    """Raise `TrimtabError` for a device, pipe or socket that is to be read: it may never end, or never begin."""
     try:
         kind = stat.S_IFMT(os.stat(path).st_mode)  # noqa: PTH116 (any text)
     except (OSError, ValueError):  # none of our files: whoever opens it says so
@@ -210,12 +210,12 @@ def read_small(path: Path, *, most_bytes: int = 64 * _MIB) -> bytes:
 
 
 def blake2b(content: bytes) -> str:
-    """16 hexadecimal digits: tells versions of a file apart, guards against accidents and not against forgery."""
+    """Return 16 hexadecimal digits that tell versions of a file apart; no guard against forgery."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def fingerprint_file(path: Path) -> str:
-    """`blake2b` of a file's size, first MiB and last MiB: cheap on data sets of any size."""
+    """Return `blake2b` of a file's size, first MiB and last MiB: cheap on data sets of any size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(_MIB)

@@ -246,7 +246,7 @@ class LimitedChild:
         raise self._raised(json.loads(content), place)
 
     def _path(self) -> list[str]:
-        """Where this process finds modules; "" stands for the working folder."""
+        """Return where this process finds modules; "" stands for the working folder."""
         found, here = [str(Path(folder).absolute()) for folder in sys.path], str(Path.cwd())
         return found if self._apart is None else [folder for folder in found if folder != here]
 
@@ -281,7 +281,7 @@ class LimitedChild:
         return b"".join(parts)
 
     def _end(self, cpu_s: str) -> str:
-        """Why the child is gone; a silent one is ended."""
+        """Return why the child is gone; a silent one is ended."""
         try:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
@@ -314,7 +314,7 @@ class _GoneError(Exception):
 
 @cache
 def _idle(process: int) -> list[LimitedChild]:
-    """Children of this process that wait: one starts in a third of a second, a question takes a millisecond."""
+    """Return children of this process that wait: one starts in a third of a second, a question takes a millisecond."""
     idle: list[LimitedChild] = []
     atexit.register(_close_all, idle, process)
     return idle
@@ -328,7 +328,7 @@ def _close_all(idle: list[LimitedChild], process: int) -> None:
 
 @contextmanager
 def limited_child(*, network: bool = False, memory_bytes: int = MEMORY_BYTES) -> Iterator[LimitedChild]:
-    """A child for the block: one that waits, or a new one. One of each kind is kept for the next block."""
+    """Give a child to the block: one that waits, or a new one. One of each kind is kept for the next block."""
     idle = _idle(os.getpid())
 
     def kind(one: LimitedChild) -> tuple[bool, int]:

@@ -69,7 +69,7 @@ class Lora:
             raise PlanError(join_problems([f"lora: {problem}" for problem in problems]))
 
     def __str__(self) -> str:
-        """As it is typed, without what is the default."""
+        """Write it as it is typed, without what is the default."""
         words = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -81,7 +81,7 @@ class Lora:
 
 
 def parse_lora(text: str) -> Lora:
-    """`r=16,targets=q_proj+v_proj,bits=4` as a `Lora`; `PlanError` names every word that it has no use for.
+    """Read `r=16,targets=q_proj+v_proj,bits=4` as a `Lora`; `PlanError` names every word that it has no use for.
 
     >>> parse_lora("r=16,bits=4").bits
     4

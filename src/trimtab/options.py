@@ -110,7 +110,7 @@ def option_fields(kind: type) -> Iterator[tuple[str, Any, Option | None]]:
 
 
 def option_problems(options: Any) -> list[str]:
-    """Values that their options do not take, a sentence each; None is always taken."""
+    """Return the values that their options do not take, a sentence each; None is always taken."""
     problems = []
     for name, hint, option in option_fields(type(options)):
         value = getattr(options, name)
@@ -259,7 +259,7 @@ class ParallelDims:
 
     @property
     def replicas(self) -> int:
-        """Devices that hold the same dense weights, and share their gradients and optimizer state."""
+        """Count the devices that hold the same dense weights, and share their gradients and optimizer state."""
         return self.dp * self.cp
 
     @property

@@ -13,7 +13,7 @@ MODULES = ("trimtab", *(f"trimtab.{name}" for name in ("models", "torch", "visio
 
 @cache
 def homes(file: str) -> dict[str, tuple[str, str]]:
-    """Module and name there of every public name in the stub of a module's file."""
+    """Return the module and name there of every public name in the stub of a module's file."""
     import ast
     from pathlib import Path
 
@@ -27,7 +27,7 @@ def homes(file: str) -> dict[str, tuple[str, str]]:
 
 
 def lazy_names(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a module whose names are loaded when they are first used."""
+    """Return `__getattr__` and `__dir__` of a module whose names are loaded when they are first used."""
 
     def load(name: str) -> Any:
         if name == "__all__":

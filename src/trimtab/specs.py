@@ -209,7 +209,7 @@ class ClipRule(Protocol):
         ...
 
     def count_clip(self, clip: Clip) -> ClipCounts:
-        """Patches, tokens and text of a video; `ImageError` where the processor raises."""
+        """Return the patches, tokens and text of a video; `ImageError` where the processor raises."""
         ...
 
 
@@ -276,12 +276,12 @@ class ModelSpec:
         return sum(layer.num_params for layer in self.layers if layer.tower == tower)
 
     def indices(self, tower: Tower, kind: LayerKind | None = None) -> list[int]:
-        """Positions of a tower's layers, in forward order."""
+        """Return the positions of a tower's layers, in forward order."""
         return [i for i, x in enumerate(self.layers) if x.tower == tower and (kind is None or x.kind == kind)]
 
     @property
     def token_window(self) -> int | None:
-        """Sliding window of the language model's windowed layers, in tokens."""
+        """Return the sliding window of the language model's windowed layers, in tokens."""
         found = (layer.attention for layer in self.layers if layer.tower == "language")
         return next((x.window for x in found if x is not None and x.window is not None), None)
 
@@ -336,7 +336,7 @@ class ClusterSpec:
 
     @property
     def slowest_link_bytes_per_s(self) -> float:
-        """Between devices of different nodes, where there are several; else within the node."""
+        """Return the rate between devices of different nodes, where there are several; else within the node."""
         return self.node_link_bytes_per_s if self.num_nodes > 1 else self.device.link_bytes_per_s
 
     def ring_bytes_per_s(self, degree: int, *, stride: int = 1) -> float:
@@ -433,7 +433,7 @@ class SampleTable:
         return self.ids[row] if self.ids is not None else str(row)
 
     def images_of(self, rows: IntArray) -> IntArray | None:
-        """`image_patches` of samples `rows`, in their order."""
+        """Return `image_patches` of samples `rows`, in their order."""
         if self.image_patches is None:
             return None
         count = self.num_images[rows]
@@ -494,7 +494,7 @@ class Packing:
         return len(self.offsets) - 1
 
     def sums(self, columns: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-        """Per pack the sum of per-sample `columns`, (num_samples,) or (num_samples, k)."""
+        """Sum per-sample `columns`, (num_samples,) or (num_samples, k), over each pack."""
         gathered = columns[self.indices]
         if self.num_packs == 0:
             return gathered[:0]
@@ -613,7 +613,7 @@ class Profile:
         return np.array([getattr(layer, term) for layer in self.layers], dtype=np.float64).reshape(-1, NUM_WORK_TERMS)
 
     def transients(self, work: FloatArray) -> FloatArray:
-        """(num_layers,) bytes that each layer's backward needs at `work` next to what the layer keeps; not below 0."""
+        """Return (num_layers,) bytes that each layer's backward needs at `work` next to what it keeps; not below 0."""
         moments = [(x.transient_bytes, x.other_transient_bytes or x.transient_bytes) for x in self.layers]
         both = np.array(moments, dtype=np.float64).reshape(-1, 2, NUM_WORK_TERMS) @ work
         most: FloatArray = both.max(axis=1, initial=0.0)
@@ -657,7 +657,7 @@ class Stage:
 
 
 def stages_between(cuts: Iterable[int]) -> tuple[Stage, ...]:
-    """Stages, nothing recomputed, between cuts 0, ..., the number of layers."""
+    """Return stages, nothing recomputed, between cuts 0, ..., the number of layers."""
     return tuple(Stage(index=i, start=a, stop=b) for i, (a, b) in enumerate(itertools.pairwise(cuts)))
 
 
@@ -679,6 +679,6 @@ def recomputing(stage: Stage, tiers: Mapping[int, RecomputedTier]) -> Stage:
 
 
 def evaluate(coefficients: FloatArray | Sequence[float], work: FloatArray) -> FloatArray:
-    """Coefficients (..., T) times work (n, T): costs (n, ...)."""
+    """Return the coefficients (..., T) times work (n, T): costs (n, ...)."""
     result: FloatArray = np.asarray(work, np.float64) @ np.asarray(coefficients, np.float64).T
     return result

@@ -44,7 +44,7 @@ def parse_json(content: bytes, *, with_nan: bool = False) -> Any:
 
 
 def refuse_surrogates(value: Any, text: str, start: int = 0, end: int | None = None) -> Any:
-    """`value`, parsed of this part of a JSON text; a `ValueError` for half a character, as nothing encodes."""
+    """Return `value`, parsed of this part of a JSON text; a `ValueError` for half a character, as nothing encodes."""
     if text.find("\\ud", start, end) >= 0 or text.find("\\uD", start, end) >= 0:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
@@ -107,7 +107,7 @@ def read_typed(
     optional: Callable[[Field[Any]], bool] = has_default,
     unknown: list[str] | None = None,
 ) -> Any:
-    """`value` as `kind` (a frozen dataclass, tuple, Literal or plain type), problems appended with their place.
+    """Return `value` as `kind` (a frozen dataclass, tuple, Literal or plain type), problems appended with their place.
 
     Use it for files that came from outside: nothing is converted but whole numbers to floats, which `read_number`
     (place, kind, value, problems) judges and returns. `optional` says which fields of a dataclass may be absent;
@@ -166,7 +166,7 @@ def read_typed(
 
 
 def _read_tuple(kind: Any, value: Any, where: str, problems: list[str], again: dict[str, Any]) -> Any:
-    """Of any length, or of the one that its type spells out."""
+    """Read a tuple of any length, or of the one that its type spells out."""
     if not isinstance(value, list):
         problems.append(f"{where.rstrip('.')}: expected a list")
         return ()

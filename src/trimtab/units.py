@@ -14,7 +14,7 @@ _SIZE = re.compile(r"^\s*([0-9]{1,30}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes named by "80GiB", "80 GB" (10**9), "1.5TiB" or a plain number of bytes."""
+    """Return bytes named by "80GiB", "80 GB" (10**9), "1.5TiB" or a plain number of bytes."""
     match = _SIZE.match(text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
@@ -23,7 +23,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_degrees(record: object) -> str:
-    """Degrees of parallelism in a line; those that experts and contexts have only where they are more than 1.
+    """Return degrees of parallelism in a line; those that experts and contexts have only where they are more than 1.
 
     >>> from trimtab import ParallelDims
     >>> format_degrees(ParallelDims(dp=4, pp=2)), format_degrees(ParallelDims(dp=4, tp=2, cp=2, ep=8))
@@ -37,7 +37,7 @@ def format_degrees(record: object) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Three significant digits with a binary unit: "1.52 GiB"."""
+    """Return three significant digits with a binary unit: "1.52 GiB"."""
     sign, value = ("-" if num_bytes < 0 else ""), abs(float(num_bytes))
     for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if value >= factor:
@@ -46,7 +46,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits: "703 ms", "12.4 s", "35.0 us"; hours from two hours up: "13.0 h"."""
+    """Return three significant digits: "703 ms", "12.4 s", "35.0 us"; hours from two hours up: "13.0 h"."""
     if not math.isfinite(seconds):
         return str(seconds)
     if abs(seconds) >= 2 * 3600:
@@ -66,7 +66,7 @@ def format_count(value: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three significant digits, or all whole ones, without an exponent: "0.125", "42.9", "2,048"."""
+    """Return three significant digits, or all whole ones, without an exponent: "0.125", "42.9", "2,048"."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
@@ -76,12 +76,12 @@ def format_ratio(ratio: float) -> str:
 
 
 def round_digits(value: float) -> float:
-    """To four significant digits, as estimates stand in a plan."""
+    """Round to four significant digits, as estimates stand in a plan."""
     return float(f"{value:.4g}")
 
 
 def round_gib(num_bytes: float) -> float:
-    """GiB to two decimals."""
+    """Return GiB to two decimals."""
     return round(num_bytes / GIB, 2)
 
 

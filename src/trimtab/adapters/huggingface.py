@@ -42,7 +42,7 @@ CANONICAL: Mapping[str, str] = MappingProxyType(
 
 
 def peft_config(model: ModelSpec, lora: Lora) -> dict[str, Any]:
-    """Arguments of `peft.LoraConfig`: adapters where `lora` has them, and in no other tower."""
+    """Return the arguments of `peft.LoraConfig`: adapters where `lora` has them, and in no other tower."""
     targets = ALL_LINEAR if ALL_LINEAR in lora.targets else list(lora.targets)
     found = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
     elsewhere = _modules_of_other_towers(model, lora)
@@ -52,7 +52,7 @@ def peft_config(model: ModelSpec, lora: Lora) -> dict[str, Any]:
 
 
 def quantisation_config(model: ModelSpec, lora: Lora, *, sharded: bool) -> dict[str, Any]:
-    """Arguments of `transformers.BitsAndBytesConfig` that store what the plan prices in 4 bits; none for 16.
+    """Return the arguments of `transformers.BitsAndBytesConfig` that store what the plan prices in 4 bits; none for 16.
 
     `sharded`: FSDP shards only weights of one dtype, so packed ones are stored as bfloat16.
     """
@@ -70,7 +70,7 @@ def quantisation_config(model: ModelSpec, lora: Lora, *, sharded: bool) -> dict[
 
 
 def peft_lines(model: ModelSpec, lora: Lora, *, sharded: bool) -> str:
-    """Python lines: how the base is loaded, and the adapters, to run after the lines of recompute."""
+    """Return Python lines: how the base is loaded, and the adapters, to run after the lines of recompute."""
     quantised = quantisation_config(model, lora, sharded=sharded)
     loaded = f"# load the model with quantization_config=BitsAndBytesConfig({_call(quantised)})\n" if quantised else ""
     cast = "" if lora.weights != "same" else ", autocast_adapter_dtype=False"
@@ -102,7 +102,7 @@ def joined_layers(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
 
 
 def _adapted_products(model: ModelSpec, lora: Lora, host: str) -> tuple[str, ...]:
-    """Products of the decoder's blocks that have adapters: in all blocks alike, for names are patterns."""
+    """Return the products of the decoder's blocks that have adapters: in all blocks alike, for names are patterns."""
     found: dict[str, int] = {}
     there: dict[str, int] = {}
     for layer in (x for x in model.layers if x.tower == "language" and x.kind == "block"):

@@ -51,9 +51,9 @@ def norm_cuts(model: ModelSpec) -> list[int]:
 
 
 def megatron_ladders(model: ModelSpec, stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
-    """Every full recompute that Megatron-Core can do on these stages with one setting: of the vision tower none or all,
+    """Yield the full recomputes that Megatron-Core does on these stages by one setting: of the tower none or all,
     and for each of them the first n blocks of every stage."""
-    stages = _norm_beside_head(model, stages)
+    stages = _norm_next_to_head(model, stages)
     most = max(len(blocks_of(model, stage)) for stage in stages)
     for vision in (0, None) if blocks_of(model, stages[0], "vision") else (0,):
         yield [recompute_first(model, stages, {"vision": vision, "language": number}) for number in range(most + 1)]
@@ -112,7 +112,7 @@ def as_run(model: ModelSpec, stages: Sequence[Stage], recompute: dict[str, Setti
     """The stages with the recompute that `recompute` sets; selective modules count as the plan's selective tier."""
     tower = dict.fromkeys(recomputed_blocks(model, stages[0], "vision"), _FULL)
     result = []
-    for stage in _norm_beside_head(model, stages):
+    for stage in _norm_next_to_head(model, stages):
         language: dict[int, RecomputedTier] = {}
         if recompute.get("recompute_granularity") == "full":
             language = dict.fromkeys(blocks_of(model, stage)[: int(str(recompute["recompute_num_layers"]))], _FULL)
@@ -122,7 +122,7 @@ def as_run(model: ModelSpec, stages: Sequence[Stage], recompute: dict[str, Setti
     return tuple(result)
 
 
-def _norm_beside_head(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+def _norm_next_to_head(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
     moved = {cut: cut - 1 for cut in norm_cuts(model)}
     return tuple(replace(x, start=moved.get(x.start, x.start), stop=moved.get(x.stop, x.stop)) for x in stages)
 
@@ -133,7 +133,7 @@ def _num_experts(model: ModelSpec, index: int) -> int:
 
 
 def vision_fields(model: ModelSpec, first: Stage, dims: ParallelDims, warnings: list[str]) -> dict[str, VisionSetting]:
-    """Fields that launchers copy from the language model into the vision tower, and their right values there."""
+    """Return fields that launchers copy from the language model into the vision tower, and their right values there."""
     num_layers = len(model.indices("vision", "block"))
     if num_layers == 0:
         return {}
@@ -219,7 +219,7 @@ class MegatronExport:
 
 
 def unsupported_cuts(model: ModelSpec) -> frozenset[int]:
-    """Cuts that no Megatron-Core layout makes; a split that forbids them, too, can be exported.
+    """Return the cuts that no Megatron-Core layout makes; a split that forbids them, too, can be exported.
 
     All cuts before the end of the token embedding, since tower, projector and embedding stay on the first stage, and
     the one between the final norm and the head.

@@ -47,7 +47,7 @@ class MegatronFlags:
 
 
 def flag_values(text: str) -> dict[str, str]:
-    """What stands after each flag of a launch script, "" where nothing does; of a flag said twice, the later one.
+    """Return the value of each flag of a launch script, "" where it has none; the later value of a flag given twice.
 
     >>> flag_values("--bf16 --lr=1e-5 --micro-batch-size 1")
     {'bf16': '', 'lr': '1e-5', 'micro_batch_size': '1'}
@@ -69,7 +69,7 @@ def flag_values(text: str) -> dict[str, str]:
 
 
 def parse_megatron_flags(text: str) -> MegatronFlags:
-    """Flags as they stand in a launch script; the others, which are many, are passed over.
+    """Return the flags as they stand in a launch script; the others, which are many, are passed over.
 
     Underscores may stand for hyphens, `=` for the blank, and a later flag takes the place of an earlier one, as in
     argparse.
@@ -106,7 +106,7 @@ def read_megatron_flags(said: Mapping[str, str]) -> MegatronFlags:
 def check_megatron(
     model: ModelSpec, flags: MegatronFlags, *, launcher: Launcher = "megatron", vision_cleared: bool = False
 ) -> list[Finding]:
-    """Everything wrong with these flags for this model, what keeps it from starting first.
+    """Return everything wrong with these flags for this model, what keeps it from starting first.
 
     `vision_cleared`: the launcher is known to clear the language model's split in the vision tower's configuration.
     """
@@ -236,7 +236,7 @@ def _count_even(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
 
 
 def _in_chunks(flags: MegatronFlags, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Layers of each rank cut into its virtual stages."""
+    """Return the layers of each rank cut into its virtual stages."""
     chunks = flags.num_virtual_stages_per_pipeline_rank or flags.virtual_pipeline_model_parallel_size or 1
     if flags.num_layers_per_virtual_pipeline_stage and len(ranks) > 1:
         chunks = max(1, ranks[0] // flags.num_layers_per_virtual_pipeline_stage)
@@ -258,7 +258,7 @@ def _padded_heads(model: ModelSpec, tp: int) -> Iterator[Finding]:
 
 
 def _deepstack_findings(model: ModelSpec, counts: Sequence[int]) -> Iterator[Finding]:
-    """Cuts that the model forbids: its vision features enter language blocks after the first."""
+    """Yield the cuts that the model forbids: its vision features enter language blocks after the first."""
     block = model.indices("language", "block")[0]
     cuts = {block + passed for passed in accumulate(counts[:-1])} & model.forbidden_cuts
     if cuts:

@@ -56,7 +56,7 @@ _GRADS = "cfg.mixed_precision.grad_reduce_in_fp32"
 
 
 def export_bridge(plan: Decided, price: float | None) -> Exported:
-    """Assignments to a recipe's `cfg`, to run between the recipe that makes it and the training that takes it.
+    """Return assignments to a recipe's `cfg`, to run between the recipe that makes it and the training that takes it.
 
     `cfg.model` is the provider of the whole model. Its vision tower needs no clearing: it is Hugging Face's class, or
     its configuration is made afresh; Qwen3-VL's takes the language model's recompute settings.
@@ -199,7 +199,7 @@ def _about_tower(plan: Decided, first: Stage) -> Iterator[str]:
 
 
 def _with_towers_share(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """These stages, the vision tower recomputing as the provider makes it: as many first blocks as every stage of the
+    """Return these stages, the tower recomputing as the provider makes it: as many first blocks as every stage of the
     language model, where it copies these settings; nothing elsewhere."""
     most = max(len(recomputed_blocks(model, stage)) for stage in stages)
     copied = any("full" in recomputed_blocks(model, stage).values() for stage in stages)
@@ -213,7 +213,7 @@ def _with_towers_share(model: ModelSpec, stages: Sequence[Stage]) -> tuple[Stage
 
 
 def _can_run(model: ModelSpec, _pp: int) -> Expressible:
-    """As Megatron-Core, the vision tower recomputing with the language model or not at all."""
+    """Return what Megatron-Core can run; the vision tower recomputes with the language model or not at all."""
 
     def ladders(stages: Sequence[Stage]) -> Iterator[list[tuple[Stage, ...]]]:
         without_tower = next(iter(megatron_ladders(model, stages)))
@@ -254,7 +254,7 @@ _SWIFT_FREEZES: Mapping[str, Tower] = {"llm": "language", "vit": "vision", "alig
 
 
 def export_swift(plan: Decided, price: float | None) -> Exported:
-    """Arguments of `megatron sft`, with those whose defaults would add something to the plan.
+    """Return the arguments of `megatron sft`, with those whose defaults would add something to the plan.
 
     ms-swift recomputes core attention, the vision tower, shards the optimizer, freezes tower and projector and shuffles
     unless its settings say otherwise. With packing, its batch sizes count packs; `export swift-packs` writes these and

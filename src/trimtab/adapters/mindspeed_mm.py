@@ -44,7 +44,7 @@ _KNOWN: Mapping[str, Collection[object]] = {
 
 
 def export(plan: Decided, price: float | None) -> Exported:
-    """Arguments to add to those of `pretrain_vlm.py`, and what to set in the file of `--mm-model`."""
+    """Return arguments to add to those of `pretrain_vlm.py`, and what to set in the file of `--mm-model`."""
     _refuse_family(plan.model)
     model, stages, dims = plan.model, plan.stages, plan.dims
     problems = [
@@ -101,7 +101,7 @@ def export(plan: Decided, price: float | None) -> Exported:
 
 
 def _fields(plan: Decided, tower: Tower, most: int) -> dict[str, object]:
-    """Of one module of the model file: layers by chunk and rank, and how many first blocks of each recompute."""
+    """Return the fields of a module of the model file: layers by chunk and rank, how many first blocks recompute."""
     held = [len(blocks_of(plan.model, stage, tower)) for stage in plan.stages]
     pp = plan.dims.pp
     rows = [held[start : start + pp] for start in range(0, len(held), pp)]

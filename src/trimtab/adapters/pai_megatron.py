@@ -73,7 +73,7 @@ def pai_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, .
 
 
 def export(plan: Decided, price: float | None) -> Exported:
-    """Environment and command, quoted; arguments with a $ are the user's own variables, to be set before it."""
+    """Return environment and command, quoted; arguments with a $ are the user's own variables, to be set before it."""
     model, stages, dims = plan.model, plan.stages, plan.dims
     problems = _unscripted(model, plan.num_chunks)
     flags: MegatronExport | None = None

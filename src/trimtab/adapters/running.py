@@ -102,7 +102,7 @@ class Decided:
 
     @property
     def samples_per_step(self) -> int:
-        """What a host counts that takes no packs: micro-batches of one sample, as many a step as its ranks divide."""
+        """Count as a host that takes no packs: micro-batches of one sample, as many a step as its ranks divide."""
         per_rank = self.num_microbatches * self.samples_per_pack
         if self.global_batch is not None:
             per_rank = self.global_batch / self.dims.dp
@@ -181,7 +181,7 @@ def decided(found: ReloadedPlan, host: HostName) -> Decided:
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """`UnsupportedPlanError` with all of the problems, if there are any."""
+    """Raise `UnsupportedPlanError` with all of the problems, if there are any."""
     if problems:
         raise UnsupportedPlanError(join_problems(problems))
 
@@ -194,7 +194,7 @@ def schedule_problems(plan: Decided, framework: str, known: Sequence[str]) -> li
 
 
 def cut_problems(plan: Decided, unsupported: frozenset[int], why: str) -> list[str]:
-    """Cuts that the framework cannot make, with the rest of the sentence, and those that the model forbids."""
+    """Return cuts that the framework cannot make, with the rest of the sentence, and those that the model forbids."""
     model, starts, problems = plan.model, {stage.start for stage in plan.stages}, []
     reason = model.forbidden_cut_reason or "the plan was made without these cuts"
     for cuts, said in (
@@ -223,7 +223,7 @@ def full_blocks(layer: LayerSpec) -> tuple[RecomputedTier, ...]:
 
 
 def price_without_cuts(price: float | None, *, then: str = "") -> str:
-    """In parentheses, the step time of the best plan without the refused cuts, relative to the plan's; none is silence.
+    """Write in parentheses the step time of the best plan without the refused cuts, relative to the plan's, if known.
 
     Infinite is a price too: without such cuts nothing fits, and `then` says what becomes of that.
     """
@@ -370,7 +370,7 @@ def head_problems(model: ModelSpec, tp: int) -> list[str]:
 
 
 def padded_heads(model: ModelSpec, tp: int) -> list[tuple[int, int]]:
-    """Head counts of the vision tower that tp does not divide, each with the next one that it does."""
+    """Return the head counts of the vision tower that tp does not divide, each with the next one that it does."""
     counts = sorted({x.num_heads for x in attentions(model, "vision")})
     return [(count, -(-count // tp) * tp) for count in counts if count % tp]
 
@@ -380,7 +380,7 @@ def is_block(model: ModelSpec, index: int, tower: Tower = "language") -> bool:
 
 
 def blocks_of(model: ModelSpec, stage: Stage, tower: Tower = "language") -> tuple[int, ...]:
-    """Blocks of the tower on the stage, in forward order."""
+    """Return the blocks of the tower on the stage, in forward order."""
     return tuple(i for i in range(stage.start, stage.stop) if is_block(model, i, tower))
 
 
@@ -402,7 +402,7 @@ def recompute_first(
 
 
 def count_by_tier(stages: Sequence[Stage]) -> Counter[RecomputedTier]:
-    """Recomputed layers of each tier."""
+    """Return the recomputed layers of each tier."""
     return Counter(tier for stage in stages for tier in tiers_of(stage).values())
 
 

@@ -53,7 +53,7 @@ class StageCounts:
     gpus: tuple[int, ...]
 
     def environment(self, engine: Engine) -> dict[str, str]:
-        """Variables to start the engine with; ranks take visible devices in order."""
+        """Return the variables to start the engine with; ranks take visible devices in order."""
         found = {VARIABLES[engine]: ",".join(map(str, self.layers))}
         if self.gpus != tuple(range(len(self.gpus))):
             found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
@@ -97,7 +97,7 @@ def engine_commands(model: str, family: str, device_map: Mapping[str, int | str]
 
 
 def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:
-    """Stages of a placement; `UnsupportedPlanError` if an engine cannot run it as stages."""
+    """Return the stages of a placement; `UnsupportedPlanError` if an engine cannot run it as stages."""
     modules = list(device_map)
     off = sorted({str(x) for x in device_map.values() if not isinstance(x, int)})
     if off:

@@ -46,7 +46,7 @@ class VlmWorkload:
     def __call__(
         self, seqlen_list: torch.Tensor | Sequence[int] | int, vision: PatchCounts | None = None
     ) -> torch.Tensor:
-        """(n,) int64 workload of `seqlen_list` tokens a sequence (tensor, list or number), image tokens included."""
+        """Return (n,) int64 workload of `seqlen_list` tokens a sequence (tensor, list or number), with image tokens."""
         tokens = torch.as_tensor(seqlen_list).to(torch.float64)
         factor = dict(zip(WORK_TERMS, self.coefficients, strict=True))
         windowed = tokens * tokens
@@ -114,7 +114,7 @@ def stand_in_for(original: FunctionType, workload: Callable[[torch.Tensor], torc
 
 
 def count_grids(image_rule: ImageRule, grids: Sequence[torch.Tensor | None]) -> PatchCounts:
-    """Vision work of sequences from their `image_grid_thw`, (images, 3) each, or None without images.
+    """Return the vision work of sequences from their `image_grid_thw`, (images, 3) each, or None without images.
 
     Use it for `VlmWorkload.with_vision`; docs/howto-verl.md shows it.
     For the Qwen-VL families, whose processors return frames, rows and columns of patches; t frames count as t images.

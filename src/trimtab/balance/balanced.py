@@ -161,7 +161,7 @@ def choose_aim(
     least = own_needed / max(num_known, 1) * (1.0 + n.above_known)
 
     def rows_of(num_packs: float) -> float:
-        """Whole rows of all samples that are packed as this many packs of the trial are."""
+        """Return the whole rows of all samples that are packed as this many packs of the trial are."""
         return float(np.ceil((num_packs / own_needed * needed + num_others) / dp - 1e-9))
 
     def whole_rows(share: float) -> float:
@@ -294,7 +294,7 @@ def pack_balanced(
 
 
 def _pack(stream: _Shuffled, bounds: FloatArray, aim: Aim, dp: int, num_others: int, keys: tuple[int, ...]) -> Streamed:
-    """Packs of the stream by one aim."""
+    """Return the packs of the stream by one aim."""
     pull, effort, state = aim.pull(stream.columns, bounds), aim.effort(), make_stream(*keys, 1)
     if aim.rule is not None:
         return fit_stream(
@@ -315,7 +315,7 @@ def _pack(stream: _Shuffled, bounds: FloatArray, aim: Aim, dp: int, num_others: 
 
 
 def _count_known(columns: FloatArray, bounds: FloatArray) -> int:
-    """Packs by the first rule of best fit, in windows as it is known."""
+    """Count the packs by the first rule of best fit, in windows as it is known."""
     parts = np.array_split(columns, -(-len(columns) // KNOWN_WINDOW))
     return sum(len(fit_samples(part, bounds[:2], FIT_RULES[0]).head) for part in parts)
 
@@ -328,7 +328,7 @@ class _Shuffled:
 
 
 def _shuffle(sizes: IntArray, cost: FloatArray, limits: tuple[int, ...], keys: tuple[int, ...]) -> _Shuffled:
-    """Samples in random order, their cost scaled to a mean of 1: squares of it are summed in float32."""
+    """Return the samples in random order, their cost scaled to a mean of 1: squares of it are summed in float32."""
     n, k = sizes.shape
     order = permutation(n, *keys, 0)
     columns = np.empty((n, k + 1))
@@ -414,7 +414,7 @@ def fill_patterns(sizes: IntArray, counts: IntArray, limit: int) -> IntArray:
 
 
 def _fill_in_parts(sizes: IntArray, counts: IntArray, limit: int) -> tuple[IntArray, FloatArray]:
-    """K patterns, and how many times each is used in parts: the simplex method over all patterns."""
+    """Return K patterns, and how many times each is used in parts: the simplex method over all patterns."""
     room = limit // sizes
     patterns, inverse, times = np.diag(room), np.diag(1.0 / room), counts / room
     for _step in range(50 * len(sizes)):
@@ -453,14 +453,14 @@ def _best_pattern(sizes: IntArray, worth: FloatArray, limit: int) -> tuple[IntAr
 
 
 def _fill_last(sizes: list[int], left: list[int], limit: int, num_packs: int) -> list[list[int]] | None:
-    """Patterns of so many packs for all that is left, or None: pack after pack, the fullest first.
+    """Return the patterns of so many packs for all that is left, or None: pack after pack, the fullest first.
 
     Each pack holds a sample of the largest kind that is left, and leaves no more room than all packs together may.
     """
     K, num_steps = len(sizes), 0
 
     def fill(i: int, room: int, spare: int, pattern: list[int]) -> Iterator[list[int]]:
-        """Patterns with kinds i, i + 1, ... in what room there is, of which `spare` may stay empty."""
+        """Yield patterns with kinds i, i + 1, ... in what room there is, of which `spare` may stay empty."""
         nonlocal num_steps
         # too many steps, or what is left cannot fill the room
         num_steps += 1

@@ -49,11 +49,11 @@ class LinearCost:
         return np.asarray(seen + (self.tokens * t + self.tokens_sq * attended), np.float64)
 
     def of_images(self, terms: FloatArray) -> FloatArray:
-        """Cost of each image, (n, 3) its patches, patches_sq and patches_windowed."""
+        """Return the cost of each image, (n, 3) its patches, patches_sq and patches_windowed."""
         return self.of(terms[:, 0], patches_sq=terms[:, 1], patches_windowed=terms[:, 2])
 
     def of_samples(self, samples: SampleTable, rows: IntArray | None = None) -> FloatArray:
-        """Cost of each sample of a table, or of these rows."""
+        """Return the cost of each sample of a table, or of these rows."""
         # a sample of two sequences attends inside each of them
         columns = (samples.num_patches, samples.num_tokens, samples.patches_sq, samples.patches_windowed)
         patches, tokens, squares, windows = (column if rows is None else column[rows] for column in columns)

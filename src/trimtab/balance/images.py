@@ -24,7 +24,7 @@ WHOLE = 2.0**50
 
 
 def tower_seconds(profile: Profile) -> LinearCost:
-    """Forward and backward seconds of the vision tower and the projector, from a profile.
+    """Return forward and backward seconds of the vision tower and the projector, from a profile.
 
     Give it to `vision_dp` or `share_images` as the cost of an image; docs/vision-data-parallel.md says when.
     Not counted: what a call costs whatever is in it, which no assignment changes; recomputed forwards.
@@ -37,7 +37,7 @@ def tower_seconds(profile: Profile) -> LinearCost:
 
 
 def tower_bytes(profile: Profile) -> LinearCost:
-    """Bytes the tower holds for its backward, nothing recomputed.
+    """Return the bytes the tower holds for its backward, nothing recomputed.
 
     Give it to `vision_dp` in place of `tower_seconds` to balance memory; docs/vision-data-parallel.md says when.
     """
@@ -73,7 +73,7 @@ class ImageShares:
 
     @property
     def imbalance(self) -> float:
-        """Slowest / mean - 1."""
+        """Return slowest / mean - 1."""
         mean = float(self.load.mean())
         return self.max_load / mean - 1.0 if mean > 0 else 0.0
 
@@ -311,7 +311,7 @@ def attainable_bound(cost, largest_first, bound):  # type: ignore[no-untyped-def
 
 @compiled
 def longest_first(cost, largest_first, num_ranks):  # type: ignore[no-untyped-def]
-    """Each atom, the dearest first, to the rank with the least so far."""
+    """Give each atom, the most expensive first, to the rank with the least so far."""
     ranks = np.empty(len(cost), np.int64)
     load = np.zeros(num_ranks, np.int64)
     for i in largest_first:
@@ -392,7 +392,7 @@ class PoolLoads:
 def share_pools(
     cost: FloatArray, measure: FloatArray, terms: FloatArray, offsets: IntArray, num_ranks: int, *, rule: Rule
 ) -> PoolLoads:
-    """Every pool shared by `cost` as `share_images` does; shares are measured in `measure` (n,) and `terms` (n, T).
+    """Share every pool by `cost` as `share_images` does; shares are measured in `measure` (n,) and `terms` (n, T).
 
     The same shares as `share_images` gives pool by pool, but for sums of costs that differ in their last bit.
     """

@@ -19,7 +19,7 @@ MOST_COUNTED = 1 << 22  # largest size up to which counting beats sorting
 
 
 def rounded_sizes(sizes: IntArray, limit: int) -> FloatArray | None:
-    """Sizes (n,) rounded so that they still bound packs from below, and by more packs; None where none do.
+    """Return the sizes (n,) rounded so that they still bound packs from below, and by more packs; None where none do.
 
     For a threshold x of at most Q / 2, what is above Q - x counts as Q, what is below x as nothing: no pack's sum of
     these is above Q, since next to a sample above Q - x there is room only for samples below x (a dual feasible
@@ -84,7 +84,7 @@ def above_limits(sizes: IntArray | FloatArray, limits: tuple[int, ...] | FloatAr
 
 
 def lower_bound_packs(sizes: IntArray, limits: tuple[int, ...]) -> int:
-    """Packs that samples (n, k) need under `limits`, whatever the packing: no method makes fewer.
+    """Count the packs that samples (n, k) need under `limits`, whatever the packing: no method makes fewer.
 
     >>> lower_bound_packs(np.array([[5, 10], [5, 10], [5, 10], [3, 10], [1, 10]]), (9, 100))
     3
@@ -97,7 +97,7 @@ def lower_bound_packs(sizes: IntArray, limits: tuple[int, ...]) -> int:
 
 
 def _pairs_bound(sizes: IntArray, limits: tuple[int, ...], least: int) -> int:
-    """Packs that large samples need in two columns together: as many as there are, less the most pairs of them.
+    """Return packs that large samples need in two columns together: as many as there are, less the most pairs of them.
 
     Large are samples of which no three fit one pack, for either column or both together add up to more than a third:
     a x + (1 - a) y > 1/3 of the shares x, y, for three of them more than 1. Not counted where they are `least` at most.
@@ -172,7 +172,7 @@ def dist_ratio(work: FloatArray) -> float:
 
 
 def utilisation(useful: FloatArray, computed: FloatArray) -> float:
-    """Useful work over what the ranks have time for: sum / (N sum over rows of the largest computed work).
+    """Return useful work over what the ranks have time for: sum / (N sum over rows of the largest computed work).
 
     Both are (rows, N). A row lasts as long as its slowest rank; padding is computed but not useful.
     """
@@ -181,7 +181,7 @@ def utilisation(useful: FloatArray, computed: FloatArray) -> float:
 
 
 def shuffle_chi2(histograms: IntArray) -> float | None:
-    """Mean over steps of the chi-square of the step's source histogram against the whole, per degree of freedom.
+    """Return mean over steps of the chi-square of the step's source histogram against the whole, per degree of freedom.
 
     `histograms` is (steps, sources). 1.0 is what a random order gives; less is more even than random, more clustered.
     None if fewer than two sources occur.
@@ -206,7 +206,7 @@ def report_balance(
     padded_cost: FloatArray | None = None,
     padded: bool = False,
 ) -> BalanceReport:
-    """All figures of a packing. `cost` is per sample; `padded` says that batches are padded to their longest sample.
+    """Return all figures of a packing. `cost` is per sample; `padded`: batches are padded to their longest sample.
 
     Then ranks compute B t_max tokens, and `padded_cost` per sample in place of `cost`; tokens that are padding fill no
     limit and are not useful work. dist ratios are taken per row over the ranks, empty slots of the last rows included.
@@ -273,7 +273,7 @@ def _sources_of_steps(samples: SampleTable, packing: Packing, schedule: Schedule
 
 
 def _work(per_pack: FloatArray, slots: IntArray) -> FloatArray:
-    """Work of each slot; 0 where it is empty."""
+    """Return the work of each slot; 0 where it is empty."""
     if len(per_pack) == 0:
         return np.zeros(slots.shape)
     return np.where(slots >= 0, per_pack[np.maximum(slots, 0)], 0.0)

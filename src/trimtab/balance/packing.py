@@ -78,7 +78,7 @@ def pack_samples(
     iterations: int = 10,
     batch_size: float = 4,
 ) -> PackResult:
-    """Packs of samples of at most `limits` = (max_patches, max_tokens), and their schedule over `dp` ranks.
+    """Return packs of samples of at most `limits` = (max_patches, max_tokens), and their schedule over `dp` ranks.
 
     Use this when you have sizes and a training loop of your own; `make_plan` calls it for you. Raises `PackingError`
     for a sample above a limit, unless `oversize` says what to do with it.
@@ -169,7 +169,7 @@ class _Asked:
 
 
 def _pack_part(asked: _Asked, own: IntArray, part: int, num_before: int) -> tuple[Groups, _Asked]:
-    """Packs of the rows `own`, by their places in it, in the order in which they run after `num_before` others.
+    """Return packs of the rows `own`, by their places in it, in the order in which they run after `num_before` others.
 
     And what is asked of the next part: the first one has chosen the aim of all.
     """
@@ -208,7 +208,7 @@ def _pack_part(asked: _Asked, own: IntArray, part: int, num_before: int) -> tupl
 def _pack_small(
     asked: _Asked, columns: IntArray, cost: FloatArray, num_others: int, keys: tuple[int, ...]
 ) -> tuple[Groups, Aim | float | None]:
-    """Packs of samples (n, 2) that each fit a pack alone, and the aim that they were made with."""
+    """Return packs of samples (n, 2) that each fit a pack alone, and the aim that they were made with."""
     if asked.method == "balanced":
         from trimtab.balance.balanced import pack_balanced
 
@@ -308,7 +308,7 @@ def read_sizes(samples: SampleTable, rows: IntArray | None = None) -> IntArray:
 
 
 def cost_column(samples: SampleTable, cost: LinearCost | FloatArray | None, rows: IntArray | None = None) -> FloatArray:
-    """Cost of each sample, or of these rows: by weights, as given, or of the default model."""
+    """Return the cost of each sample, or of these rows: by weights, as given, or of the default model."""
     # a line in the sizes, or a number for each sample
     if cost is None:
         cost = default_cost(samples)
@@ -374,7 +374,7 @@ def _check(
 
 
 def _find_oversize(samples: SampleTable, limits: tuple[int, int]) -> IntArray:
-    """Rows that are above a limit, ascending; a part of the columns at a time, as they may be mapped files."""
+    """Return rows that are above a limit, ascending; a part of the columns at a time, as they may be mapped files."""
     found = [np.empty(0, np.int64)]
     for first in range(0, len(samples), SHARD_SAMPLES):
         part = slice(first, first + SHARD_SAMPLES)

@@ -65,7 +65,7 @@ def make_goal(
 
 
 def make_packs(num_packs: int, num_samples: int, num_columns: int) -> Packs:
-    """Empty packs for samples 0 .. num_samples - 1."""
+    """Return empty packs for samples 0 .. num_samples - 1."""
     return Packs(
         np.full(num_packs, -1, np.int64),
         np.full(num_samples, -1, np.int64),
@@ -274,7 +274,7 @@ NO_THREE_FIT = (2 / 3) * (1 + 1e-9)
 
 @compiled
 def match_pairs(sizes: FloatArray, limits: FloatArray) -> IntArray:
-    """Partner of each sample (n, 2), or -1: as many pairs as any choice makes. O(n log n).
+    """Return the partner of each sample (n, 2), or -1: as many pairs as any choice makes. O(n log n).
 
     Each sample chooses one that fits it, itself included, and each is chosen once at most; as many as possible choose
     (`_choose`). Choices form chains and circles, which become pairs. Only a circle of odd length leaves one out; it
@@ -325,7 +325,7 @@ def match_pairs(sizes: FloatArray, limits: FloatArray) -> IntArray:
 
 @inner
 def _choose(sizes: FloatArray, limits: FloatArray) -> tuple[IntArray, IntArray]:
-    """What each sample chooses, or -1, and who chooses it: as many choices as can be.
+    """Return what each sample chooses, or -1, and who chooses it: as many choices as can be.
 
     The largest of column a choose first. What fits them there fits all later ones too, so the best choice is what
     fills most of column b: it is found in a binary tree over the samples by b, whose nodes know what is still free.

@@ -30,7 +30,7 @@ def pack_isf(
     seed: int,
     epoch: int = 0,
 ) -> Groups:
-    """Packs by ISF of samples with columns `sizes` (n, k), each of which fits a pack alone.
+    """Return the packs by ISF of samples with columns `sizes` (n, k), each of which fits a pack alone.
 
     T times: shuffle what is left, fill packs in that order, closing one when the next sample would break a limit,
     keep those with v >= Q'_v or t >= Q'_t. The packs of the last iteration are all kept, good or not: every sample is
@@ -66,7 +66,7 @@ def pack_isf(
 
 @compiled
 def _fill_packs(sizes: IntArray, order: IntArray, limits: IntArray) -> IntArray:
-    """Where packs begin: samples in this order, a new pack where the next one would break a limit."""
+    """Return where packs begin: samples in this order, a new pack where the next one would break a limit."""
     k = sizes.shape[1]
     starts = np.zeros(len(order), np.int64)
     total = np.zeros(k, np.int64)
@@ -139,12 +139,12 @@ MEGA_STEPS = 50
 
 
 def batch_randomly(num_samples: int, *, batch_size: float, dp: int, seed: int, epoch: int = 0) -> Groups:
-    """Batches along a shuffle."""
+    """Return batches along a shuffle."""
     return Groups(permutation(num_samples, seed, epoch, 0x726E64), _batch_bounds(num_samples, batch_size, dp))
 
 
 def batch_by_length(lengths: FloatArray, *, batch_size: float, dp: int, seed: int, epoch: int = 0) -> Groups:
-    """LLaVA's grouping: the samples of each step, longest first, each to the rank with the least so far.
+    """Group as LLaVA does: the samples of each step, longest first, each to the rank with the least so far.
 
     The shuffle decides which samples make a step and ranks get equally many, so nothing of the shuffle is lost.
     """
@@ -183,7 +183,7 @@ def batch_by_device(lengths: FloatArray, *, batch_size: float, dp: int, seed: in
 
 
 def _batch_bounds(num_samples: int, batch_size: float, dp: int) -> IntArray:
-    """Offsets of batches of equal size or one less, a multiple of dp of them where there are samples enough."""
+    """Return offsets of batches of equal size or one less, a multiple of dp of them where there are samples enough."""
     wanted = int(np.ceil(num_samples / batch_size))
     num_batches = min(num_samples, -(-wanted // dp) * dp)
     return np.arange(num_batches + 1, dtype=np.int64) * num_samples // max(1, num_batches)
@@ -191,7 +191,7 @@ def _batch_bounds(num_samples: int, batch_size: float, dp: int) -> IntArray:
 
 @compiled
 def _deal_steps(lengths: FloatArray, longest_first: IntArray, bounds: IntArray, dp: int) -> IntArray:
-    """Samples batch by batch: each of a step to the rank with the least so far that has a place left."""
+    """Return the samples batch by batch: each of a step to the rank with the least so far that has a place left."""
     num_batches = len(bounds) - 1
     order = np.empty(len(longest_first), np.int64)
     total = np.empty(dp)

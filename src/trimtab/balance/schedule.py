@@ -103,7 +103,7 @@ def order_packs(
     block_steps: int = BLOCK_STEPS,
     num_before: int = 0,
 ) -> IntArray:
-    """Packs in the order in which they run, row after row of dp; `num_before` packs run ahead of them."""
+    """Return the packs in the order in which they run, row after row of dp; `num_before` packs run ahead of them."""
     sequence = np.arange(len(columns), dtype=np.int64)
     if order == "sorted":
         _group_within(columns, sequence, dp, max(1, block_steps) * dp, keys)
@@ -178,7 +178,7 @@ class Groups:
 
 
 def split_packs(groups: Groups, sizes: IntArray, limits: tuple[int, ...], extra: int) -> Groups:
-    """`extra` packs more: those with the most samples are cut in two where the samples reach half of
+    """Return `extra` packs more: those with the most samples are cut in two where the samples reach half of
     what they fill, each by its fullest column (`sizes` is (n, k)).
 
     The halves go to the end, so that they meet in the same steps. Unchanged if there are too few samples for so many.
@@ -222,7 +222,7 @@ def complete_rows(
     dp: int,
     keys: tuple[int, ...],
 ) -> Groups:
-    """Packs of all samples, a multiple of dp where there are samples enough.
+    """Return the packs of all samples, a multiple of dp where there are samples enough.
 
     `groups` packs the samples `small`; each of `large` is a pack alone, somewhere among the others: where a shuffle
     would put it. `sizes` are the columns of all samples.

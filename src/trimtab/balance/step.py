@@ -188,7 +188,7 @@ def _share_any(
     num_microbatches: int,
     keys: tuple[int, ...],
 ) -> SharedStep:
-    """`share_step` of any number of samples: of fewer than dp, some ranks have none."""
+    """Share any number of samples as `share_step` does: of fewer than dp, some ranks have none."""
     n, k = sizes.shape
     bounds = np.array([*(limits or [np.inf] * k), np.inf])
     # at least as many packs as the samples need
@@ -210,7 +210,7 @@ def _share_any(
 
 
 def _share(columns: FloatArray, bounds: FloatArray, dp: int, M: int, state: UIntArray) -> Packs | None:
-    """Packs of the step, or None where none within the limits were found."""
+    """Return the packs of the step, or None where none within the limits were found."""
     n, D = columns.shape
     # 1. what ranks are to have alike: each the mean, and no cost above the mean or the largest sample
     total = sum_columns(columns)

@@ -149,7 +149,7 @@ FIT_RULES = (FitRule(False, False), FitRule(True, True), FitRule(True, False), F
 
 
 def fit_samples(sizes: FloatArray, limits: FloatArray, rule: FitRule) -> Packs:
-    """Packs of samples (n, 2 or more columns) by best fit decreasing in the first two."""
+    """Return packs of samples (n, 2 or more columns) by best fit decreasing in the first two."""
     shares = sizes[:, :2] / limits
     total = shares[:, 0] + shares[:, 1]
     key = total if rule.by_sum else np.maximum(shares[:, 0], shares[:, 1])
@@ -258,7 +258,7 @@ def next_fill(fill: float, highest: float, packs_carried: float, packed: PackedW
 
 
 def _enough_packs(num_packs: int, needed: float, ceiling: float, dp: int) -> int:
-    """`num_packs`, and rows of packs on top until what needs `needed` full ones fills no more than the ceiling."""
+    """Return `num_packs` and rows of packs on top, until what needs `needed` full ones is below the ceiling."""
     while num_packs < 1 or needed > ceiling * num_packs:
         num_packs += dp
     return num_packs
@@ -320,7 +320,7 @@ def pack_window(
 
 
 def packs_for(needed: FloatArray) -> float:
-    """Packs that samples need whose counted columns add up to `needed`, as a real number."""
+    """Return the packs that samples need whose counted columns add up to `needed`, as a real number."""
     return float(needed.max())
 
 

@@ -232,7 +232,7 @@ def _best_open(packs: _Open, size_0: float, size_1: float, squared: bool, num_bl
 
 @inner
 def _look_at(packs: _Open, block: int) -> None:
-    """What the packs of a block have left at most, and at least."""
+    """Find what the packs of a block have left at most, and at least."""
     rests, most_0, most_1, least = packs.rests, -1.0, -1.0, NO_REST
     for p in range(block * BLOCK, block * BLOCK + BLOCK):
         most_0, most_1 = max(most_0, rests[0, p]), max(most_1, rests[1, p])
@@ -490,7 +490,7 @@ def _put(sizes: FloatArray, packs: Packs, item: int, p: int) -> None:
 
 @compiled
 def load(sizes: FloatArray, items: IntArray, pack_of: IntArray, packs: Packs) -> None:
-    """Each of `items` into the pack that `pack_of` says."""
+    """Put each of `items` into the pack that `pack_of` says."""
     for i in range(len(items)):
         _put(sizes, packs, items[i], pack_of[i])
 

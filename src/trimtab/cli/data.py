@@ -203,7 +203,7 @@ _SHARED = ("dp", "num_microbatches", "order", "oversize", "seed", "filters")  # 
 
 
 def parse_filters(text: str) -> tuple[int, int]:
-    """Patches and tokens of `9,3968`."""
+    """Return the patches and tokens of `9,3968`."""
     patches, _, tokens = text.partition(",")
     try:
         return int(patches), int(tokens)

@@ -103,7 +103,7 @@ def image_size(
 
 
 def read_size(text: str) -> tuple[int, int]:
-    """Width and height of "1920x1080"."""
+    """Return the width and height of "1920x1080"."""
     match = re.fullmatch(r"([0-9]{1,7})[xX]([0-9]{1,7})", text.strip())
     if match is None:
         raise ImageError(f"{text!r} is not an image size: write width x height in pixels, as in 1920x1080")
@@ -201,7 +201,7 @@ def _splits(counted: UnevenModel, pp: int, first: int | None) -> tuple[dict[str,
 
 
 def megatron_flags(counts: Sequence[int]) -> tuple[str, str]:
-    """Megatron-LM's flags for these layers, and why the notebook's two do not say them ("" where they do)."""
+    """Return Megatron-LM's flags for these layers, and why the notebook's two do not say them ("" where they do)."""
     from trimtab.adapters.megatron import layout_of
 
     first, *middle, last = counts
@@ -215,7 +215,7 @@ def megatron_flags(counts: Sequence[int]) -> tuple[str, str]:
 
 
 def _tell(counts: Sequence[int]) -> str:
-    """ "3/15x2/14" for 3, 15, 15 and 14 layers."""
+    """Write "3/15x2/14" for 3, 15, 15 and 14 layers."""
     runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
     return "/".join(
         f"{count}x{length}" if length > 1 and len(counts) > 2 else "/".join([str(count)] * length)

@@ -63,7 +63,7 @@ class ExportOptions:
             raise PlanError(f"{wrong[0]} was given, and {target} does not take it: leave it out")
 
     def path(self, target: str) -> Path:
-        """--out, which has to be given."""
+        """Return --out, which has to be given."""
         if self.out is None:
             raise PlanError(f"{target} writes files, and --out is missing: name a file or folder")
         return self.out

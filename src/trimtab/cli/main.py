@@ -92,7 +92,7 @@ def _stop_quietly() -> NoReturn:
 
 
 def _drop_output() -> None:
-    """What is left to print goes nowhere; else Python complains once more at its end."""
+    """Drop what is left to print; else Python complains once more at its end."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -80,7 +80,7 @@ def map_model(
 
 
 def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Workload) -> list[Assessed]:
-    """InternVL's rule, and Accelerate's and Transformers' own maps where they are installed and know the model."""
+    """Return the maps of InternVL's rule, and of Accelerate and Transformers where they know the model."""
     from trimtab.placement.placed import Assessed, assess_map, split_model_map
 
     rule = "InternVL split_model(0.5)"

@@ -22,7 +22,7 @@ _SHOW_AFTER_S, _LINE_EVERY_S = 1.0, 10.0
 
 
 def print_json(content: Any) -> None:
-    """One JSON object of a mapping or a dataclass: paths as text, non-finite numbers as null."""
+    """Print one JSON object of a mapping or a dataclass: paths as text, non-finite numbers as null."""
     is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     sys.stdout.write(json.dumps(_finite(content), allow_nan=False, ensure_ascii=not is_unicode) + "\n")
 
@@ -77,7 +77,7 @@ def log(message: str) -> None:
 
 
 def _plain_lines(label: str) -> Callable[[int, int], None]:
-    """For logs: a line every ten seconds, none of work that is done before."""
+    """Return a callback for logs: a line every ten seconds, none of work that is done before."""
     last_s = time.monotonic()
 
     def update(done: int, total: int) -> None:
@@ -111,7 +111,7 @@ def told_of_compiling() -> Iterator[None]:
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr for `callback(done, total)` once the work has taken a second; without a terminal, plain lines."""
+    """Show a bar on stderr for `callback(done, total)` after a second of work; without a terminal, plain lines."""
     if not sys.stderr.isatty():
         yield _plain_lines(label)
         return

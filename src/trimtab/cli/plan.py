@@ -192,7 +192,7 @@ def _narrowed(target: str | None, model: "ModelSpec", options: PlanOptions) -> t
 
 
 def _refuse_untrainable(details: "PlanDetails", target: str | None) -> None:
-    """With --for trimtab, before anything is written: what the loop would refuse of the decisions."""
+    """Refuse, with --for trimtab, decisions that the loop would refuse, before anything is written."""
     if target == OWN_LOOP:
         from trimtab.plan.layout import read_layout
 

@@ -29,7 +29,7 @@ _ROWS = 1024  # of the table, where nothing was timed
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Numbers of rows from "1024,4096"."""
+    """Return numbers of rows from "1024,4096"."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -180,7 +180,7 @@ def compare(
 
 
 def print_compared(plans: Mapping[str, Plan], differing: Mapping[str, tuple[str, ...]], *, as_json: bool) -> None:
-    """One table, or each plan's estimates and device-hours."""
+    """Print one table, or each plan's estimates and device-hours."""
     from trimtab.report.plan_tables import compared_table, device_hours
     from trimtab.report.table import print_table
 
@@ -217,7 +217,7 @@ def plan_with_progress(
     origin: PlanOrigin,
     within: Within | None = None,
 ) -> PlanDetails:
-    """`make_plan` with one bar for all its steps."""
+    """Run `make_plan` with one bar for all its steps."""
     from trimtab.cli.output import progress, told_of_compiling
 
     with told_of_compiling(), progress("planning") as advance:
@@ -241,7 +241,7 @@ def write_all(details: PlanDetails, folder: Path) -> Mapping[str, Path]:
 
 
 def plan_json(details: PlanDetails, paths: Mapping[str, Path]) -> dict[str, Any]:
-    """Decisions, estimates and where the files are."""
+    """Return the decisions, estimates and where the files are."""
     plan = details.plan
     return {
         "summary": plan.summary,

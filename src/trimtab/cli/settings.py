@@ -48,7 +48,7 @@ class Setting:
 
     @property
     def shown_kind(self) -> str:
-        """N, X, PATH, true|false, or the words to choose from."""
+        """Return N, X, PATH, true|false, or the words to choose from."""
         words = literals_of(self.kind)
         return "|".join(words) if words else _KINDS.get(self.kind, "TEXT")
 
@@ -104,7 +104,7 @@ def _flat_name(name: str, option: Option) -> str:
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` as Typer takes it: a parameter that is a dataclass is made from flags and settings, and checked.
+    """Return `function` as Typer takes it: a parameter that is a dataclass is made from flags and settings.
 
     Fields without an `Option` keep their defaults.
     """
@@ -147,7 +147,7 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
 
 
 def _flags(kind: Any) -> Iterator[inspect.Parameter]:
-    """Arguments and common fields, as Typer takes them."""
+    """Yield the arguments and common fields, as Typer takes them."""
     for field, (name, hint, option) in zip(fields(kind), option_fields(kind), strict=True):
         if is_dataclass(hint):
             yield from _flags(hint)
@@ -169,7 +169,7 @@ def _flags(kind: Any) -> Iterator[inspect.Parameter]:
 
 
 def _setting_flags(settings: Mapping[str, Setting]) -> Iterator[inspect.Parameter]:
-    """--set and --options."""
+    """Yield --set and --options."""
     num_more = sum(not setting.option.common for setting in settings.values())
 
     def complete(incomplete: str) -> list[str]:
@@ -186,7 +186,7 @@ def _setting_flags(settings: Mapping[str, Setting]) -> Iterator[inspect.Paramete
 
 
 def _typed_flags(context: typer.Context, settings: Mapping[str, Setting], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the flags and arguments that were typed, read."""
+    """Return the values of the flags and arguments that were typed, read."""
     typed = {}
     for name, value in given.items():
         source = context.get_parameter_source(name)
@@ -287,7 +287,7 @@ def _make(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def moved_to(settings: Mapping[str, Setting], flag: str, value: str | None) -> str | None:
-    """How a flag that became a setting is written now: "--set max_tokens=8192"; None if no setting has that name."""
+    """Return how a flag that became a setting is written: "--set max_tokens=8192"; None without such a setting."""
     name = flag.removeprefix("--").replace("-", "_")
     off = name.removeprefix("no_")
     if off in settings and settings[off].default is True:

@@ -176,7 +176,7 @@ def _squeeze(name: str) -> str:
 
 
 def _spell_out(read: Any) -> Any:
-    """Sizes with a unit as bytes, and 300e12, which YAML 1.1 takes for a text, as a number."""
+    """Return the sizes with a unit as bytes, and 300e12, which YAML 1.1 takes for a text, as a number."""
     if not isinstance(read, dict):
         return read
     spelled = dict(read)

@@ -139,7 +139,7 @@ def layers_fingerprint(model: ModelSpec) -> str:
 
 
 def profile_bytes(profile: Profile) -> bytes:
-    """`profile` as JSON: same profile, same bytes."""
+    """Return `profile` as JSON: same profile, same bytes."""
     content = {"format": FORMAT, **asdict(profile)}
     for axis in _LATER_DEGREES:
         if content["dims"][axis] == getattr(ParallelDims(), axis):
@@ -231,7 +231,7 @@ def _absurd_times(profile: Profile) -> list[str]:
 
 
 def _precision_problems(device: DeviceSpec, settings: CostSettings) -> list[str]:
-    """Products of 8 bits that the device has not, or whose rate nobody has published."""
+    """Return the products of 8 bits that the device has not, or whose rate nobody has published."""
     if not settings.in_8_bits or getattr(settings.efficiency_on(device), settings.dtype) is not None:
         return []
     have = [name for name, other in DEVICES.items() if getattr(efficiency_of(other), settings.dtype) is not None]
@@ -239,7 +239,7 @@ def _precision_problems(device: DeviceSpec, settings: CostSettings) -> list[str]
 
 
 def _unlike_problems(model: ModelSpec, dims: ParallelDims) -> list[str]:
-    """Sentences on tp, cp and the experts' degrees, once for each kind of layer."""
+    """Return sentences on tp, cp and the experts' degrees, once for each kind of layer."""
     problems, seen = list[str](), set()
     if max(dims.ep, dims.etp or 1) > 1 and not has_experts(model):
         problems.append(f"ep {dims.ep}, etp {dims.etp} was asked for, and {model.name} has no experts: leave both out")
@@ -261,7 +261,7 @@ def _cross_attention_problems(model: ModelSpec) -> list[str]:
 
 
 def _unpriced_problems(model: ModelSpec) -> list[str]:
-    """Layers that no formula knows and no pass could measure."""
+    """Return the layers that no formula knows and no pass could measure."""
     unpriced = [x.name for x in model.layers if is_unpriced(x) and x.measured is not None]
     if not unpriced:
         return []

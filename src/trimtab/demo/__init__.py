@@ -173,5 +173,5 @@ def _tiny_model(name: str) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A demo can be drawn again, and hundreds of images need not wait for the disk."""
+    """Write without waiting for the disk: a demo can be drawn again."""
     write_atomically(path, content, sync=False)

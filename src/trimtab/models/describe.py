@@ -112,7 +112,7 @@ def image_rule(config: Mapping[str, object], preprocessor: Mapping[str, object] 
 
 
 def image_rule_or_reason(config: Mapping[str, object], preprocessor: Mapping[str, object] | None = None) -> ImageRule:
-    """`image_rule`, or an `UnsettledRule` where nothing is wrong but that preprocessor_config.json was not given."""
+    """Return `image_rule`, or an `UnsettledRule` where only preprocessor_config.json is missing."""
     try:
         return image_rule(config, preprocessor)
     except LackingFileError as error:
@@ -122,7 +122,7 @@ def image_rule_or_reason(config: Mapping[str, object], preprocessor: Mapping[str
 def image_rule_by_processor(
     config: Mapping[str, object], files: Mapping[str, Mapping[str, Any]], settings: Mapping[str, object] | None
 ) -> tuple[ImageRule, ImageMarkup | None]:
-    """What Transformers' processor does to images; `files`: its own by name, `settings`: those of the image processor.
+    """Ask what Transformers' processor does to images; `files`: its own by name, `settings`: of the image processor.
 
     A family whose formula and text of an image are both declared is not asked about, unless processor_config.json
     counts by other numbers than the model has. Of another, a formula of any family here is taken where it reads these
@@ -162,7 +162,7 @@ def _contradict(config: Mapping[str, object], files: Mapping[str, Mapping[str, A
 def _formulas(
     config: Mapping[str, object], settings: Mapping[str, object] | None, asked: AskedImages
 ) -> Iterator[ImageRule]:
-    """Rules that these files may mean."""
+    """Yield the rules that these files may mean."""
     if asked.table:
         _, _, patches, tokens, tiles, *_ = asked.table[0]
         if tiles == 1:
@@ -173,7 +173,7 @@ def _formulas(
 
 
 def _equals(rule: ImageRule, asked: AskedImages) -> bool:
-    """On every standard size; a text of its own and other counts in company are no formula's."""
+    """Compare on every standard size; a text of its own, and other counts in company, are no formula's."""
     if asked.by_sample or len(asked.texts) > 1:
         return False
     for width, height, *row in asked.table:
@@ -279,7 +279,7 @@ def _stores(names: Collection[str], layer: str) -> bool:
 
 
 def _read_described(config: Config, settings: Config | None, files: Files, *, source: str) -> ModelSpec:
-    """What the file says; where images are cut otherwise (`settings`), with the rule that its configuration makes."""
+    """Read what the file says; where images are cut otherwise (`settings`), with its configuration's rule."""
     model = read_description(config, source=source)
     if settings is None:
         return model
@@ -304,7 +304,7 @@ def _describe_config(config: Config, settings: Config | None, files: Files, *, m
 
 
 def _with_own_files(model: ModelSpec, config: Config, settings: Config | None, files: Files) -> ModelSpec:
-    """`model` with images and videos counted as these files say; without files, as those of the model do."""
+    """Return `model` with images and videos counted as these files say; without files, as those of the model do."""
     markup = model.image_markup
     if family_of(config.get("model_type")).image_rule is not None:
         rule = image_rule_or_reason(config, settings)
@@ -433,7 +433,7 @@ def _read_given(preprocessor: str | Path | Config) -> Config:
 
 
 def _read_json(path: Path) -> Config:
-    """`OSError` where it cannot be read."""
+    """Read a JSON file; `OSError` where it cannot be read."""
     try:
         content = read_small(path, most_bytes=MAX_CONFIG_BYTES)
     except TrimtabError as error:
@@ -469,7 +469,7 @@ def _as_plain(value: object) -> object:
 
 
 def _digest(config: Config, settings: Config | None) -> str:
-    """16 hex digits over both files' content, whatever their layout and key order."""
+    """Return 16 hex digits over both files' content, whatever their layout and key order."""
     return hashlib.blake2b(_canonical([config, settings]), digest_size=8).hexdigest()
 
 

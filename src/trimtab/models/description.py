@@ -34,13 +34,13 @@ from trimtab.typed_json import read_typed
 
 
 def attention_weights(a: AttentionSpec, hidden_size: int) -> int:
-    """Weights of q, k, v and the output over rows of one width."""
+    """Count the weights of q, k, v and the output over rows of one width."""
     rows = a.num_heads * a.head_dim + a.num_kv_heads * (a.head_dim + a.value_head_dim)
     return hidden_size * (rows + a.num_heads * a.value_head_dim)
 
 
 def mlp_weights(m: MlpSpec, hidden_size: int) -> int:
-    """Weights that each row meets: of experts those that run, and their router."""
+    """Count the weights that each row meets: of experts those that run, and their router."""
     matrices = 3 if m.gated else 2
     if m.num_experts is None:
         return matrices * hidden_size * m.intermediate_size
@@ -49,7 +49,7 @@ def mlp_weights(m: MlpSpec, hidden_size: int) -> int:
 
 
 def find_layer_problems(layer: LayerSpec) -> list[str]:
-    """Sentences on one layer that came from outside; none for what families and asked models make."""
+    """Return sentences on one layer that came from outside; none for what families and asked models make."""
     problems = []
     measured, m = layer.measured, layer.mlp
     if not layer.name or len(layer.name) > 400:
@@ -108,7 +108,7 @@ class DescriptionFile:
 
 
 def description_bytes(model: ModelSpec) -> bytes:
-    """`model` as a description file: same model, same bytes.
+    """Return `model` as a description file: same model, same bytes.
 
     Layers in a row that differ only in one number of their name are written once, with `num_alike`.
     """
@@ -188,7 +188,7 @@ def read_description(data: Mapping[str, Any], *, source: str) -> ModelSpec:
 
 
 def runs_of(numbers: Collection[int]) -> list[tuple[int, int]]:
-    """First and last of each run: 2 3 4 7 -> (2, 4), (7, 7)."""
+    """Return first and last of each run: 2 3 4 7 -> (2, 4), (7, 7)."""
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     return list(zip(starts, sorted(n for n in numbers if n + 1 not in numbers), strict=True))
 
@@ -307,7 +307,7 @@ def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
 
 
 def _find_misfits(head: DescriptionFile, layers: Sequence[LayerSpec]) -> list[str]:
-    """Names and cuts that do not belong to the layers."""
+    """Return the names and cuts that do not belong to the layers."""
     names = {x.name for x in layers}
     problems = [] if len(names) == len(layers) else ["layers: names repeat"]
     for name in ("forbidden_cuts", "joined_cuts"):
@@ -335,7 +335,7 @@ _ENDINGS = re.compile(r"[-_](instruct|it|hf|chat|thinking|pt|base|bf16)$", re.IG
 
 @cache
 def shipped_models() -> tuple[str, ...]:
-    """Names that `describe` knows without a file."""
+    """Return the names that `describe` knows without a file."""
     return tuple(sorted(name for name in _lines() if name not in UNLISTED))
 
 
@@ -360,7 +360,7 @@ def find_shipped(name: str) -> str | None:
 
 
 def suggest_shipped(name: str) -> str:
-    """ " did you mean NAME", for a name that is not known; empty where none is near."""
+    """Return " did you mean NAME" for a name that is not known; empty where none is near."""
     own = _spelling(_ENDINGS.sub("", name.rpartition("/")[2]))
     near = difflib.get_close_matches(own, list(_by_spelling()), n=1, cutoff=0.75)
     return f" (did you mean {_by_spelling()[near[0]]}?)" if near else ""

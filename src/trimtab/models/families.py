@@ -61,7 +61,7 @@ class Fields:
         return value
 
     def _read(self, names: Sequence[str], parse: Callable[[Any], T | None], needed: str, absent: T | None = None) -> T:
-        """What `parse` makes of the field, None where that is not what is `needed`; `absent` is what silence means."""
+        """Return what `parse` makes of the field, None where it is not `needed`; `absent` is what silence means."""
         name = next((name for name in names if self.raw(name) is not None), None)
         if name is None:
             return self._refuse_silence(names[0]) if absent is None else absent
@@ -84,7 +84,7 @@ class Fields:
         return self._read(names, lambda x: _whole(x, maximum), f"a whole number from 1 to {maximum}")
 
     def side(self, *names: str, maximum: int = MAX_SIZE) -> int:
-        """A size that may stand for both sides: [448, 448], {"height": 448, "width": 448}, {"shortest_edge": 448}."""
+        """Read a size that stands for both sides: [448, 448], {"height": 448, "width": 448}, {"shortest_edge": 448}."""
         needed = f"a whole number from 1 to {maximum}, or two equal ones,"
         return self._read(names, lambda x: _one_side(x, maximum), needed)
 
@@ -96,7 +96,7 @@ class Fields:
         return value
 
     def expect(self, expected: int, source: str, *names: str) -> None:
-        """Every name that is given must hold this number, which `source` makes."""
+        """Check that every name that is given holds this number, which `source` makes."""
         for name in names:
             value = self.raw(name)
             self.check(
@@ -123,7 +123,7 @@ class Fields:
         return self._read([name], lambda x: x if isinstance(x, str) and x in choices else None, needed)
 
     def pairs(self, name: str) -> tuple[tuple[int, int], ...]:
-        """A list of [height, width]."""
+        """Read a list of [height, width]."""
 
         def parse(value: Any) -> tuple[tuple[int, int], ...] | None:
             fits = isinstance(value, (list, tuple)) and 0 < len(value) <= MAX_PINPOINTS
@@ -156,13 +156,13 @@ def patch_and_merge(s: Fields) -> tuple[int, int]:
 
 
 def pixel_limits(s: Fields) -> tuple[int, int]:
-    """min_pixels and max_pixels; at the file's top level they override `size`, as in the processor."""
+    """Read min_pixels and max_pixels; at the file's top level they override `size`, as in the processor."""
     low = s.size(f"{OF_IMAGES}.min_pixels", f"{OF_IMAGES}.size.shortest_edge")
     return low, s.size(f"{OF_IMAGES}.max_pixels", f"{OF_IMAGES}.size.longest_edge")
 
 
 def read_tile(s: Fields, *sides: str) -> tuple[int, int]:
-    """Side of a square tile in pixels, on which all of `sides` agree, and in patches."""
+    """Return the side of a square tile in pixels, on which all of `sides` agree, and in patches."""
     tile, patch = s.agreed(*sides), s.side("vision_config.patch_size", maximum=MAX_PATCH)
     s.check(
         1 <= tile // patch <= MAX_GRID,
@@ -172,7 +172,7 @@ def read_tile(s: Fields, *sides: str) -> tuple[int, int]:
 
 
 def read_pinpoints(s: Fields) -> tuple[tuple[int, int], ...]:
-    """image_grid_pinpoints as (height, width), equal wherever they are given."""
+    """Read image_grid_pinpoints as (height, width), equal wherever they are given."""
     names = [f"{prefix}image_grid_pinpoints" for prefix in (f"{OF_IMAGES}.", "")]
     given = [name for name in names if s.raw(name) is not None] or names[1:]
     found = [s.pairs(name) for name in given]
@@ -246,7 +246,7 @@ REMOTE = "internvl_chat"
 
 
 def _remote_tiles(s: Fields) -> ImageRule:
-    """InternVL's remote code: all settings stand in config.json; its preprocessor_config.json is not read."""
+    """Read the rule of InternVL's remote code from config.json; its preprocessor_config.json is not read."""
     tile, grid = read_tile(s, "vision_config.image_size" if s.raw("force_image_size") is None else "force_image_size")
     tokens = int(grid**2 * s.number("downsample_ratio") ** 2)
     if not s.flag("dynamic_image_size"):
@@ -262,7 +262,7 @@ def _remote_tiles(s: Fields) -> ImageRule:
 
 
 def _port_tiles(s: Fields) -> ImageRule:
-    """Transformers' own InternVL.
+    """Read the rule of Transformers' own InternVL.
 
     `crop_to_patches` in preprocessor_config.json is not read: InternVLProcessor switches it on for every call,
     whatever the file says (and published files say false).
@@ -342,7 +342,7 @@ def _onevision_tiles(s: Fields) -> ImageRule:
 
 
 def _anyres(s: Fields, *, max_feature_tiles: int | None = None) -> ImageRule:
-    """LLaVA-NeXT's rule; with `max_feature_tiles` LLaVA-OneVision's, which tiles lone images only."""
+    """Read LLaVA-NeXT's rule; with `max_feature_tiles` LLaVA-OneVision's, which tiles lone images only."""
     tile, grid, class_tokens = _clip_tile(s)
     strategy = _feature_strategy(s)
     s.check(
@@ -361,7 +361,7 @@ def _anyres(s: Fields, *, max_feature_tiles: int | None = None) -> ImageRule:
 
 
 def _clip_tile(s: Fields) -> tuple[int, int, int]:
-    """Side of a tile in pixels and in patches, and class tokens, of a CLIP or SigLIP tower."""
+    """Return the side of a tile in pixels and in patches, and class tokens, of a CLIP or SigLIP tower."""
     require_resize(s)
     sides = ("vision_config.image_size", "preprocessor_config.crop_size", "preprocessor_config.size")
     tile, grid = read_tile(s, *sides)

@@ -44,7 +44,7 @@ class DeviceMemory:
         return self.state_bytes + self.saved_bytes + self.transient_bytes
 
     def with_share(self, share: float) -> DeviceMemory:
-        """With so much of the counted bytes expected on top of them."""
+        """Return it with so much of the counted bytes expected on top of them."""
         return replace(self, overhead_bytes=self.overhead_bytes + share * self.counted_bytes)
 
 
@@ -65,12 +65,12 @@ class SplitResult:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest device."""
+        """Return the peak of the fullest device."""
         return max(device.total_bytes for device in self.memory)
 
     @property
     def imbalance(self) -> float:
-        """Slowest stage / mean stage - 1."""
+        """Return slowest stage / mean stage - 1."""
         total = sum(self.forward_s) + sum(self.backward_s)
         return self.bottleneck_s * len(self.stages) / total - 1.0 if total > 0 else 0.0
 
@@ -127,7 +127,7 @@ class SplitProblem:
         )
 
     def assess(self, stages: Sequence[Stage]) -> SplitResult:
-        """Given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
+        """Return given stages, recompute included, as a `SplitResult`; decides nothing and checks no cap.
 
         Device memory = sum state + peak over time of sum (alive micro-batches x saved bytes of the layers' tiers and
         what its first layer enters with) + largest transient, bytes at `work_max`, + overhead. A layer's transient is
@@ -189,7 +189,7 @@ class StageBytes(NamedTuple):
 
 
 def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool) -> StageBytes:
-    """Of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again is counted only in `whole`."""
+    """Return bytes of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again counts in `whole`."""
     saved, whole, transient = np.zeros((3, len(work)))
     # layers of one kind are priced once: a stage of 40 has three or four kinds
     alike = Counter(
@@ -210,7 +210,7 @@ def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool)
 
 
 def stages_bytes(profile: Profile, stages: Sequence[Stage], work: FloatArray, *, once: bool) -> StageBytes:
-    """`stage_bytes` of all stages, (S, n) each."""
+    """Return `stage_bytes` of all stages, (S, n) each."""
     held = [stage_bytes(profile, stage, work, once=once) for stage in stages]
     return StageBytes(*map(np.array, zip(*held, strict=True)))
 

@@ -113,7 +113,7 @@ def _menus(pipeline: Pipeline, i: int, alike: Sequence[int], lowest: int) -> lis
 
 
 def _count_alike(pipeline: Pipeline, a: int, b: int) -> list[int]:
-    """Layers of each class in the stage."""
+    """Return the layers of each class in the stage."""
     return [y - x for x, y in zip(pipeline.num_alike[a], pipeline.num_alike[b], strict=True)]
 
 
@@ -125,7 +125,7 @@ def _first_transient(pipeline: Pipeline, a: int, b: int) -> int:
 
 
 def _bytes_to_free(pipeline: Pipeline, i: int, a: int, b: int, transient: int) -> int | None:
-    """Bytes of one micro-batch by which the first tiers overfill stage i; None if the smallest tiers do too."""
+    """Return bytes of one micro-batch by which the first tiers overfill stage i; None if the smallest tiers do too."""
     here, entry = pipeline.rooms[i], pipeline.entry[a]
     room = here.cap - (pipeline.state[b] - pipeline.state[a]) - transient
     room -= here.pending * (pipeline.whole[b] - pipeline.whole[a] + entry)
@@ -147,7 +147,7 @@ On the same side of the limit any bound will do: where it is within, one from ab
 
 
 def time_cost(pipeline: Pipeline) -> Cost:
-    """Composite time of a stage with its least recompute."""
+    """Return the composite time of a stage with its least recompute."""
 
     def cost(i: int, a: int, b: int, limit: int) -> int | None:
         own = pipeline.time[b] - pipeline.time[a]
@@ -168,7 +168,7 @@ def time_cost(pipeline: Pipeline) -> Cost:
 
 
 def _extra_bounds(pipeline: Pipeline, i: int, a: int, b: int, limit: int) -> tuple[float, float]:
-    """What the stage's least recompute time is between: the relaxation, as it is and rounded up; inf where none helps.
+    """Bound the stage's least recompute time: the relaxation, as it is and rounded up; inf where none helps.
 
     Stops at the first upper bound within `limit`; there is none where the lower one is not.
     """
@@ -190,7 +190,7 @@ def _extra_bounds(pipeline: Pipeline, i: int, a: int, b: int, limit: int) -> tup
 
 
 def memory_cost(pipeline: Pipeline) -> Cost:
-    """Bytes of a stage under the recompute that makes them least."""
+    """Return the bytes of a stage under the recompute that makes them least."""
 
     def cost(i: int, a: int, b: int, _: int) -> int:
         here, lowest, alike = pipeline.rooms[i], _first_transient(pipeline, a, b), _count_alike(pipeline, a, b)
@@ -277,7 +277,7 @@ def least_bottleneck(pipeline: Pipeline, *, high: int) -> int | None:
 
 
 def least_reachable_bottleneck(pipeline: Pipeline, *, low: int, high: int) -> int | None:
-    """`least_bottleneck`, exact whatever the order of the stages' costs; `low` is too small.
+    """Return `least_bottleneck`, exact whatever the order of the stages' costs; `low` is too small.
 
     Every probe is the dynamic programme of `best_tied_cuts`, which takes up to K times as long as `reach`.
     """
@@ -290,7 +290,7 @@ def least_reachable_bottleneck(pipeline: Pipeline, *, low: int, high: int) -> in
 
 
 def least_memory(pipeline: Pipeline) -> int:
-    """Bytes of the smallest cap, the same for every stage, under which a split exists, whatever its time."""
+    """Count the bytes of the smallest cap, the same for every stage, under which a split exists, whatever its time."""
     S, K = len(pipeline.rooms), pipeline.num_segments
     cost = memory_cost(pipeline)
     least = least_limit(cost, S, K, low=-1, high=max(cost(i, 0, K, 0) or 0 for i in range(S)))
@@ -339,7 +339,7 @@ def best_tied_cuts(pipeline: Pipeline, limit: int) -> list[int] | None:
 
 
 def _peak(pipeline: Pipeline, i: int, a: int, b: int, choice: Choice) -> int:
-    """Bytes of the stage at its fullest under the choice."""
+    """Count the bytes of the stage at its fullest under the choice."""
     here, entry = pipeline.rooms[i], pipeline.entry[a]
     saved, transient = pipeline.saved_first[b] - pipeline.saved_first[a], _first_transient(pipeline, a, b)
     if choice.extra > 0:

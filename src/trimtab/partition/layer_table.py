@@ -52,7 +52,7 @@ class LayerTable:
 
     @property
     def longest(self) -> int:
-        """Composite time that no stage exceeds."""
+        """Return the composite time that no stage exceeds."""
         strongest = max((own[-1].cost for own in self.tiers.upgrades), default=0)
         return int(self.time.sum()) + len(self.time) * strongest
 
@@ -93,7 +93,7 @@ def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pi
 
 
 def layer_table(problem: SplitProblem) -> LayerTable:
-    """Seconds at `work_mean`, bytes (rounded up) at `work_max`."""
+    """Return seconds at `work_mean`, bytes (rounded up) at `work_max`."""
     profile, layers, forbidden_cuts = problem.profile, problem.profile.layers, problem.forbidden_cuts
     mean, most = _work_vector(problem.work_mean, "work_mean"), _work_vector(problem.work_max, "work_max")
     forward, backward = mean_seconds(profile, mean)

@@ -124,7 +124,7 @@ def bmp_candidates(problem: SplitProblem, anchor: Sequence[int], *, radius: int)
 
 
 def rank_cuts(problem: SplitProblem, cuts: Sequence[int]) -> BmpCandidate:
-    """Any allowed cuts as a candidate."""
+    """Return any allowed cuts as a candidate."""
     spread, sent = _spread_and_sent(problem, np.array([cuts], np.int64).reshape(1, -1))
     return BmpCandidate(cuts=tuple(cuts), spread_ms=float(spread[0]), sent_mib=float(sent[0]))
 
@@ -140,7 +140,7 @@ def _spread_and_sent(problem: SplitProblem, cuts: IntArray) -> tuple[FloatArray,
 
 
 def _forward_before(problem: SplitProblem) -> tuple[FloatArray, IntArray]:
-    """Seconds of the forward before each allowed cut, and the layers at which these lie."""
+    """Return the seconds of the forward before each allowed cut, and the layers at which these lie."""
     L = len(problem.profile.layers)
     positions = np.array([c for c in range(L + 1) if c not in problem.forbidden_cuts], np.int64)
     forward, _ = mean_seconds(problem.profile, problem.work_mean)
@@ -178,13 +178,13 @@ class UnevenModel:
 
     @property
     def vision_flops(self) -> float:
-        """3 (2 N h c p^2 + L layer)."""
+        """Return 3 (2 N h c p^2 + L layer)."""
         N, h = self.vision_tokens, self.vision_hidden
         return 3.0 * (2 * N * h * self.patch_values + self.vision_layers * layer_flops(N, h, self.vision_ffn))
 
     @property
     def projector_flops(self) -> float:
-        """3 x 2 N h_vision h_llm."""
+        """Return 3 x 2 N h_vision h_llm."""
         return 3.0 * 2 * self.vision_tokens * self.vision_hidden * self.llm_hidden
 
     @property
@@ -192,7 +192,7 @@ class UnevenModel:
         return 3.0 * layer_flops(self.decoder_tokens, self.llm_hidden, self.llm_ffn)
 
     def stage_flops(self, counts: Sequence[int]) -> tuple[float, ...]:
-        """Of each stage with so many language layers; vision tower and projector belong to stage 0."""
+        """Return the FLOPs of each stage with so many language layers; vision tower and projector belong to stage 0."""
         first, *others = (count * self.llm_layer_flops for count in counts)
         return (self.vision_flops + self.projector_flops + first, *others)
 
@@ -285,7 +285,7 @@ def best_split(model: UnevenModel, *, pp: int) -> UnevenSplit:
 
 
 def split_with(model: UnevenModel, first: int, *, pp: int) -> UnevenSplit:
-    """`first` layers on the first stage, the others as even as whole layers go."""
+    """Return `first` layers on the first stage, the others as even as whole layers go."""
     _check_pp(model, pp)
     if not 0 <= first <= model.llm_layers:
         raise PartitionError(f"the first stage has 0 to {model.llm_layers} language layers, not {first}")
@@ -353,14 +353,14 @@ def draw_times(model: UnevenModel, counts: Sequence[int], *, num_microbatches: i
 
 
 def layer_bytes(num_tokens: int, hidden: int, ffn: int, *, tp: int, fp8: bool = False) -> float:
-    """Bytes of one layer for a micro-batch of so many tokens, as `stage_memory` says."""
+    """Return the bytes of one layer for a micro-batch of so many tokens, as `stage_memory` says."""
     h, f = hidden, ffn
     params = (4 * h * h + 2 * h * f) / tp + (3 * h + f) / tp + 6 * h
     return STATE_BYTES * params + num_tokens * ((15 * h + 3 * f) if fp8 else (18 * h + 4 * f)) / tp
 
 
 def layer_flops(num_tokens: int, hidden: int, ffn: int) -> float:
-    """8 N h^2 + 4 h N^2 + 4 N h f: projections, full attention, two-matrix feed-forward."""
+    """Return 8 N h^2 + 4 h N^2 + 4 N h f: projections, full attention, two-matrix feed-forward."""
     N, h, f = num_tokens, hidden, ffn
     return 8.0 * N * h * h + 4.0 * h * N * N + 4.0 * N * h * f
 
@@ -386,7 +386,7 @@ def even_stages(
     vision: Literal["spread", "first"] = "spread",
     forbidden_cuts: frozenset[int] = frozenset(),
 ) -> tuple[Stage, ...]:
-    """Equal counts of transformer blocks, earlier stages taking what is left over; all else next to its block.
+    """Return equal counts of transformer blocks, earlier stages taking what is left over; all else next to its block.
 
     Embeddings come first and the head last; a norm, projector or embedding between the towers stays with the blocks
     before it. "spread" counts the blocks of both towers alike, as uniform partitioning of a layer list does; "first"
@@ -413,7 +413,7 @@ def full_recompute(profile: Profile, stages: Sequence[Stage]) -> tuple[Stage, ..
 
 
 def _allowed(inner: Sequence[int], num_layers: int, forbidden_cuts: frozenset[int]) -> list[int]:
-    """Cuts 0, ..., num_layers, each inner one at the nearest free allowed place (earlier on ties)."""
+    """Return the cuts 0, ..., num_layers, each inner one at the nearest free allowed place (earlier on ties)."""
     free = [c for c in range(1, num_layers) if c not in forbidden_cuts]
     if len(free) < len(inner):
         raise PartitionError(f"{num_layers} layers allow {len(free) + 1} stages, not {len(inner) + 1}")

@@ -63,7 +63,7 @@ def devices_of_stages(schedule: ScheduleName, *, num_devices: int, num_chunks: i
 
 
 def microbatch_unit(schedule: str, num_devices: int) -> int:
-    """Micro-batches of a step come in multiples of this: interleaved schedules take one for each device at a time."""
+    """Return the unit of a step's micro-batches: interleaved schedules take one for each device at a time."""
     return num_devices if schedule == "Interleaved1F1B" else 1
 
 
@@ -239,7 +239,7 @@ def _stages_of_devices(schedule: ScheduleName, P: int, V: int) -> IntArray:
 
 @lru_cache(maxsize=1024)
 def _held(schedule: ScheduleName, P: int, V: int, M: int, device: int) -> IntArray:
-    """(2, n, V) micro-batches held in each chunk once each block of the device has begun, or, if it frees, ended.
+    """Count (2, n, V) micro-batches held in each chunk once each block of the device has begun, or, if it frees, ended.
 
     [0]: forward run, backward not begun (not ended, where it is whole). [1]: B begun, W not ended.
     """

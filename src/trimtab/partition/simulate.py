@@ -44,18 +44,18 @@ class Timeline:
 
     @property
     def device(self) -> IntArray:
-        """Device of every block."""
+        """Return the device of every block."""
         num_stages = int(self.stage.max(initial=-1)) + 1
         return np.array([self.device_of(stage) for stage in range(num_stages)], np.int64)[self.stage]
 
     def busy_s(self) -> FloatArray:
-        """Seconds each device computes."""
+        """Return the seconds each device computes."""
         busy: FloatArray = np.bincount(self.device, self.end_s - self.start_s, self.num_devices).astype(np.float64)
         return busy
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle share of the devices: 1 - busy / (devices x makespan)."""
+        """Return the idle share of the devices: 1 - busy / (devices x makespan)."""
         available_s = self.num_devices * self.makespan_s
         return float(1.0 - self.busy_s().sum() / available_s) if available_s > 0 else 0.0
 
@@ -115,11 +115,13 @@ def blocks_of(schedule: ScheduleName, *, num_devices: int, num_chunks: int, num_
 def _sequence(source: IntArray, per_device: int) -> IntArray:
     """Return the blocks in an order in which they can run: the devices take turns, each until it has to wait."""
     n = len(source)
+    # the next block of each device; what waits for nothing has source n
     following = np.arange(0, n, per_device)
     done = np.zeros(n + 1, np.bool_)
     done[n] = True
     sequence = np.empty(n, np.int64)
     placed = 0
+    # devices by turns: each places its blocks until one waits for a block that is not placed yet
     while placed < n:
         placed_before = placed
         for device in range(len(following)):
@@ -161,9 +163,11 @@ def _replay(
     ends: FloatArray,
 ) -> None:
     n = len(kind)
+    # every step by itself: its blocks in their order
     for step in range(len(table)):
         end = ends[step]
         for block in range(n):
+            # ready when what it takes has arrived and its device is free; an empty slot sends and takes nothing
             pack = table[step, microbatch[block]]
             ready = 0.0
             if source[block] < n:
@@ -215,7 +219,7 @@ def stage_times(
     link_bytes_per_s: float | None = None,
     latency_s: float = 0.0,
 ) -> StageTimes:
-    """Times of the stages for micro-batches of `work` (N, len(WORK_TERMS)).
+    """Return the times of the stages for micro-batches of `work` (N, len(WORK_TERMS)).
 
     Use it between `split_stages` and `simulate`; docs/pipeline.md shows the three.
 

@@ -86,7 +86,7 @@ def recompute_stages(problem: SplitProblem, stages: Sequence[Stage]) -> SplitRes
 
 
 def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> FloatArray:
-    """(S,) bytes a (virtual) stage may fill: its device's, divided evenly or as the stages of `like` would fill it."""
+    """Return (S,) bytes a (virtual) stage may fill: its device's, divided evenly or as the stages of `like` fill it."""
     P, V = problem.num_stages, problem.num_chunks
     room = problem.room_bytes
     if like is None:
@@ -223,7 +223,7 @@ class Evaluator:
         return (*(int(np.searchsorted(self.table.positions, x.start)) for x in stages), self.table.num_segments)
 
     def makespan(self, cuts: tuple[int, ...]) -> float:
-        """Mean makespan with the stages' least recompute; infinite where a stage does not fit."""
+        """Return the mean makespan with the stages' least recompute; infinite where a stage does not fit."""
         if cuts not in self.seen:
             stages = self.stages(cuts)
             self.seen[cuts] = self.makespan_of(stages) if len(stages) == len(cuts) - 1 else np.inf
@@ -240,7 +240,7 @@ class Evaluator:
         return tuple(stage for stage in found if stage is not None)
 
     def makespan_of(self, stages: Sequence[Stage]) -> float:
-        """Mean makespan of stages as they are, their own recompute included."""
+        """Return the mean makespan of stages as they are, their own recompute included."""
         for i, stage in enumerate(stages):
             if stage not in self._priced:
                 self._priced[stage] = self._price(stage)
@@ -250,7 +250,7 @@ class Evaluator:
         return float(makespans(self.blocks, self._seconds, self._sends, self.slots).mean())
 
     def _price(self, stage: Stage) -> tuple[FloatArray, FloatArray]:
-        """(3, rows) seconds FORWARD, BACKWARD, WEIGHT, and (rows,) to the next stage, as long on the way back."""
+        """Return (3, rows) seconds FORWARD, BACKWARD, WEIGHT; (rows,) to the next stage, as long on the way back."""
         profile = self.problem.profile
         costs = block_costs(stage_times(profile, (stage,), self.rows), self.problem.schedule)
         send = np.zeros(len(self.rows))

@@ -106,7 +106,7 @@ class Menu(NamedTuple):
 
 
 def menus_of(tiers: TierTable, present: Sequence[bool]) -> list[Menu]:
-    """What a stage that has layers of these classes may choose from, rising with the transient; the first: nothing.
+    """Return what a stage with layers of these classes may choose from, rising with the transient; the first: nothing.
 
     What needs at most a transient is a prefix of each class's upgrades, for `reach` rises.
     """
@@ -122,7 +122,7 @@ def menus_of(tiers: TierTable, present: Sequence[bool]) -> list[Menu]:
 
 
 def most_saved(menu: Menu, num_alike: Sequence[int]) -> int:
-    """Bytes of one micro-batch that the strongest allowed upgrades save: no choice saves more."""
+    """Count the bytes of one micro-batch that the strongest allowed upgrades save: no choice saves more."""
     return sum(num_alike[step.layer_class] * step.gain for step in menu.steps)
 
 
@@ -132,7 +132,7 @@ def no_choice(tiers: TierTable) -> Choice:
 
 
 def least_bound(menu: Menu, num_alike: Sequence[int], need: int) -> float:
-    """What no choice that saves `need` bytes costs less than: that of the relaxation; inf where none saves them."""
+    """Return the relaxation's cost, below which no choice saves `need` bytes; inf where none saves them."""
     return _relax(menu.steps, num_alike, need) * ROUNDING if need > 0 else 0.0
 
 
@@ -179,7 +179,7 @@ def round_up(tiers: TierTable, menu: Menu, num_alike: Sequence[int], need: int) 
 
 
 def _relax(steps: Sequence[Step], num_alike: Sequence[int], need: int) -> float:
-    """Least cost of saving `need` bytes, layers divisible; inf if impossible."""
+    """Return the least cost of saving `need` bytes, layers divisible; inf if impossible."""
     cost = 0
     for g, _, _, _, gain, step_cost in steps:
         number = num_alike[g]
@@ -222,7 +222,7 @@ class _Branches:
         return Choice(self.best, tuple(map(tuple, counts)))
 
     def _descend(self, need: int, spent: int) -> None:
-        """Every number of layers on the next item; `need` bytes are missing, `spent` was paid before."""
+        """Try every number of layers on the next item; `need` bytes are missing, `spent` was paid before."""
         level = len(self.chosen)
         g, _, gain, cost = self.items[level]
         num_free = self.free[g]

@@ -46,7 +46,7 @@ class Arrangement:
 
 
 def parts_of(model: ModelSpec) -> Parts:
-    """Units between which a device may change: blocks, each with what follows it up to the next one.
+    """Return the units between which a device may change: blocks, each with what follows it up to the next one.
 
     What runs in front of a tower's first block belongs to that, as the projector does to the last one of the ViT.
     Blocks whose results are joined outside of any layer stay together (`joined_cuts`), and so do layers that share a
@@ -140,7 +140,7 @@ def upwards(name: str) -> Iterator[str]:
 
 
 def device_changes(devices: Sequence[int | str]) -> list[int]:
-    """Positions whose device is another than that of the position before."""
+    """Return the positions whose device is another than that of the position before."""
     return [i for i in range(1, len(devices)) if devices[i] != devices[i - 1]]
 
 
@@ -226,7 +226,7 @@ def _layer_bytes(layer: LayerSpec, serving: Serving) -> list[float]:
 
 
 def weight_bytes(layer: LayerSpec, workload: Workload) -> float:
-    """Parameters in the dtype, matrices that the quantised format covers in its own."""
+    """Return the bytes of parameters in the dtype, and of matrices that the quantised format covers in its own."""
     w = workload.item_bytes
     quant = QUANTS[workload.quant] if workload.quant is not None else None
     if quant is None or layer.tower not in quant.towers or layer.kind not in ("block", "projector"):
@@ -243,7 +243,7 @@ def weight_bytes(layer: LayerSpec, workload: Workload) -> float:
 
 
 def kv_bytes_per_token(layer: LayerSpec, item_bytes: int) -> float:
-    """Keys and values of one token (of cross-attention: of one image row), as Transformers caches them.
+    """Return keys and values of one token (of cross-attention: of one image row), as Transformers caches them.
 
     Grouped heads as they are; what a family caches in another way (latent attention, states) as `LayerSpec.cache` says.
     """
@@ -299,7 +299,7 @@ def device_bytes(
     capacity_bytes: int | None = None,
     modules: tuple[str, ...] = (),
 ) -> DeviceUse:
-    """Bytes of a device that runs `layers`, of which the `spilled` ones are copied in each time.
+    """Return the bytes of a device that runs `layers`, of which the `spilled` ones are copied in each time.
 
     Weights + max(held + encode peak, prompt KV + held + prefill peak, full KV + decode peak) + reserve. A peak is the
     most of any one layer, its weights included where they are copied in; the encode peak is that of tower and
@@ -354,7 +354,7 @@ def run_bytes(
         return np.asarray(before[None, :] - before[:, None], dtype=np.int64)
 
     def peaks(column: IntArray, runs: IntArray) -> IntArray:
-        """Only one layer's peak is live at a time; those that do not run have none."""
+        """Return each layer's peak, of which one is live at a time; layers that do not run have none."""
         of_unit = np.maximum.reduceat(np.where(off | (runs == 0), 0, column + streamed)[order], first)
         found = np.zeros((n + 1, n + 1), dtype=np.int64)
         for start in range(n):

@@ -69,7 +69,7 @@ class Serving:
 
 
 def held_bytes(layer: LayerSpec, serving: Serving) -> float:
-    """Tensors that outer frames keep until the prefill is over."""
+    """Return the tensors that outer frames keep until the prefill is over."""
     w, rows = serving.item_bytes, serving.rows
     if layer.tower == "vision" and layer.kind == "embed" and layer.num_matmul_params:
         return 4.0 * serving.pixel_values  # fp32, as processors make them
@@ -83,7 +83,7 @@ def held_bytes(layer: LayerSpec, serving: Serving) -> float:
 
 
 def prefill_bytes(layer: LayerSpec, serving: Serving) -> float:
-    """Most bytes live at once while `layer` runs over the whole batch, its input among them."""
+    """Return the most bytes live at once while `layer` runs over the whole batch, its input among them."""
     w, rows, h = serving.item_bytes, serving.rows, layer.hidden_size
     if layer.tower == "language":
         R = float(rows.tokens)
@@ -118,7 +118,7 @@ def prefill_bytes(layer: LayerSpec, serving: Serving) -> float:
 
 
 def decode_bytes(layer: LayerSpec, serving: Serving) -> float:
-    """Most bytes live at once for one new token: the cache grows by copying, keys before values."""
+    """Return the most bytes live at once for one new token: the cache grows by copying, keys before values."""
     w, B = serving.item_bytes, serving.rows.sequences
     if layer.kind == "head":
         return B * layer.output_size * (w + 4.0)
@@ -165,7 +165,7 @@ def _turns(layer: LayerSpec) -> bool:
 
 
 def _table_bytes(layer: LayerSpec, w: int) -> float:
-    """Cosines and sines of each row."""
+    """Return cosines and sines of each row."""
     if layer.attention is None or not (layer.tower == "language" or _turns(layer)):
         return 0.0
     return 2.0 * layer.attention.head_dim * (4 if layer.tower == "vision" else w)
@@ -273,5 +273,5 @@ def _mlp_peak(layer: LayerSpec, m: MlpSpec, w: int, R: float) -> float:
 
 
 def _dense_width(m: MlpSpec, f: int, h: int) -> int:
-    """Activation, up and their product; or input and result of the activation; then the product and the result."""
+    """Count activation, up and their product; or input and result of the activation; then product and result."""
     return max(3 * f if m.gated or m.quick_gelu else 2 * f, f + h)

@@ -116,7 +116,7 @@ def _parse_gpu(kind: str, free: str | None) -> Gpu:
 
 
 def machine_of(free_bytes: Sequence[int], *, cpu_bytes: int = 0, disk: bool = False) -> Machine:
-    """GPUs of the given free memories, numbered in order."""
+    """Return the GPUs of the given free memories, numbered in order."""
 
     gpus = tuple(Gpu(index=i, free_bytes=free) for i, free in enumerate(free_bytes))
     return Machine(gpus=gpus, cpu_bytes=cpu_bytes, disk=disk)
@@ -156,7 +156,7 @@ QUANTS = MappingProxyType(
 
 
 def parse_images(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Sizes of one prompt's images from "1024x768" or, several times the same, "1024x768,4"."""
+    """Return the sizes of one prompt's images from "1024x768" or, several times the same, "1024x768,4"."""
     sizes: list[tuple[int, int]] = []
     for text in texts:
         match = re.fullmatch(r"\s*([0-9]{1,7})[xX]([0-9]{1,7})(?:,([0-9]{1,5}))?\s*", text)
@@ -234,7 +234,7 @@ class Batch:
 
     @property
     def context(self) -> int:
-        """Tokens of one sequence at the end; the last new token is never fed back."""
+        """Count the tokens of one sequence at the end; the last new token is never fed back."""
         return self.prompt_tokens + self.new_tokens - 1
 
 

@@ -190,7 +190,7 @@ def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: 
 
 
 def _place_stages(model: ModelSpec, machine: Machine, table: InferenceTable, parts: Parts) -> Placement:
-    """Stages of an engine: each keeps a copy of a tied weight that it reads."""
+    """Return the stages of an engine: each keeps a copy of a tied weight that it reads."""
     if parts.tied:
         owner = sum(int(table.weights[i]) for i in parts.embed.layers)
         copied = table.weights.copy()
@@ -292,7 +292,7 @@ class _Search:
 
 
 def _where_fits(shares: FloatArray, cost: FloatArray, bound: float) -> FloatArray:
-    """Costs of runs that are not empty and keep within `bound`, infinite elsewhere."""
+    """Return the costs of runs that are not empty and keep within `bound`, infinite elsewhere."""
     return np.where((shares > 0) & (shares <= bound), cost, np.inf)
 
 
@@ -451,7 +451,7 @@ class Spills:
 
 
 def order_spills(model: ModelSpec, parts: Parts, table: InferenceTable, *, cpu_bytes: int) -> Spills:
-    """Every layer with weights, cheapest first; parameters without a module never, as nothing would bring them back.
+    """Order layers with weights, cheapest first; parameters without a module stay: nothing would bring them back.
 
     An embedding that shares no weight runs in host memory, where there is room, and moves the rows it looks up; else
     it is copied like a block. The ViT's layers are copied
@@ -476,7 +476,7 @@ def order_spills(model: ModelSpec, parts: Parts, table: InferenceTable, *, cpu_b
 
 
 def with_borrowers(model: ModelSpec, layer: int) -> tuple[int, ...]:
-    """`layer` and those that share a weight with it, directly or by way of others: they lie in one place."""
+    """Return `layer` and those that share a weight with it, directly or by way of others: they lie in one place."""
     number = {x.name: i for i, x in enumerate(model.layers)}
     pairs = [{number[owner], number[borrower]} for owner, borrower in model.tied]
     found: dict[int, None] = {layer: None}

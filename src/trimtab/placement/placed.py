@@ -73,7 +73,7 @@ class Placement:
 
     @property
     def moved_bytes(self) -> int:
-        """Weights and rows that cross a link because they did not fit, per batch of requests."""
+        """Count the bytes of weights and rows that cross a link because they did not fit, per batch of requests."""
         return sum(x.moved_bytes for x in self.spilled)
 
     @property
@@ -200,7 +200,7 @@ def split_model(num_layers: int, vit_alpha: float = 0.5, *, world_size: int) -> 
 
 
 def split_model_map(model: ModelSpec, world_size: int) -> dict[str, int]:
-    """`split_model` for any family: InternVL's own keys, or the modules of `model` that play their part."""
+    """Run `split_model` for any family: InternVL's own keys, or the modules of `model` that play their part."""
     blocks = [x.name for x in model.layers if x.tower == "language" and x.kind == "block"]
     published = split_model(len(blocks), world_size=world_size)
     prefix = "language_model.model.layers."

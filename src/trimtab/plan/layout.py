@@ -76,7 +76,7 @@ class PipelineLayout:
         return device_of_stage(self.schedule, stage, num_devices=self.num_devices, num_chunks=self.num_chunks)
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """Stages that a device holds, first to last."""
+        """Return the stages that a device holds, first to last."""
         return tuple(stage for stage in range(len(self.stages)) if self.device_of(stage) == device)
 
 

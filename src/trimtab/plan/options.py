@@ -162,7 +162,7 @@ Preference = Literal["simplest", "fastest"]
 
 
 def parse_share(text: str) -> float:
-    """ "6%" or "0.06" as 0.06."""
+    """Read "6%" or "0.06" as 0.06."""
     try:
         return float(text.rstrip("% ")) / (100 if text.strip().endswith("%") else 1)
     except ValueError:
@@ -170,12 +170,12 @@ def parse_share(text: str) -> float:
 
 
 def parse_towers(names: Sequence[str]) -> tuple[Tower, ...]:
-    """Towers, from names that stand alone or are joined by commas; `PlanOptions` says which there are."""
+    """Return towers, from names that stand alone or are joined by commas; `PlanOptions` says which there are."""
     return tuple(cast(Tower, name) for given in names for name in given.split(","))
 
 
 def parse_weights(given: Sequence[str]) -> tuple[tuple[str, float], ...]:
-    """Names and numbers of `web=1,docs=2.5`; who uses them says which names and numbers there may be."""
+    """Return names and numbers of `web=1,docs=2.5`; who uses them says which names and numbers there may be."""
     weights, problems = [], []
     for word in (word for text in given for word in text.split(",")):
         name, mark, number = word.rpartition("=")
@@ -402,7 +402,7 @@ class PlanOptions(RunOptions):
 
     @property
     def leaves_steps_open(self) -> bool:
-        """Micro-batches per step may be chosen so that steps come out equally long.
+        """Return whether micro-batches per step may be chosen so that steps come out equally long.
 
         GPipe holds all micro-batches of a step, so its memory was priced with their number; interleaved schedules take
         multiples of the pipeline's devices.
@@ -458,7 +458,7 @@ class GivenRun(RunOptions):
             raise PlanError(join_problems(problems))
 
     def options(self, dims: ParallelDims) -> PlanOptions:
-        """Options that price this run; what was not said has a plan's default."""
+        """Return the options that price this run; what was not said has a plan's default."""
         return replace(self._said(), **same_fields(dims, ParallelDims))
 
     def open_options(self, *, global_batch: int) -> PlanOptions:

@@ -152,7 +152,7 @@ class SettingEstimate:
 
     @property
     def label(self) -> str:
-        """In a line: "dp 4 x pp 2 x tp 1, ZeRO-1, 1F1B"; without what changes nothing."""
+        """Write in a line: "dp 4 x pp 2 x tp 1, ZeRO-1, 1F1B"; without what changes nothing."""
         chunks = f" with {self.num_chunks} chunks" if self.schedule == "Interleaved1F1B" else ""
         sharded = f", ZeRO-{self.zero_stage}" if self.dp * self.cp > 1 and self.zero_stage else ""
         return format_degrees(self) + sharded + (f", {self.schedule}{chunks}" if self.pp > 1 else "")
@@ -189,7 +189,7 @@ class Estimates:
 
     @property
     def basis(self) -> VariantEstimate:
-        """What gains are compared with: the baseline, or the first row after it that fits; this plan if none does."""
+        """Return what gains are compared with: the baseline, or the first row after it that fits; else this plan."""
         return next((row for row in self.compared if row.fits), self.variants[-1])
 
     def gain(self, row: VariantEstimate) -> float:
@@ -203,7 +203,7 @@ class Estimates:
 
 
 def find_baseline(names: Sequence[str]) -> int:
-    """Which variant is the baseline; before it stand others that were asked for and are slower, or do not fit."""
+    """Find which variant is the baseline; before it stand others that were asked for and are slower, or do not fit."""
     return names.index(BASELINE) if BASELINE in names else 0
 
 

@@ -222,7 +222,7 @@ def _recomputed(problem: SplitProblem, stages: Sequence[Stage], run: GivenRun) -
 
 
 def _first_blocks(profile: Profile, stages: Sequence[Stage], text: str) -> list[int]:
-    """Of "2,1,0,0" the first two blocks of the first stage and the first of the second."""
+    """Return, for "2,1,0,0", the first two blocks of the first stage and the first of the second."""
     counts = [int(word) if word.strip().isdecimal() else -1 for word in text.split(",")]
     if min(counts) < 0:
         names = ", ".join(("none", *get_args(RecomputedTier)))

@@ -39,7 +39,7 @@ class Lesson:
     spread: tuple[float, float]  # standard deviation over mean of the steps' seconds: measured, planned
 
     def sentences(self) -> tuple[str, ...]:
-        """Where the run differs from its plan, for its reader."""
+        """Say where the run differs from its plan."""
         place = f"{self.steps_done:,} steps are done, {self.steps_done % self.num_steps:,} of {self.num_steps:,} of "
         said = [
             f"{place}epoch {self.steps_done // self.num_steps + 1}.",

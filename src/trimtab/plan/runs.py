@@ -82,7 +82,7 @@ class RunLog:
 
     @property
     def warm(self) -> tuple[StepRecord, ...]:
-        """`own` but those that pay for warming up; all of them, where there are no others."""
+        """Return `own` but those that pay for warming up; all of them, where there are no others."""
         starts = frozenset(self.starts)
         return tuple(record for record in self.own if record.step not in starts) or self.own
 
@@ -173,7 +173,7 @@ def read_run_log(path: Path) -> RunLog:
 
 
 def read_run_of(plan: Plan, path: Path) -> RunLog:
-    """`read_run_log`, for a run of this plan; `PlanError` for one of another."""
+    """Read the log of a run of this plan; `PlanError` for one of another."""
     log = read_run_log(path)
     if log.header.plan != digest_of(plan):
         raise PlanError(f"the run in {path} has other decisions than this plan: name its own log")
@@ -275,7 +275,7 @@ def _same_device(run: str, planned: str) -> bool:
 def profile_from_logs(
     path: Path | str, model: ModelSpec, device: DeviceSpec, *, dims: ParallelDims | None = None, **settings: Any
 ) -> Calibration:
-    """`Calibration.profile`: `model` at `dims` on `device`, its seconds fitted to the runs that `path` (JSON) lists.
+    """Return `Calibration.profile`: `model` at `dims` on `device`, seconds fitted to the runs that `path` (JSON) lists.
 
     `settings` are the other keywords of `profile_model` (host, zero_stage, attention, ...), the same for the runs and
     for the profile. Fitted are factors of the host's seconds, the language model's and the tower's, as far as the runs
@@ -290,7 +290,7 @@ def profile_from_logs(
 
 
 def simulate_logged(run: LoggedRun, forward: FloatArray, backward: FloatArray) -> float:
-    """Seconds of one step under the run's schedule; sends take no time."""
+    """Return the seconds of one step under the run's schedule; sends take no time."""
     send = dict.fromkeys(("send_forward_s", "send_backward_s"), np.zeros_like(forward))
     times = StageTimes(forward_s=forward, backward_s=backward, weight_s=backward / 2, **send)
     return simulate(times, schedule=run.schedule, num_devices=run.profile.dims.pp).makespan_s

@@ -49,7 +49,7 @@ _WEIGHT_STEP = 0.08  # micro-batches this much off the median get the lighter or
 
 
 def nice_ticks(limit: float, *, max_ticks: int = 6) -> list[float]:
-    """Multiples of 1, 2, 2.5 or 5 times a power of ten from 0 to `limit`, at most `max_ticks` of them."""
+    """Return multiples of 1, 2, 2.5 or 5 times a power of ten from 0 to `limit`, at most `max_ticks` of them."""
     if not limit > 0 or max_ticks < 2:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(limit / (max_ticks - 1)))
@@ -87,7 +87,7 @@ def _decimals(value: float) -> int:
 
 
 def grid(span: float, scale: Scale, height: float, *, max_ticks: int = 6) -> str:
-    """Vertical lines at the ticks that `axis` labels."""
+    """Return vertical lines at the ticks that `axis` labels."""
     if span <= 0:
         return ""
     places = (at(tick * scale.factor / span) for tick in nice_ticks(span / scale.factor, max_ticks=max_ticks))
@@ -106,12 +106,12 @@ def picture(body: str, *, height: float, title: str, description: str, css_class
 
 
 def timeline_rows(num_devices: int) -> float:
-    """Height of one device's row in pixels: 24 for few devices, never under 7."""
+    """Return the height of one device's row in pixels: 24 for few devices, never under 7."""
     return float(min(24, max(7, 420 // num_devices)))
 
 
 def timeline(timeline: Timeline, *, span_s: float, title: str, description: str) -> str:
-    """One row per device, forward and backward blocks on an axis of `span_s` seconds, and the end of the step marked.
+    """Draw one row per device, forward and backward blocks on an axis of `span_s` seconds, the end of the step marked.
 
     Up to `MAX_BLOCKS` blocks are drawn one by one, with the micro-batch's number where there is room. Beyond, a row's
     height at a time is the share of the time around it that the device computes.
@@ -141,7 +141,7 @@ def timeline(timeline: Timeline, *, span_s: float, title: str, description: str)
 
 
 def _every_name(row: float, fewest: int) -> int:
-    """Of how many rows of this height one is named; of the thinnest, one of `fewest`."""
+    """Return of how many rows of this height one is named; of the thinnest, one of `fewest`."""
     return 1 if row >= 13 else 2 if row >= 10 else fewest
 
 
@@ -158,7 +158,7 @@ def device_names(num_devices: int) -> str:
 
 
 def block_looks(timeline: Timeline) -> list[str]:
-    """Class of every block: f or b for its kind, then 0, 1, 2 for a light, usual or heavy micro-batch.
+    """Return the class of every block: f or b for its kind, then 0, 1, 2 for a light, usual or heavy micro-batch.
 
     A micro-batch is heavy when its blocks together take 8 % longer than the median micro-batch, light when 8 % shorter.
     """
@@ -188,7 +188,7 @@ def _block(timeline: Timeline, i: int, look: str, span_s: float, y: float, heigh
 
 
 def _density(timeline: Timeline, span_s: float, row: float, pad: float, height: float) -> str:
-    """An area for each device and kind of block: its share of the time of each of `_COLUMNS` columns, one on the other.
+    """Draw an area for each device and kind of block: its share of each of `_COLUMNS` columns' time, one on the other.
 
     A column that two devices fill to 40 and 100 % is drawn 40 and 100 % as high as their rows: no idle time is hidden.
     """
@@ -319,7 +319,7 @@ def timelines(details: PlanDetails) -> str:
 
 
 def stacked_timelines(shown: Mapping[str, Timeline]) -> str:
-    """Timelines by title under one another, on one time axis."""
+    """Return the timelines by title under one another, on one time axis."""
     span = max(line.makespan_s for line in shown.values())
     parts = []
     for name, line in shown.items():
@@ -494,7 +494,7 @@ def _stages(details: PlanDetails) -> str:
 
 
 def _plan_file(details: PlanDetails) -> str:
-    """Inputs and decisions in the plan file's own words: what a reviewer reads is what training reads."""
+    """Return the inputs and decisions in the plan file's own words: what a reviewer reads is what training reads."""
     lines = plan_to_yaml(details.plan).partition("\nestimates:")[0].splitlines()
     # two lines in three are inputs; the last ones are the packs' tables
     hidden = range(MAX_LINES * 2 // 3, len(lines) - MAX_LINES // 3) if len(lines) > MAX_LINES else range(0)

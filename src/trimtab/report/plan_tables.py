@@ -94,7 +94,7 @@ def shown_variants(estimates: Estimates) -> tuple[VariantEstimate, ...]:
 
 
 def settings_table(estimates: Estimates) -> Table:
-    """Degrees, ZeRO stages and schedules that came near, the fastest first and this plan's marked."""
+    """Return the degrees, ZeRO stages and schedules that came near, the fastest first and this plan's marked."""
     taken = estimates.settings[0]
     rows = sorted(estimates.settings, key=lambda row: -row.samples_per_s)
     step, rate = time_scale(row.step_ms / 1e3 for row in rows), count_scale(row.samples_per_s for row in rows)
@@ -193,7 +193,7 @@ def variant_stages(
 
 
 def packing_table(details: PlanDetails) -> Table:
-    """Sizes of the packs before and after, and how even the plan's are."""
+    """Return the sizes of the packs before and after, and how even the plan's are."""
     shown, plan = before_after(details), details.plan
     decision, balance = plan.decisions.packing, plan.estimates.balance
     rows: list[Cells] = [
@@ -221,7 +221,7 @@ def packing_table(details: PlanDetails) -> Table:
 
 
 def packing_note(details: PlanDetails) -> str:
-    """Method and limits of the packs."""
+    """Return method and limits of the packs."""
     decision = details.plan.decisions.packing
     note = (
         f"Method {decision.method}, order {decision.order}, seed {decision.seed}; at most "
@@ -257,7 +257,7 @@ MAX_STAGE_ROWS = 16
 
 
 def print_plan(details: PlanDetails, console: Console) -> None:
-    """Summary, before/after table, stages and packing, as wide as the console."""
+    """Print summary, before/after table, stages and packing, as wide as the console."""
     decision, found = details.plan.decisions.vision_data_parallel, details.plan.estimates.vision_data_parallel
     print_lines(console, details.plan.summary, limit=MAX_SUMMARY)
     tables = [(variants_table(details), ""), (stages_table(details, most=MAX_STAGE_ROWS), "")]
@@ -276,7 +276,7 @@ def print_plan(details: PlanDetails, console: Console) -> None:
 
 
 def prediction_sentences(found: Prediction) -> tuple[str, ...]:
-    """Shape, time, memory, waiting and how far to trust them, a sentence or two each."""
+    """Return shape, time, memory, waiting and how far to trust them, a sentence or two each."""
     ran = found.variant
     memory = found.budget
     peak = max(held.total_bytes for held in ran.memory)
@@ -295,7 +295,7 @@ def prediction_sentences(found: Prediction) -> tuple[str, ...]:
 
 
 def print_prediction(found: Prediction, console: Console) -> None:
-    """Sentences, then the stages."""
+    """Print sentences, then the stages."""
     print_lines(console, *prediction_sentences(found))
     console.print()
     stages = variant_stages(found.model, found.variant, most=MAX_STAGE_ROWS)
@@ -306,7 +306,7 @@ def print_prediction(found: Prediction, console: Console) -> None:
 
 
 def device_hours(plan: Plan) -> float:
-    """Devices times hours of one epoch: what a plan costs where all devices have one price."""
+    """Return the devices times hours of one epoch: what a plan costs where all devices have one price."""
     cluster = plan.inputs.cluster
     return cluster.num_nodes * cluster.devices_per_node * plan.estimates.epoch_s / 3600
 
@@ -337,7 +337,7 @@ def differences(plans: Mapping[str, Plan]) -> dict[str, tuple[str, ...]]:
 
 
 def compared_table(plans: Mapping[str, Plan], differing: Mapping[str, tuple[str, ...]]) -> Table:
-    """One column a plan: its figures, then what `differing` holds."""
+    """Make one column a plan: its figures, then what `differing` holds."""
     columns = [figures(plan) for plan in plans.values()]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     first = next(iter(plans.values())).estimates.samples_per_s

@@ -12,14 +12,14 @@ from trimtab.units import format_ratio
 
 
 def run_section(details: PlanDetails, log: RunLog) -> str:
-    """Tiles, and what was compared; memory where the devices are the plan's."""
+    """Return the tiles, and what was compared; memory where the devices are the plan's."""
     tiles = "".join(tile(*figure) for figure in run_figures(details, log))
     said = [*run_sentences(details, log), *_memory_sentence(log)]
     return section("Training run", " ".join(esc(x, 600) for x in said), f'<dl class="tiles">{tiles}</dl>')
 
 
 def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
-    """Where the run was, and what may be compared."""
+    """Say where the run was, and what may be compared."""
     header, planned = log.header, details.plan.decisions
     where = (
         f"{_count(len(log.own), 'step')} on {clean(header.device, limit=80)} as dp {header.dp} x pp {header.pp}, "
@@ -59,7 +59,7 @@ def run_sentences(details: PlanDetails, log: RunLog) -> list[str]:
 
 
 def _image_load(steps: Sequence[StepRecord], *, over_replica: bool) -> str:
-    """Of the rank that each step waits for, over the mean; patches by rank."""
+    """Write the load of the rank that each step waits for, over the mean; patches by rank."""
     over_mean = []
     for counts in ([r.patches_encoded for r in steps], [r.patches_held for r in steps]):
         table = np.array(counts, np.float64)  # (steps, dp)

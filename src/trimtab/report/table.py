@@ -59,17 +59,17 @@ class Scale:
 
 
 def time_scale(seconds: Iterable[float]) -> Scale:
-    """Unit that shows three digits of the largest value."""
+    """Return the unit that shows three digits of the largest value."""
     return _scale(seconds, (("h", 3600.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
 
 
 def memory_scale(num_bytes: Iterable[float]) -> Scale:
-    """As `time_scale`, for bytes."""
+    """Return `time_scale` for bytes."""
     return _scale(num_bytes, (("GiB", float(GIB)), ("MiB", float(MIB)), ("KiB", float(KIB)), ("B", 1.0)))
 
 
 def count_scale(values: Iterable[float]) -> Scale:
-    """As `time_scale`, for plain counts and rates."""
+    """Return `time_scale` for plain counts and rates."""
     return _scale(values, (("", 1.0),))
 
 
@@ -81,12 +81,12 @@ def _scale(values: Iterable[float], units: tuple[tuple[str, float], ...]) -> Sca
 
 
 def percent(share: float, *, digits: int = 1) -> str:
-    """ "19.8 %". The share is rounded to four digits first, as in a plan file, so that both sources show the same."""
+    """Write "19.8 %". The share is rounded to four digits first, as in a plan file, so that both show the same."""
     return f"{round(100.0 * round(share, 4), digits) + 0.0:.{digits}f} %"  # + 0.0: no "-0.0"
 
 
 def signed_percent(share: float) -> str:
-    """With its sign, as a minus of the width of the plus: "+2.0 %", "−0.7 %"."""
+    """Write with its sign, as a minus of the width of the plus: "+2.0 %", "−0.7 %"."""
     text = f"{100.0 * share:+.1f} %"
     return "0.0 %" if text[1:] == "0.0 %" else text.replace("-", "−")
 
@@ -165,7 +165,7 @@ def describe_recompute(stage: Stage) -> str:
 
 
 def relative_spread(values: FloatArray) -> float:
-    """Standard deviation over mean; 0 where all values are 0."""
+    """Return standard deviation over mean; 0 where all values are 0."""
     mean = float(values.mean()) if len(values) else 0.0
     return float(values.std()) / mean if mean > 0 else 0.0
 
@@ -217,7 +217,7 @@ class Table:
 
 
 def numeric(*headers: str) -> tuple[Column, ...]:
-    """Columns of figures."""
+    """Return the columns of figures."""
     return tuple(Column(header, numeric=True) for header in headers)
 
 
@@ -248,7 +248,7 @@ def print_lines(console: Console, *lines: str, limit: int = MAX_TEXT, style: str
 
 
 def print_table(table: Table, console: Console) -> None:
-    """In a terminal; words wrap, figures do not. Where that takes more than its width, each row becomes a list."""
+    """Print in a terminal; words wrap, figures do not. Where that is wider, each row becomes a list."""
     from rich import box
     from rich.table import Table as Grid
 
@@ -289,7 +289,7 @@ def _style_of_row(table: Table, number: int) -> str:
 
 
 def _least_width(table: Table) -> int:
-    """Characters that the columns need so that no figure is cut and no word is broken but a module path."""
+    """Count the characters that the columns need so that no figure is cut and no word is broken but a module path."""
     from rich.cells import cell_len
 
     total = 2 * len(table.columns) - 1  # a blank after each column, and one between two

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def print_model(model: ModelSpec, console: Console) -> None:
-    """Layers in forward order, equal neighbours in one row, and parameters per tower."""
+    """Print the layers in forward order, equal neighbours in one row, and parameters per tower."""
     rows = []
     for _, group in itertools.groupby(model.layers, key=lambda layer: (layer.alike, _stem(layer.name))):
         layers = list(group)
@@ -77,7 +77,7 @@ def print_model(model: ModelSpec, console: Console) -> None:
 
 
 def print_sizes(result: SizingResult, console: Console) -> None:
-    """Mean, quantiles and largest of each column."""
+    """Print the mean, quantiles and largest of each column."""
     samples, rows = result.table, []
     columns: tuple[tuple[str, IntArray], ...] = (
         ("images", samples.num_images),
@@ -116,7 +116,7 @@ def print_balance(samples: SampleTable, balance: BalanceReport, seconds: float, 
 
 
 def print_iterations(iterations: Sequence[IsfIteration], console: Console) -> None:
-    """How ISF converges, a line for each iteration."""
+    """Print how ISF converges, a line for each iteration."""
     names = ("Kept", "Left", "Packs", "ViT", "LLM", "Cost")
     rows = [
         (
@@ -162,7 +162,7 @@ _KINDS = (
 
 
 def _devices_table(placement: Placement) -> Table:
-    """Bytes of every device by kind, and what is free there."""
+    """Return the bytes of every device by kind, and what is free there."""
     largest = max(max(use.total_bytes, use.capacity_bytes or 0) for use in placement.uses)
     scale = replace(memory_scale([largest]), digits=3)  # a cache or a reserve is small compared with the weights
     kinds = [(name, field) for name, field in _KINDS if any(getattr(use, field) for use in placement.uses)]
@@ -186,7 +186,7 @@ def _devices_table(placement: Placement) -> Table:
 
 
 def _rules_table(placement: Placement, compared: Sequence[Assessed]) -> Table:
-    """This placement next to the public maps."""
+    """Show this placement next to the public maps."""
     found = [("This placement", placement, ()), *((x.rule, x.placement, x.problems) for x in compared)]
     return Table(
         title="Compared with the public maps",
@@ -218,7 +218,7 @@ def _device_name(use: DeviceUse) -> str:
 
 
 def print_placement(placement: Placement, compared: Sequence[Assessed], console: Console) -> None:
-    """What `trimtab map` prints: a summary, bytes and modules of every device, then the public maps."""
+    """Print what `trimtab map` shows: a summary, bytes and modules of every device, then the public maps."""
     from trimtab.plan.file.placement import summary
 
     print_lines(console, summary(placement), limit=800)
@@ -323,7 +323,7 @@ def kept_rows(
 
 
 def print_kept(rows: Sequence[KeptRow], console: Console) -> None:
-    """Bytes of one layer of each kind."""
+    """Print the bytes of one layer of each kind."""
     table = Table(
         title="Bytes that one layer keeps for backward",
         columns=(Column("Layer"), *numeric("Like it", "Rows", "Keeps", "Recomputed", "Transient")),
@@ -381,7 +381,7 @@ def print_kinds(rows: tuple[KindRow, ...], profile: Profile, console: Console) -
 
 
 def print_runs(calibration: Calibration, console: Console) -> None:
-    """Each logged run next to the fit; what was fitted stands in the profile's assumptions."""
+    """Print each logged run next to the fit; what was fitted stands in the profile's assumptions."""
     table = Table(
         title="Logged runs",
         columns=(Column("Run"), *numeric("Logged", "Fitted", "Error")),

@@ -274,7 +274,7 @@ def process_group(
     words: Mapping[str, str] | None = None,
     again: str = "go on from the last checkpoint (--resume)",
 ) -> Iterator[Ranks]:
-    """This rank's device; in torchrun's process group, in one already there, or in one of this process alone.
+    """Yield this rank's device; in torchrun's process group, in one already there, or in one of this process alone.
 
     Under torchrun a rank that others wait for is named, and after `timeout_s` the run ends; so it does where ranks were
     started with other `words`. What one rank raises, the others raise or end by, marked as said; where a rank is lost
@@ -320,7 +320,7 @@ def process_group(
 
 
 def _open_store(timeout_s: float) -> Any:
-    """Torchrun's own store, or one that rank 0 keeps; keys are of this start and this call."""
+    """Open torchrun's own store, or one that rank 0 keeps; keys are of this start and this call."""
     host, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -339,7 +339,7 @@ def _open_store(timeout_s: float) -> Any:
 
 @contextmanager
 def _said_once(watch: Watch, store: Any, again: str) -> Iterator[None]:
-    """What ends all ranks is marked as said on all but one; where a connection broke it names who has ended."""
+    """Mark what ends all ranks as said on all but one; where a connection broke, name who has ended."""
     try:
         yield
     except (TrimtabError, OSError, RuntimeError, CheckpointException) as problem:

@@ -51,11 +51,11 @@ class AppliedRecompute(AbstractContextManager["AppliedRecompute"]):
 
     @property
     def granularity(self) -> dict[str, Granularity]:
-        """Of every layer that recomputes, by its name."""
+        """Return that of every layer that recomputes, by its name."""
         return {name: wrapper.granularity for name, wrapper in self._wrapped.items()}
 
     def remove(self) -> None:
-        """Every layer's `forward` is what it was before; a second call does nothing."""
+        """Give every layer the `forward` that it had before; a second call does nothing."""
         covered = [name for name, wrapper in self._wrapped.items() if wrapper.layer.__dict__["forward"] is not wrapper]
         if covered:
             raise TrimtabError(f"another wrapper is around {_listed(covered)} since: remove that one first")
@@ -104,7 +104,7 @@ def apply(
 
 
 def applied_to(model: nn.Module) -> dict[str, Granularity]:
-    """Layers of `model` that recompute by `apply`, by name."""
+    """Return the layers of `model` that recompute by `apply`, by name."""
     forwards = ((name, layer.__dict__.get("forward")) for name, layer in model.named_modules())
     return {name: forward.granularity for name, forward in forwards if isinstance(forward, _Recomputed)}
 
@@ -195,7 +195,7 @@ def _listed(names: list[str]) -> str:
 
 
 def tensors_in(given: object) -> Iterator[Tensor]:
-    """Tensors in nested mappings, tuples and lists."""
+    """Yield tensors in nested mappings, tuples and lists."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, Mapping):

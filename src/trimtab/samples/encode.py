@@ -38,7 +38,7 @@ class ConversationEncoder:
     def encode(
         self, conversation: Conversation, images: Sequence[ImageCounts], videos: Sequence[ClipCounts] = ()
     ) -> EncodedConversation:
-        """Ids with as many tokens of images and videos as their rules count.
+        """Return ids with as many tokens of images and videos as their rules count.
 
         Learnt are the turns of `learnt_spans`; `BadRecordError` where they are not found.
         """
@@ -61,7 +61,7 @@ class ConversationEncoder:
     def _repeats(
         self, ids: IntArray, conversation: Conversation, images: Sequence[ImageCounts], videos: Sequence[ClipCounts]
     ) -> IntArray:
-        """How often each token stands in the row: a soft token once for each feature of its image, crop or frame."""
+        """Count how often each token stands in the row: a soft token once a feature of its image, crop or frame."""
         markup, features = self._counter.markup, defaultdict[str, list[int]](list)
         next_image, next_video = iter(images), iter(videos)
         features[markup.soft] = []
@@ -191,7 +191,7 @@ def _behind(text: str, part: str, lower: int, upper: int) -> int | None:
 
 
 def _shared(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Count the characters that both begin with."""
     return next((at for at, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
 
 

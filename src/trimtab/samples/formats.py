@@ -27,7 +27,7 @@ _ARROW_FILE = b"ARROW1"
 
 
 def open_parquet(path: Path) -> Any:
-    """pyarrow's ParquetFile."""
+    """Open it as pyarrow's ParquetFile."""
     import pyarrow
     import pyarrow.parquet
 
@@ -40,7 +40,7 @@ def open_parquet(path: Path) -> Any:
 
 
 def parquet_groups(path: Path) -> Groups:
-    """Row groups."""
+    """Return row groups."""
     import pyarrow
 
     file = open_parquet(path)
@@ -100,7 +100,7 @@ def arrow_groups(path: Path) -> Groups:
 
 
 def _records_of(batches: Iterable[Any]) -> Iterator[Any]:
-    """Rows as dicts; what pyarrow raises is a `ValueError` or an `OSError`."""
+    """Yield rows as dicts; what pyarrow raises is a `ValueError` or an `OSError`."""
     import pyarrow
 
     try:

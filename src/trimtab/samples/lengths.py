@@ -73,7 +73,7 @@ def _gives_lengths(names: Collection[str]) -> bool:
 
 
 def read_length_parts(files: Sequence[Path], image_rule: ImageRule | None) -> list[Part]:
-    """Files of lengths; a rule that asks another program is asked about all their images at once."""
+    """Return the files of lengths; a rule that asks another program is asked about all their images at once."""
     if isinstance(image_rule, AskedImages):
         image_rule.prepare(sizes_in([read_length_part(file, SizesAlone()) for file in files]))
     return [read_length_part(file, image_rule) for file in files]
@@ -164,7 +164,7 @@ def _parquet_columns(path: Path) -> _Columns:
 def _make_part(
     path: Path, columns: _Columns, lines: Sequence[int], bad: list[BadSample], count_image: CountImage | None
 ) -> Part:
-    """Rows as numbers; those that cannot be are put to `bad`."""
+    """Return rows as numbers; those that cannot be are put to `bad`."""
     columns = {key: values for key, values in columns.items() if any(x is not None for x in values)}
     reasons, counts = _find_problems(columns, len(lines), count_image)
     if reasons:
@@ -211,7 +211,7 @@ def _numbers(values: Sequence[int | None]) -> IntArray:
 def _find_problems(
     columns: _Columns, num_rows: int, count_image: CountImage | None
 ) -> tuple[dict[int, str], list[list[ImageCounts]] | None]:
-    """What is wrong with row i, of rows with whom something is; counts of every row's images, where some have sizes."""
+    """Find what is wrong with rows, by row; and counts of every row's images, where some have sizes."""
     reasons: dict[int, str] = {}
     # 1. exactly one spelling of the tokens
     num_given = np.zeros(num_rows, np.int64)
@@ -261,7 +261,7 @@ _SIDE_BITS = 28  # of an image of `MAX_PIXELS`; a sample of a hundred such image
 
 
 def sizes_in(parts: Sequence[Part]) -> list[tuple[int, int]]:
-    """Distinct (width, height) of all images, sized by `SizesAlone`."""
+    """Return distinct (width, height) of all images, sized by `SizesAlone`."""
     columns = [part.image_patches for part in parts if part.image_patches is not None and len(part.image_patches)]
     distinct = np.unique(np.concatenate(columns)).tolist() if columns else []
     return [(packed >> _SIDE_BITS, packed & (1 << _SIDE_BITS) - 1) for packed in distinct]

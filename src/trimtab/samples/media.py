@@ -227,7 +227,7 @@ _TRANSPORT = "mpegts"  # a packet of 188 bytes begins with G
 
 
 def read_clip(file: BinaryIO, name: str) -> Clip:
-    """Size, frames and frames a second of the first video stream; nothing is decoded.
+    """Return the size, frames and frames a second of the first video stream; nothing is decoded.
 
     As Transformers' reader by PyAV sees them: sides as coded (no rotation), the average rate. Where the header does not
     count the frames (WebM, MKV), the packets are. Raises `BadRecordError` of kind video.
@@ -328,7 +328,7 @@ class MediaFolder:
         self._seen: dict[str, str] = {}
 
     def take_seen(self) -> tuple[str, ...]:
-        """Files that were opened, or are missing, since the last call: "SIZE:TIME PATH" each."""
+        """Return the files that were opened, or are missing, since the last call: "SIZE:TIME PATH" each."""
         seen, self._seen = self._seen, {}
         return tuple(f"{stamp} {path}" for path, stamp in seen.items())
 
@@ -347,7 +347,7 @@ class MediaFolder:
             raise _bad_image(image, error) from None
 
     def clip(self, video: Video) -> Clip:
-        """What decides how a video is sampled: of its record or its header; of frames, the size that all have."""
+        """Read what decides how a video is sampled: its record or its header; for frames, the size that all have."""
         if not isinstance(video.source, tuple):
             if video.clip is None:
                 with self._video(video.source) as file:
@@ -362,7 +362,7 @@ class MediaFolder:
         return Clip(width=width, height=height, num_frames=len(video.source), fps=video.fps, listed=True)
 
     def frames(self, video: str | bytes, indices: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Frames of a video file as (frames, height, width, 3)."""
+        """Return the frames of a video file as (frames, height, width, 3)."""
         with self._video(video) as file:
             return read_frames(file, _named(video), indices)
 

@@ -192,7 +192,7 @@ def read_chunk(chunk: Chunk, *, more_columns: tuple[str, ...] = ()) -> Iterator[
 
 
 def _read_lines(file: BinaryIO, start: int, stop: int) -> Iterator[Record]:
-    """Lines that begin in [start, stop), numbered from 1 within the chunk."""
+    """Yield lines that begin in [start, stop), numbered from 1 within the chunk."""
     position = start
     if start:
         file.seek(start - 1)
@@ -257,7 +257,7 @@ def _read_groups(chunk: Chunk, more_columns: tuple[str, ...]) -> Iterator[Record
 
 
 def open_rows(path: Path) -> Callable[[int], object]:
-    """A record by its number in the file, from 1: of a JSON list, or of groups, of which the last one is kept."""
+    """Open records by their number in the file, from 1: of a JSON list, or of groups, the last of which is kept."""
     kind = detect_format(path)
     if kind in LISTS:
         rows = [value for value, _ in LISTS[kind](path)]
@@ -305,7 +305,7 @@ class RowPlaces:
 
 
 def refuse_other_files(samples: SampleTable, files: Sequence[Path]) -> None:
-    """`SampleError` unless as many files are named as the table was sized from."""
+    """Raise `SampleError` unless as many files are named as the table was sized from."""
     if len(files) != samples.num_files:
         named = ", ".join(map(str, files)) or "none"
         raise SampleError(f"{samples.num_files} files were sized, not {len(files)} ({named}): name the same in order")
@@ -321,7 +321,7 @@ def places_of(samples: SampleTable) -> RowPlaces:
 
 
 def line_starts(file: Path) -> IntArray:
-    """Byte offset of every line of a file, blank ones too; lines end at a line feed."""
+    """Return the byte offset of every line of a file, blank ones too; lines end at a line feed."""
     starts, position = [np.zeros(1, np.int64)], 0
     with file.open("rb") as stream:
         while block := stream.read(_SCAN_BYTES):
@@ -332,7 +332,7 @@ def line_starts(file: Path) -> IntArray:
 
 
 def row_starts(samples: SampleTable, files: Sequence[Path | None]) -> IntArray:
-    """(num_rows,) byte offset at which each row's line begins; the files are JSON Lines, None stands for another."""
+    """Return (num_rows,) byte offset of each row's line; the files are JSON Lines, None stands for another."""
     starts, places = np.zeros(len(samples), np.int64), places_of(samples)
     for number, file in enumerate(files):
         rows = np.flatnonzero(places.file == number)

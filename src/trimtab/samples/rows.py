@@ -91,7 +91,7 @@ def _video(value: object, where: str, facts: Mapping[str, object]) -> Video:
 
 
 def _clip(facts: Mapping[str, object]) -> Clip | None:
-    """Width, height, frames a second, and frames or seconds; None where one of them is missing."""
+    """Return the width, height, frames a second, and frames or seconds; None where one of them is missing."""
     width, height, fps = _number(facts, ("width",)), _number(facts, ("height",)), _number(facts, _FPS[:2])
     frames, duration = _number(facts, _FRAMES), _number(facts, _DURATION)
     if frames is None and fps is not None and duration is not None:
@@ -229,7 +229,7 @@ def record_id(record: object) -> str | None:
 def read_conversation(
     record: object, *, images: tuple[bytes, ...] | None = None, columns: Columns = ()
 ) -> Conversation:
-    """A record in the style of LLaVA / ShareGPT (`conversations`), OpenAI (`messages`) or The Cauldron (`texts`).
+    """Read a record in the style of LLaVA / ShareGPT (`conversations`), OpenAI (`messages`) or The Cauldron (`texts`).
 
     Every `<image>` in a text and every content part of type image or image_url is an image. A part may carry its image;
     the others take theirs from `image` or `images`, in order. `images` given here (members of a tar shard) replace
@@ -284,7 +284,7 @@ def _rows_of(turns: object) -> object:
 
 
 def _cauldron_turns(texts: object, record: Mapping[str, object]) -> object:
-    """Objects with `user` and `assistant` as two turns each; their images stand before the first text."""
+    """Return objects with `user` and `assistant` as two turns each; their images stand before the first text."""
     if not isinstance(texts, (list, tuple)):
         return texts
     images = record.get("images")
@@ -468,7 +468,7 @@ def _tools(record: Mapping[str, object]) -> tuple[object, ...] | None:
 
 
 def _arguments(record: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
-    """`chat_template_kwargs`, and what TRL hands on next to it: names that templates know."""
+    """Return `chat_template_kwargs`, and what TRL hands on next to it: names that templates know."""
     given = record.get("chat_template_kwargs")
     if isinstance(given, str) and given.strip():
         with contextlib.suppress(ValueError):

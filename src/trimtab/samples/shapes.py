@@ -53,7 +53,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
 
 def read_columns(text: str | None) -> Columns:
-    """question=query,answer=label as pairs; `SampleError` for a meaning that there is not.
+    """Read question=query,answer=label as pairs; `SampleError` for a meaning that there is not.
 
     >>> read_columns("question=query,answer=label")
     (('question', 'query'), ('answer', 'label'))
@@ -285,7 +285,7 @@ def listed_sets(path: Path) -> list[ListedSet]:
 
 @cache
 def columns_next_to(file: Path) -> Columns:
-    """What the columns of a data file mean by the list in its folder, or in the one above; (): by none."""
+    """Return what the columns of a data file mean by the list in its folder, or in the one above; (): by none."""
     for folder in () if isinstance(file, Address) else (file.parent, file.parent.parent):
         if is_info(folder / INFO):
             for entry in _entries(folder / INFO).values():

@@ -59,7 +59,7 @@ def size_samples(
     resume_dir: Path | str | None = None,
     progress: Progress | None = None,
 ) -> SizingResult:
-    """Sizes of every sample of the data, in its order.
+    """Return the sizes of every sample of the data, in its order.
 
     Use this before you plan or pack. It reads the headers of images and counts tokens; no picture is decoded. The
     result's `table` has a row for every sample; without a tokenizer tokens are estimated.
@@ -216,7 +216,7 @@ def _size_files(
     most_bad: int | None,
     progress: Progress | None = None,
 ) -> list[list[Part]]:
-    """Parts of every file, lines numbered within the file.
+    """Return the parts of every file, lines numbered within the file.
 
     Where they hold more than `most_bad` bad samples nothing more is read, and all that there are so far are raised.
     """
@@ -254,6 +254,6 @@ def _size_files(
 
 
 def _place(part: Part, file: Path, offset: int) -> Part:
-    """Lines numbered within the file instead of the chunk, and the file named as the caller did."""
+    """Return lines numbered within the file instead of the chunk, and the file named as the caller did."""
     bad = tuple(replace(sample, file=str(file), line=(sample.line or 0) + offset) for sample in part.bad)
     return replace(part, lines=part.lines + offset, bad=bad)

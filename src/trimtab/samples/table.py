@@ -48,7 +48,7 @@ def unpack_arrays(content: bytes) -> tuple[Arrays, dict[str, Any]]:
 
 
 def _refuse_inflated(content: bytes) -> None:
-    """`ValueError` for arrays that would take more memory than the file has bytes; before they take any.
+    """Raise `ValueError` for arrays that would take more memory than the file has bytes; before they take any.
 
     We compress nothing, so both words on an array's size, the archive's and the array's own, are below the file's size.
     """
@@ -68,7 +68,7 @@ def _refuse_inflated(content: bytes) -> None:
 
 
 def pack_strings(name: str, strings: Sequence[str]) -> Arrays:
-    """Strings as one block of UTF-8 and their ends: no pickle, no padding to the longest."""
+    """Return strings as one block of UTF-8 and their ends: no pickle, no padding to the longest."""
     encoded = [text.encode() for text in strings]
     ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
     return {f"{name}_utf8": np.frombuffer(b"".join(encoded), np.uint8), f"{name}_ends": ends}
@@ -121,7 +121,7 @@ class SizingResult:
 
     @property
     def num_read(self) -> int:
-        """Samples in the files."""
+        """Count the samples in the files."""
         return len(self.table) + len(self.bad)
 
 
@@ -147,7 +147,7 @@ class Part:
 
     @property
     def num_read(self) -> int:
-        """Samples in the stretch."""
+        """Count the samples in the stretch."""
         return len(self.lines) + len(self.bad)
 
 
@@ -226,7 +226,7 @@ def _is_single(part: Part) -> bool:
 
 
 def _places(parts: Sequence[Sequence[Part]]) -> dict[str, Any]:
-    """Where the samples' records are, as `SampleTable` has it; None where its default says it."""
+    """Return where the samples' records are, as `SampleTable` has it; None where its default says it."""
     files, lines, num_files = [np.empty(0, np.int32)], [np.empty(0, np.int64)], 0
     for file_parts in parts:
         for part in file_parts:
@@ -370,7 +370,7 @@ def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
 
 
 def sized_files(path: Path) -> tuple[SizedFile, ...]:
-    """`SizingResult.files` of a saved table, whose columns are not read; none where it does not say them."""
+    """Return `SizingResult.files` of a saved table, whose columns are not read; none where it does not say them."""
     try:
         with path.open("rb") as content, np.load(content, allow_pickle=False) as file:
             return _sized_files(json.loads(file["meta"].tobytes()))

@@ -140,7 +140,7 @@ def compile_template(text: str, special_tokens: Mapping[str, str]) -> Render:
 
 @cache
 def _generation_block() -> type[Any]:
-    """{% generation %}: what the assistant wrote, between the marks that are asked for."""
+    """Make the block {% generation %}: what the assistant wrote, between the marks that are asked for."""
     import jinja2.ext
     import jinja2.nodes
 
@@ -368,7 +368,7 @@ class TokenCounter:
         return Rendered(text, num_tokens, len(conversation.messages))
 
     def place(self, text: str, at: int, images: Sequence[ImageCounts], videos: Sequence[ClipCounts]) -> int:
-        """Where character `at` of a chat's text stands once images and videos are written out."""
+        """Return where character `at` of a chat's text stands once images and videos are written out."""
         before, _ = self._expand(text[:at], images[: text.count(self._markup.placeholder, 0, at)])
         if videos:
             before, _ = _with_videos(before, videos[: before.count(videos[0].placeholder)])
@@ -422,19 +422,19 @@ class TokenCounter:
         return "".join(out), num_written
 
     def encode(self, rendered: Rendered) -> Encoding:
-        """Token ids and character offsets of one chat, one soft token for each image (or crop) in it."""
+        """Return token ids and character offsets of one chat, one soft token for each image (or crop) in it."""
         assert self._tokenizer is not None, "there is a tokenizer"
         return self._tokenizer.encode(rendered.text, add_special_tokens=self._adds_special(rendered))
 
     def id_of(self, soft: str) -> int:
-        """Id of a token that features take the place of."""
+        """Return the id of a token that features take the place of."""
         assert self._tokenizer is not None, "there is a tokenizer"
         token: int | None = self._tokenizer.token_to_id(soft)
         assert token is not None, "added when loaded, or with the first video"
         return token
 
     def count(self, rendered: Sequence[Rendered]) -> list[int | BadRecordError]:
-        """Tokens of each chat, image tokens included, or why the tokenizer refuses it.
+        """Return the tokens of each chat, image tokens included, or why the tokenizer refuses it.
 
         One batch, because a call costs as much as a short text; a batch that fails is encoded chat by chat.
         """

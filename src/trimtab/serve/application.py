@@ -267,7 +267,7 @@ def _read_parts(path: Path, kind: type[Any]) -> dict[str, Any]:
 
 
 def _without_video(kind: type[Any]) -> type[Any]:
-    """A processor class that may be made with None for its video processor (public method; Transformers 5.23)."""
+    """Make a processor class that takes None for its video processor (public method; Transformers 5.23)."""
 
     def check(self: Any, name: str, argument: object) -> Any:
         return None if argument is None else kind.check_argument_for_proper_class(self, name, argument)
@@ -276,7 +276,7 @@ def _without_video(kind: type[Any]) -> type[Any]:
 
 
 def _published_parts(folder: Path, config: InternVLChatConfig) -> dict[str, Any]:
-    """Arguments of Transformers' `InternVLProcessor`, without its video part.
+    """Return the arguments of Transformers' `InternVLProcessor`, without its video part.
 
     `ConfigError` where the folder cuts images or writes turns in ways that Transformers' classes do not.
     """

@@ -127,7 +127,7 @@ def casts_inputs(settings: CostSettings) -> bool:
 
 
 def adapter_item_bytes(settings: CostSettings) -> int:
-    """Bytes of a value as adapters multiply it: the model's under autocast, 4 where their products are fp32."""
+    """Return bytes of a value as adapters multiply it: the model's under autocast, 4 where their products are fp32."""
     return 4 if casts_inputs(settings) and settings.adapters_in == "fp32_products" else settings.item_bytes
 
 
@@ -137,7 +137,7 @@ def _likely(layer: LayerSpec, adapter: Adapted) -> tuple[str, ...]:
 
 
 def selective_bytes(layer: LayerSpec, settings: CostSettings) -> float:
-    """Bytes for each row under the tier "selective": input, result of every matrix product, attention's result.
+    """Return bytes for each row under the tier "selective": input, result of every matrix product, attention's result.
 
     What torch's selective activation checkpointing holds with a policy that saves `mm`, `addmm` and the fused
     attention: norms, rotary, activation and gate are computed again from them, which costs memory traffic and no FLOPs.
@@ -162,7 +162,7 @@ def selective_bytes(layer: LayerSpec, settings: CostSettings) -> float:
 
 
 def layer_traffic(layer: LayerSpec, settings: CostSettings) -> tuple[Traffic, ...]:
-    """Elementwise kernels of the forward pass; backward moves about twice as much.
+    """Return elementwise kernels of the forward pass; backward moves about twice as much.
 
     PyTorch runs each operation of an unfused norm, rotary embedding or gate as one kernel that reads its operands
     and writes its result. Not counted: dropout, layout copies of attention's inputs.
@@ -312,7 +312,7 @@ def _kept_by_activation(name: str, m: MlpSpec, width: float, settings: CostSetti
 
 
 def attention_result_bytes(a: AttentionSpec, settings: CostSettings) -> float:
-    """Result and fp32 logsumexp of fused attention."""
+    """Return result and fp32 logsumexp of fused attention."""
     query = local_heads(a, settings.dims.tp).query
     return query * (settings.item_bytes * a.value_head_dim + 4.0)
 
@@ -429,7 +429,7 @@ def _activation_bytes(m: MlpSpec, w: int, *, fused: bool) -> float:
 
 
 def expert_launches(layer: LayerSpec, settings: CostSettings) -> float:
-    """Kernels that one forward launches for each expert of this device apart.
+    """Return the kernels that one forward launches for each expert of this device apart.
 
     A loop over experts, as Transformers before 5 has it: nine operations an expert, its choice of rows among them. Else
     two products (gate and up are one), as Transformer Engine's grouped linear layer hands them to cuBLAS one by one; a
@@ -447,5 +447,5 @@ def expert_launches(layer: LayerSpec, settings: CostSettings) -> float:
 
 
 def count_kernels(traffic: tuple[Traffic, ...], layer: LayerSpec) -> int:
-    """Kernels that one forward launches, its products aside."""
+    """Count the kernels that one forward launches, its products aside."""
     return sum(t.num_kernels for t in traffic) + (layer.attention is not None)

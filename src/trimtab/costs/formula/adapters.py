@@ -78,7 +78,7 @@ def layer_linears(layer: LayerSpec) -> tuple[Linear, ...]:
 
 
 def adapt_layer(layer: LayerSpec, lora: Lora | None, tp: int) -> tuple[Adapted, ...]:
-    """Adapters of `layer` on one of `tp` devices: A is divided with its layer's input, B with its output."""
+    """Return the adapters of `layer` on one of `tp` devices: A is divided with its layer's input, B with its output."""
     if lora is None or layer.tower not in lora.towers:
         return ()
     return tuple(x for x in _on_device(layer, lora.r, tp) if _is_target(x.name, layer, lora))
@@ -121,7 +121,7 @@ class AdapterCount:
 
 
 def count_adapters(model: ModelSpec, lora: Lora) -> AdapterCount:
-    """Linear layers with adapters, and the adapters' parameters: those that PEFT prints as trainable.
+    """Return the linear layers with adapters, and the adapters' parameters: those that PEFT prints as trainable.
 
     >>> from trimtab import describe
     >>> count_adapters(describe("Qwen2.5-VL-7B"), Lora(r=16))
@@ -142,7 +142,7 @@ def _names(target: str, layer: LayerSpec, name: str) -> bool:
 
 
 def _on_device(layer: LayerSpec, rank: int, tp: int) -> list[Adapted]:
-    """Linear layers at their widths on one device, each with the products that its widths say it computes."""
+    """Return linear layers at their widths on one device, each with the products that its widths say it computes."""
     linears = layer_linears(layer)
     left, local = list(layer_matmuls(layer, 1)), {p.name: p for p in layer_matmuls(layer, tp)}
     # match each linear layer with the products that it stands for

@@ -24,11 +24,11 @@ class Matmul:
 
     @property
     def flops(self) -> float:
-        """Forward FLOPs for each row: 2 per multiply-add. Bias not counted."""
+        """Return the forward FLOPs for each row: 2 per multiply-add. Bias not counted."""
         return 2.0 * self.in_width * self.out_width * self.visits
 
     def forward_line(self, e: Efficiency, peak_flops: float) -> Line:
-        """Seconds of the product over N rows; all experts of a device as one of their rows together."""
+        """Return the seconds of the product over N rows; all experts of a device as one of their rows together."""
         return self._visited(product_line(self.in_width, self.out_width, e, peak_flops))
 
     def backward_line(self, e: Efficiency, peak_flops: float) -> Line:
@@ -85,7 +85,7 @@ def find_tp_problems(layer: LayerSpec, tp: int) -> list[str]:
 
 
 def num_expert_params(layer: LayerSpec) -> int:
-    """Weights of all routed experts of a layer, 0 where it has none; the rest of a layer is dense."""
+    """Count the weights of all routed experts of a layer, 0 where it has none; the rest of a layer is dense."""
     m = layer.mlp
     if m is None or m.num_experts is None:
         return 0
@@ -93,7 +93,7 @@ def num_expert_params(layer: LayerSpec) -> int:
 
 
 def num_visited_params(layer: LayerSpec) -> int:
-    """Weights of the routed experts that one row visits, 0 where it has none."""
+    """Count the weights of the routed experts that one row visits, 0 where it has none."""
     m = layer.mlp
     if m is None or m.num_experts is None:
         return 0
@@ -110,7 +110,7 @@ def has_expert_biases(layer: LayerSpec) -> bool:
 
 
 def find_ep_problems(layer: LayerSpec, dims: ParallelDims) -> list[str]:
-    """Why the experts of this layer cannot be divided so, in sentences."""
+    """Return why the experts of this layer cannot be divided so, in sentences."""
     m = layer.mlp
     if m is None or m.num_experts is None:
         return []
@@ -161,7 +161,7 @@ def layer_matmuls(layer: LayerSpec, tp: int | ParallelDims) -> tuple[Matmul, ...
 
 
 def attention_flops_per_pair(attention: AttentionSpec, tp: int) -> float:
-    """Forward FLOPs of QK^T and AV for each (query row, key row) pair: 2 H (d_qk + d_v), nothing masked.
+    """Return the forward FLOPs of QK^T and AV for each (query row, key row) pair: 2 H (d_qk + d_v), nothing masked.
 
     Not counted: softmax, rotary, masks (< 1 % for d >= 64).
     """

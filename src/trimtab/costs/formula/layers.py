@@ -68,7 +68,7 @@ class WorkColumns:
     pair_share: float  # pairs computed for each squared row: 1/2 when causal
 
     def terms(self, *, rows: float = 0.0, pairs: float = 0.0, once: float = 0.0) -> tuple[float, ...]:
-        """Figures for each row, each pair and each micro-batch in their WORK_TERMS."""
+        """Return the figures for each row, each pair and each micro-batch in their WORK_TERMS."""
         values = [0.0] * NUM_WORK_TERMS
         values[0] = float(once)
         values[self.rows] = float(rows * self.rows_per_unit)
@@ -94,7 +94,7 @@ def find_gradients(layers: Iterable[LayerSpec], frozen: frozenset[str], lora: Lo
 def cost_layer(
     layer: LayerSpec, gradients: Gradients, device: DeviceSpec, settings: CostSettings, *, group: int
 ) -> LayerCost:
-    """Coefficients of seconds and bytes of `layer` on one device, per WORK_TERMS.
+    """Return the coefficients of seconds and bytes of `layer` on one device, per WORK_TERMS.
 
     forward = products (`product_line`) + attention + elementwise traffic / (bandwidth x efficiency) + start of each
         kernel + tensor-parallel collectives, one after the other (none overlaps another but by `tp_overlap`).
@@ -275,7 +275,7 @@ class _LayerSeconds:
 
     @property
     def once(self) -> float:
-        """Forward, for each micro-batch."""
+        """Return the seconds of the forward for each micro-batch."""
         return self.forward.once + self.kernels + self.waits + self.unpack
 
     @classmethod
@@ -456,7 +456,7 @@ def document_multiple(dims: ParallelDims) -> int:
 
 
 def find_cp_problems(layer: LayerSpec, cp: int) -> list[str]:
-    """Why `cp` devices cannot share this layer's tokens, in sentences."""
+    """Return why `cp` devices cannot share this layer's tokens, in sentences."""
     if cp == 1 or layer.tower != "language" or layer.measured is None:
         return []
     return [f"cp {cp} cannot share {layer.name}: its work was measured whole, no formula divides it: use cp 1"]
@@ -475,7 +475,7 @@ def ring_bytes(layer: LayerSpec, settings: CostSettings) -> float:
 
 
 def all_to_all_s(layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -> float:
-    """Seconds of dispatch and combine for each row in forward, and as many in backward.
+    """Return the seconds of dispatch and combine for each row in forward, and as many in backward.
 
     A row is sent to each of its k experts from the one tensor-parallel device that holds it (sequence parallel); what
     stays in the node takes the device's link, what leaves it the device's own share of the node's ports, both at once,

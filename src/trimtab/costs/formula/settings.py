@@ -111,7 +111,7 @@ class CostSettings:
         return HOSTS[self.host]
 
     def host_s(self, kind: LayerKind) -> float:
-        """Seconds of the host for the forward of a layer of this kind, its experts aside."""
+        """Return the seconds of the host for the forward of a layer of this kind, its experts aside."""
         block_s = self.of_host.block_s if self.host_block_s is None else self.host_block_s
         return block_s if kind == "block" else OTHER_LAYERS * block_s
 
@@ -130,7 +130,7 @@ class CostSettings:
         return self.efficiency or efficiency_of(device, self.attention_kernel)
 
     def visits(self, m: MlpSpec) -> float:
-        """Rows of the busiest device's experts for each row of its own; k where all devices have all experts."""
+        """Return rows of the busiest device's experts for each row of its own; k where all devices have all experts."""
         return (m.experts_per_token or 1) * self.dims.expert_tp / self.dims.tp * self.busiest_experts
 
     def reached(self, m: MlpSpec, parts: float) -> float:
@@ -147,11 +147,11 @@ class CostSettings:
         return self.expert_imbalance if self.dims.ep > 1 else 1.0
 
     def token_share(self, tower: Tower) -> int:
-        """Devices that share the rows of a pack: cp in the language model; vision towers run whole on each."""
+        """Return devices that share the rows of a pack: cp in the language model; vision towers run whole on each."""
         return self.dims.cp if tower == "language" else 1
 
     def row_share(self, tower: Tower) -> int:
-        """Devices that share the rows between tensor-parallel regions: tp where sequence parallel, else 1."""
+        """Count the devices that share the rows between tensor-parallel regions: tp where sequence parallel, else 1."""
         shared = self.sequence_parallel if tower == "language" else self.vision_sequence_parallel
         return self.dims.tp if shared else 1
 

@@ -26,12 +26,12 @@ class Share:
     bytes_per_s: float  # to the next of them
 
     def away_s(self, e: Efficiency) -> float:
-        """Seconds for each byte of the share that a ring of its replicas gathers or scatters."""
+        """Return the seconds for each byte of the share that a ring of its replicas gathers or scatters."""
         return (self.replicas - 1) / self.replicas / (self.bytes_per_s * e.link)
 
 
 def shares_of(layer: LayerSpec, device: DeviceSpec, settings: CostSettings, *, trainable: bool) -> tuple[Share, ...]:
-    """Dense weights, then routed experts where their copies are elsewhere (`ParallelDims.expert_replicas`).
+    """Return dense weights, then routed experts where their copies are elsewhere (`ParallelDims.expert_replicas`).
 
     Under LoRA the adapters are trained, whatever `trainable`, which lie next to dense weights; those are stored in 4
     bits where they are quantised.
@@ -112,7 +112,7 @@ def local_params(layer: LayerSpec, tp: int) -> float:
 
 
 def tied_copy_params(layer: LayerSpec, tp: int) -> float:
-    """Parameters of the copy of the embedding that a tied head on another pipeline stage holds."""
+    """Return the parameters of the copy of the embedding that a tied head on another pipeline stage holds."""
     return float(sum(p.in_width * p.out_width for p in layer_matmuls(layer, tp)))
 
 
@@ -148,7 +148,7 @@ def state_bytes(share: Share, settings: CostSettings) -> float:
 
 
 def added_bytes(settings: CostSettings) -> float:
-    """Bytes moved for each parameter when a micro-batch's gradient is added to what earlier ones left.
+    """Return the bytes moved for each parameter when a micro-batch's gradient is added to what earlier ones left.
 
     The sum is read and written. Fused kernels (Megatron-Core with Transformer Engine) add in the product that makes the
     gradient, which so writes none of its own; else that is read once more. ZeRO 2 and 3 keep a rank's share of the sum,
@@ -159,12 +159,12 @@ def added_bytes(settings: CostSettings) -> float:
 
 
 def scattered_bytes(settings: CostSettings) -> int:
-    """Bytes of each parameter's gradient that go to other ranks after every micro-batch: under ZeRO 2 and 3."""
+    """Return bytes of each parameter's gradient that go to other ranks after every micro-batch: under ZeRO 2 and 3."""
     return {2: ITEM_BYTES[settings.grad_dtype], 3: settings.item_bytes}.get(settings.zero_stage, 0)
 
 
 def step_seconds(share: Share, device: DeviceSpec, settings: CostSettings) -> float:
-    """Seconds once a step for the share's trained parameters: gradient exchange, then the optimizer.
+    """Return the seconds once a step for the share's trained parameters: gradient exchange, then the optimizer.
 
     A ring of N ranks moves (N - 1)/N of the bytes for a reduce-scatter and as many for an all-gather. ZeRO 0 does both
     with gradients; ZeRO 1 reduce-scatters gradients and gathers the updated weights; ZeRO 2 sends gradients after every
@@ -211,7 +211,7 @@ def _column_biases(layer: LayerSpec, tp: int) -> float:
 
 
 def _norm_params(layer: LayerSpec) -> float:
-    """Parameters of a block's norms, q and k norms and layer scales."""
+    """Return the parameters of a block's norms, q and k norms and layer scales."""
     h, a = layer.hidden_size, layer.attention
     params = 0 if layer.norm is None else layer.num_norms * h * (2 if layer.norm == "layer_norm" else 1)
     if a is not None and a.qk_norm:  # over each head in language models, over all heads together in InternViT

@@ -485,7 +485,7 @@ def _choose_terms(runs: Sequence[LoggedRun], simulate_step: SimulateStep) -> tup
 
 
 def _minimum(runs: Sequence[LoggedRun], names: Sequence[Term], simulate_step: SimulateStep) -> tuple[float, FloatArray]:
-    """Least misfit (root of the mean square) found, and the factors there."""
+    """Return the least misfit (root of the mean square) found, and the factors there."""
     best, where = np.inf, np.ones(len(names))
     for start in itertools.product(_STARTS, repeat=len(names)):
         # Gauss-Newton on the logarithms, from several starts: the slowest stage changes from place to place

@@ -115,7 +115,7 @@ def attend_flash(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Result (batch, rows, heads, width) of FlashAttention-2: q, k, v, result and fp32 logsumexp are kept.
+    """Return the result (batch, rows, heads, width) of FlashAttention-2: q, k, v, result and fp32 logsumexp are kept.
 
     k and v are not repeated for grouped queries; v is padded to the width of q and k, as Transformers does. FLOPs:
     all pairs of each segment, masked ones too, as torch counts its own kernels; 2.5 times that in backward.

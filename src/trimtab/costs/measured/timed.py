@@ -103,7 +103,7 @@ def time_layers(
     *,
     progress: Progress | None = None,
 ) -> tuple[LayerTimings, ...]:
-    """Forward and backward of one layer of each kind, at each size.
+    """Time the forward and backward of one layer of each kind, at each size.
 
     Forward is timed with autograd recording; backward with gradients to inputs and weights, as far as the layer has
     them, the weights' added to those of earlier micro-batches. The head's time contains the cross-entropy in float32
@@ -278,7 +278,7 @@ def _with_leaf(call: Call, *, wanted: bool) -> Call:
 def time_each(
     steps: Sequence[Callable[[], object]], device: torch.device, *, repeats: int, clock: Clock = "wall"
 ) -> list[tuple[float, ...]]:
-    """Seconds of every repeat of each step, after a warm-up; the steps of one repeat run one after the other."""
+    """Return seconds of every repeat of each step, after a warm-up; the steps of one repeat run one after the other."""
     for _ in range(_WARM_UP):
         for step in steps:
             step()
@@ -313,6 +313,6 @@ def _cuda_rounds(steps: Sequence[Callable[[], object]], device: torch.device, re
 
 
 def _spread(seconds: Sequence[float]) -> float:
-    """Half the width of the middle 68 %, relative to the median."""
+    """Return half the width of the middle 68 %, relative to the median."""
     low, high = np.percentile(seconds, [16, 84])
     return float((high - low) / 2 / np.median(seconds))

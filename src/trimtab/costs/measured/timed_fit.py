@@ -50,7 +50,7 @@ class Fit:
 
 
 def fit_seconds(work: FloatArray, seconds: FloatArray, formula: Sequence[float]) -> Fit:
-    """c >= 0 that minimises sum_i ((work_i . c - t_i) / t_i)^2 over the terms that `formula` has.
+    """Return c >= 0 that minimises sum_i ((work_i . c - t_i) / t_i)^2 over the terms that `formula` has.
 
     work (n, len(WORK_TERMS)), seconds (n,) all above 0, formula: the analytic coefficients. Terms that the measured
     sizes cannot tell apart keep the formula's proportions: first those other than the constant (towers whose tiles are
@@ -139,7 +139,7 @@ class TimedProfile:
 
 
 def timed_profile(analytic: Profile, measured: Sequence[LayerTimings], *, how: str) -> TimedProfile:
-    """`analytic` with the seconds that were measured; `how` names dtype, attention and sizes in a sentence.
+    """Return `analytic` with the seconds that were measured; `how` names dtype, attention and sizes in a sentence.
 
     The tier "full" runs the whole measured forward again, "selective" the formula's extra times the layer's ratio of
     measured to formula (forward, largest size); `weight_s` keeps its share of each term. A group that could not be
@@ -200,7 +200,7 @@ def _nothing(num_terms: int) -> Fit:
 
 
 def _tower_ratios(analytic: Profile, fits: dict[int, KindFit], work: FloatArray) -> dict[Tower, float]:
-    """Measured over formula, of the forward seconds of each tower's timed layers at `work`."""
+    """Return the ratio of measured to formula for the forward seconds of each tower's timed layers at `work`."""
     measured: dict[Tower, float] = {}
     formula: dict[Tower, float] = {}
     for x in analytic.layers:

@@ -138,7 +138,7 @@ def refusing(model: ModelSpec) -> Iterator[None]:
 
 
 def count_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows that enter a block of the vision tower, and the pairs between them that its attention computes.
+    """Return the rows that enter a block of the vision tower, and the pairs between them that its attention computes.
 
     Pairs are those between `cu_seqlens` (images, or windows), or all of each entry of a batch.
     """

@@ -88,7 +88,7 @@ def _list_misfits(model: ModelSpec, kinds: Sequence[KindCounts]) -> list[str]:
 def price_layers(
     model: ModelSpec, kinds: Sequence[KindCounts], groups: Sequence[int], *, idle: Collection[int]
 ) -> ModelSpec:
-    """`model` with the work that was counted of layers that no formula knows; `groups`: the kind of each layer.
+    """Return `model` with the work that was counted of layers that no formula knows; `groups`: the kind of each layer.
 
     `idle`: kinds that steps with images never ran (decoders of images): they have no work. An audio tower's has.
     """

@@ -59,7 +59,7 @@ class Trace:
     peak_bytes: int  # largest live at any time of the step: gradients of parameters pile up in it
 
     def saved_bytes(self, recomputed: Collection[str] = ()) -> int:
-        """Bytes held from forward to backward if exactly these layers are recomputed.
+        """Count the bytes held from forward to backward if exactly these layers are recomputed.
 
         Sum of the storages that a layer not recomputed or code outside of layers saved, and of those that a recomputed
         layer was handed, by position (non-reentrant checkpointing saves them) or by keyword (its closure holds them).
@@ -234,14 +234,14 @@ def fit_counts(
 
 
 def _columns(layer: LayerSpec, settings: CostSettings) -> list[int]:
-    """Terms that what is counted for `layer` may depend on: rows of both towers, pairs of its own."""
+    """Return the terms that what is counted for `layer` may depend on: rows of both towers, pairs of its own."""
     return [0, PATCHES, TOKENS, find_columns(layer, settings).pairs]
 
 
 def _fit(
     name: str, work: FloatArray, columns: Sequence[int], misfits: list[float], values: Sequence[int], what: str
 ) -> Terms:
-    """Coefficients of layer `name` that give `values`; the share that they leave is added to `misfits`."""
+    """Return the coefficients of layer `name` that give `values`; the share that they leave is added to `misfits`."""
     # nothing counted, nothing to fit
     y = np.array(values, dtype=np.float64)
     terms = [0.0] * NUM_WORK_TERMS
@@ -309,7 +309,7 @@ def traced_profile(
     how: str,
     warnings: Sequence[str] = (),
 ) -> TracedProfile:
-    """`analytic` with the bytes that were counted; `how` names dtype, attention and kernels in a sentence.
+    """Return `analytic` with the bytes that were counted; `how` names dtype, attention and kernels in a sentence.
 
     The tier "full" keeps what was counted and costs the formula's forward less the products that recompute stops
     short of. The formulas' stay: the tier "selective", and of a block's transients the one that grows

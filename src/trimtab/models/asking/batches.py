@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def num_pairs(self) -> int:
-        """Of tokens in one row."""
+        """Return the pairs of tokens in one row."""
         return self.num_tokens * sum(self.lengths)
 
 
@@ -147,7 +147,7 @@ class Batches:
         return self._fill(how, times, num_text, num_image, copies=copies)
 
     def _count_rows(self, how: _Arrangement, times: int, num_text: int) -> int:
-        """Rows that these images take in each row of text; 0 where other layers than its own see them."""
+        """Count the rows that these images take in each row of text; 0 where other layers than its own see them."""
         if how.images is None or (self.token is None and PLACES not in self._taken):
             return 0
         found = find_scattered(self.model, self._fill(how, times, num_text, 1).inputs)
@@ -212,7 +212,7 @@ class _Watch(TorchFunctionMode):
 
 
 def find_scattered(model: Any, inputs: Values) -> int | None:
-    """Rows of images that the forward puts among the words, whatever number the words leave place for.
+    """Return the rows of images that the forward puts among the words, whatever number the words leave place for.
 
     Seen where one of `MERGES` is handed them, or where they are written. None: it does neither.
     """

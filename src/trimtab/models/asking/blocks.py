@@ -52,7 +52,7 @@ class _Experts:
 
 
 def read_block(module: Any, *, causal: bool, window: int | None) -> BlockShape:
-    """Attention and feed-forward of a block by the shapes of its matrices; None where they are of another make."""
+    """Read attention and feed-forward of a block by the shapes of its matrices; None where they are others."""
     parts = list(module.named_modules())
     found = [x for name, part in parts if (x := _read_attention(part, _around(module, name), causal, window))]
     experts = _find_experts(module)
@@ -99,7 +99,7 @@ def is_matmul(module: Any) -> bool:
 
 
 def entering_width(module: Any) -> int:
-    """Of the rows that its first matrix multiplies; 1 without one."""
+    """Return the width of the rows that its first matrix multiplies; 1 without one."""
     first = next((x for x in module.modules() if is_matmul(x)), None)
     return 1 if first is None else int(first.weight[0].numel())
 
@@ -182,7 +182,7 @@ def _child(part: Any, names: tuple[str, ...]) -> Any:
 
 
 def _attribute(part: Any, name: str) -> Any:
-    """Of the module, or else of its configuration; one that differs from layer to layer says so by an exception."""
+    """Return the attribute of the module, or else of its configuration; one that differs by layer raises."""
     value = getattr(part, name, None)
     if value is not None:
         return value
@@ -247,7 +247,7 @@ def _find_experts(module: Any) -> _Experts | None:
 
 
 def _expert_width(stacked: dict[str, Any]) -> int | None:
-    """Of the down matrix [experts, a, b], the dimension that is no hidden width."""
+    """Return the dimension of the down matrix [experts, a, b] that is no hidden width."""
     down = next((p for x, p in stacked.items() if _DOWN.search(x)), None)
     up = next((p for x, p in stacked.items() if _UP.search(x)), None)
     if down is None or up is None:

@@ -47,7 +47,7 @@ def make_weightless(module: Any, *, without: Collection[str] = ()) -> None:
 
 
 def choose_kernels(config: Any, *, experts: Literal["grouped_mm", "batched_mm"]) -> None:
-    """Attention and experts by operations that fake tensors know; `run_operation` knows `grouped_mm` too."""
+    """Run attention and experts by operations that fake tensors know; `run_operation` knows `grouped_mm` too."""
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = experts
     if "flash" in str(getattr(config, "_attn_implementation", None)):
@@ -142,7 +142,7 @@ def _multiply_groups(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _choose_in_turn(chosen: Tensor, num: int) -> Tensor:
-    """Real places below `num` in the shape of `chosen`: 0 1 | 2 3 | 0 1 for pairs of 4."""
+    """Return real places below `num` in the shape of `chosen`: 0 1 | 2 3 | 0 1 for pairs of 4."""
     with unset_fake_temporarily():
         return torch.arange(chosen.numel()).remainder(num).view(chosen.shape)
 
@@ -349,7 +349,7 @@ def _cache_bytes(given: Any) -> int:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """In a dispatch mode a parameter is seen as it is, and its views by their base."""
+    """Return whether it is a parameter, or a view of one: a dispatch mode sees views by their base."""
     base = tensor if tensor._base is None else tensor._base
     return isinstance(base, nn.Parameter) or hasattr(base, "is_cast_weight")
 
@@ -372,7 +372,7 @@ def _first_rows(tree: Any) -> Tensor | None:
 
 
 def _width_out(module: Any, leaving: Tensor) -> int:
-    """Of rows the last dimension; of a picture that a convolution made its channels."""
+    """Return the last dimension of rows, or the channels of a picture that a convolution made."""
     channels = [x.out_channels for x in module.modules() if isinstance(x, nn.Conv2d)]
     if leaving.dim() == 4 and channels and leaving.shape[1] == channels[-1]:
         return int(leaving.shape[1])

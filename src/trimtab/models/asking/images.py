@@ -45,7 +45,7 @@ class Seen:
     text: str | None  # what stands in the place of its placeholder, each run of its token written once
 
     def counts(self, extra_rows: int) -> list[int]:
-        """Patches, tokens, tiles, patches squared: `extra_rows` class tokens with each segment."""
+        """Return the patches, tokens, tiles, patches squared: `extra_rows` class tokens with each segment."""
         rows = [x + extra_rows for x in self.segments]
         return [sum(rows), self.tokens, len(rows), sum(x * x for x in rows)]
 
@@ -204,7 +204,7 @@ def _image(device: str, width: int, height: int) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in any nesting; arrays of numpy and plain numbers too, as far as they are one."""
+    """Yield tensors in any nesting; arrays of numpy and plain numbers too, as far as they are one."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, np.ndarray):
@@ -265,7 +265,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_patch_size(config: Any) -> int | None:
-    """Side of a patch in pixels: the vision section's, else the first that any section names."""
+    """Return the side of a patch in pixels: the vision section's, else the first that any section names."""
     names = ("patch_size", "spatial_patch_size", "encoder_patch_size")
     found = first_int(vision_config(config), *names)
     sections = [x for x in vars(config).values() if hasattr(x, "to_dict")]
@@ -293,7 +293,7 @@ def _differs_in_sample(looker: Looker) -> bool:
 
 
 def _extra_rows(config: Any, looker: Looker) -> int:
-    """Class tokens and registers of each input: rows of the tower next to its patches; 0 where it cannot run."""
+    """Return class tokens and registers of each input: rows of the tower next to its patches; 0 where it cannot run."""
     try:
         model = build(config)
         units = split_units(model)
@@ -350,7 +350,7 @@ def run_clip(looker: Looker, clip: Clip, make: Callable[[str, int, int], Any], *
 
 
 def look_at_clip(looker: Looker, clip: Clip) -> Seen:
-    """By blank frames, which take no memory."""
+    """Look at a clip of blank frames, which take no memory."""
     return see_clip(looker, *run_clip(looker, clip, partial(_blank_frames, clip.num_frames)))
 
 

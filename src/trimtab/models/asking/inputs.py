@@ -40,7 +40,7 @@ class ImageSource:
         self.dtype = next(x.dtype for x in model.parameters() if x.is_floating_point())
 
     def choices(self) -> Iterator[int]:
-        """Numbers of the calls with an image that may be right."""
+        """Yield the numbers of the calls with an image that may be right."""
         if not self.asks and not reads_images(self.model):
             return
         for number, images in enumerate(self._calls(1)):
@@ -113,7 +113,7 @@ def image_token(config: Any) -> int | None:
 
 
 def num_embeddings(model: Any) -> int:
-    """Entries of the model's table of words; 4096 where it names none."""
+    """Count the entries of the model's table of words; 4096 where it names none."""
     try:
         return int(model.get_input_embeddings().weight.shape[0])
     except (NotImplementedError, AttributeError):
@@ -121,7 +121,7 @@ def num_embeddings(model: Any) -> int:
 
 
 def plain_ids(config: Any, vocab_size: int) -> Tensor:
-    """Ids below `vocab_size` that stand for plain text: none that the configuration or a part of it names."""
+    """Return ids below `vocab_size` that stand for plain text: none that the configuration or a part of it names."""
     known: set[int] = set()
 
     def collect(part: Any) -> None:
@@ -136,7 +136,7 @@ def plain_ids(config: Any, vocab_size: int) -> Tensor:
 
 
 def text_calls(model: Any, num_tokens: int) -> Iterator[Values]:
-    """Keyword arguments under which the whole model, or its decoder, may read `num_tokens` words."""
+    """Yield the keyword arguments under which the whole model, or its decoder, may read `num_tokens` words."""
     word = int(plain_ids(model.config, 4096)[5])
     ids = torch.full((1, num_tokens), word)
     yield {"input_ids": ids, "use_cache": False}
@@ -211,7 +211,7 @@ class _Shape:
 
 
 def _grids(s: _Shape, taken: set[str]) -> Iterator[Values]:
-    """Patches of all images in one tensor, next to a table of (frames, height, width)."""
+    """Yield patches of all images in one tensor, next to a table of (frames, height, width)."""
     one = s.channels * s.patch * s.patch
     widths = dict.fromkeys((*s.values, one * s.frames, one, one * s.merge**2, one * s.frames * s.merge**2))
     for name in ("image_grid_thw", "grid_thw", "image_grid_hw", "grid_thws"):
@@ -227,7 +227,7 @@ def _grids(s: _Shape, taken: set[str]) -> Iterator[Values]:
 
 
 def _sized(s: _Shape, taken: set[str]) -> Iterator[Values]:
-    """Patches of each image by itself, next to its sizes or the places of its patches."""
+    """Yield patches of each image by itself, next to its sizes or the places of its patches."""
     one, rows = s.channels * s.patch * s.patch, s.high * s.wide
     patches = s.patches(one)[None]
     for name in ("spatial_shapes", "target_sizes", "tgt_sizes"):
@@ -256,7 +256,7 @@ def _sized(s: _Shape, taken: set[str]) -> Iterator[Values]:
 
 
 def _tiles(model: Any, s: _Shape, taken: set[str]) -> Iterator[Values]:
-    """Images of a fixed size, one by one, as tiles of one image, or as images of one sample."""
+    """Yield images of a fixed size, one by one, as tiles of one image, or as images of one sample."""
     name = next((x for x in ("pixel_values", "images") if x in taken), "pixel_values")
     points = getattr(model.config, "image_grid_pinpoints", None)
     for size in s.sizes:
@@ -302,7 +302,7 @@ def _bare(s: _Shape) -> Iterator[Values]:
 
 
 def other_words(model: Any, num: int) -> Values:
-    """Text that some encoders of `num` images read too."""
+    """Return text that some encoders of `num` images read too."""
     word = int(plain_ids(model.config, 4096)[5])
     return {"qformer_input_ids": torch.full((num, 4), word)}
 

@@ -180,7 +180,7 @@ def read_chat_config(folder: Path, fields: Mapping[str, Any]) -> InternVLChatCon
 
 
 def forget_published_names(model: Any) -> None:
-    """From here on it is Transformers' own InternVL: for who asks its `model_type`, and for `save_pretrained`."""
+    """Make it Transformers' own InternVL from here on: for who asks its `model_type`, and for `save_pretrained`."""
     if isinstance(model.config, InternVLChatConfig):
         model.config.__class__ = transformers.InternVLConfig
         del model.config.published
@@ -201,7 +201,7 @@ def _text_type(fields: Mapping[str, Any]) -> str:
 
 
 def tile_size(fields: Mapping[str, Any]) -> int:
-    """Pixels of a tile's side."""
+    """Count the pixels of a tile's side."""
     return int(fields.get("force_image_size") or fields["vision_config"]["image_size"])
 
 

@@ -78,7 +78,7 @@ def describe_units(model: Any, units: list[Unit], passes: Passes) -> list[LayerS
 
 
 def read_linears(module: Any) -> tuple[Linear, ...]:
-    """Of a unit's modules, those that PEFT takes for linear layers; none where it has no module."""
+    """Return those of a unit's modules that PEFT takes for linear layers; none where it has no module."""
     found = {name: x for name, x in (module.named_modules() if module else ()) if isinstance(x, nn.Linear)}
     return tuple(
         Linear(name=name, in_width=int(x.weight.shape[1]), out_width=int(x.weight.shape[0]))
@@ -87,7 +87,7 @@ def read_linears(module: Any) -> tuple[Linear, ...]:
 
 
 def main_lists(units: list[Unit]) -> dict[Tower, str | None]:
-    """Of each tower the list that holds most blocks."""
+    """Return the list of each tower that holds most blocks."""
     found: dict[Tower, str | None] = {}
     for tower in ("vision", "language", "audio"):
         counts = Counter(x.list_path for x in units if x.tower == tower and x.list_path is not None)
@@ -128,7 +128,7 @@ def _attends(module: Any) -> bool:
 
 
 def _bare_matrices(module: Any) -> int:
-    """Values of matrices that are parameters without a module of their own."""
+    """Count the values of matrices that are parameters without a module of their own."""
     return sum(
         p.numel()
         for part in module.modules()
@@ -177,7 +177,7 @@ def _flops_per_pair(a: AttentionSpec) -> float:
 
 
 def _seen_window(a: AttentionSpec, ran: Ran) -> int | None:
-    """Rows that a query met on average, where they are fewer than the image's."""
+    """Return the rows that a query met on average, where they are fewer than the image's."""
     met = ran.pair_flops / _flops_per_pair(a) / ran.rows_in
     return None if met * ran.num_together >= 0.999 * ran.rows_in else round(met)
 
@@ -316,7 +316,7 @@ def _terms(values: dict[str, float]) -> tuple[float, ...]:
 
 
 def _windows(model: Any, units: list[Unit]) -> dict[str, int]:
-    """Rows that a query of a windowed block sees: sliding ones of the decoder, by its `layer_types`."""
+    """Return the rows that a query of a windowed block sees: sliding ones of the decoder, by its `layer_types`."""
     text = model.config.get_text_config(decoder=True)
     kinds, found = getattr(text, "layer_types", None) or [], {}
     sizes = {
@@ -335,7 +335,7 @@ def _windows(model: Any, units: list[Unit]) -> dict[str, int]:
 
 
 def _width_of(block: Unit | None, passes: Passes) -> int:
-    """Of the rows that enter a tower's blocks."""
+    """Return the width of the rows that enter a tower's blocks."""
     if block is None:
         return 1
     ran = _seen(block, passes).ran
@@ -346,7 +346,7 @@ def _width_of(block: Unit | None, passes: Passes) -> int:
 
 
 def extra_bytes(model: Any) -> dict[str, int]:
-    """Bytes of every buffer of `model`, and of each parameter wider than the rest what it takes past 16 bits."""
+    """Return bytes of every buffer of `model`, and of each parameter wider than the rest what it takes past 16 bits."""
     wide = {
         name: x.numel() * (x.element_size() - 2)
         for name, x in model.named_parameters()
@@ -356,7 +356,7 @@ def extra_bytes(model: Any) -> dict[str, int]:
 
 
 def seen_cache(layer: LayerSpec, passes: Passes) -> CacheSpec | None:
-    """What the cache of this layer grew by over both texts, in 16 bits; None where heads and window say the same."""
+    """Return what this layer's cache grew by over both texts, in 16 bits; None where heads and window say the same."""
     if passes.short_cached is None or passes.long_cached is None or layer.tower != "language":
         return None
     S, T = passes.num_short, passes.num_long

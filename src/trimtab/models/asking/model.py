@@ -193,7 +193,7 @@ def describe_fields(fields: Mapping[str, object]) -> ModelSpec:
 
 
 def _describe_chat(fields: Mapping[str, object]) -> ModelSpec:
-    """InternVL under the names of its published code, which never runs its vision blocks apart."""
+    """Return InternVL under the names of its published code, which never runs its vision blocks apart."""
     # needs Transformers 5, which a trainer that only packs may lack
     from trimtab.models.asking.internvl_chat import as_published, chat_config, published_name
 
@@ -245,7 +245,7 @@ def described_by_its_code(given: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _run(model: Any, units: list[Unit]) -> tuple[Passes, list[str]]:
-    """Passes of two texts and one image, and sentences on those that cannot be made."""
+    """Return passes of two texts and one image, and sentences on those that cannot be made."""
     notes: list[str] = []
     make_weightless(model)
     watch = Watch(units)
@@ -318,7 +318,7 @@ def _first(watch: Watch, target: Any, calls: Iterable[dict[str, Any]]) -> Pass |
 
 
 def _sort(units: list[Unit], passes: Passes) -> tuple[list[int], bool]:
-    """Positions in forward order, and whether any unit was entered."""
+    """Return the positions in forward order, and whether any unit was entered."""
     times: dict[str, float] = {}
     for one in (passes.image, passes.long):
         if one is not None:

@@ -77,7 +77,7 @@ class AnyTokenizer(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
         return self.get_vocab()
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """As ever, and a token that is not there is added: real tokenizers have them."""
+        """Convert as before, and add a token that is not there: real tokenizers have them."""
         asked = [tokens] if isinstance(tokens, str) else [str(x) for x in tokens or ()]
         vocabulary = self.get_vocab()
         self.add_tokens([AddedToken(x, special=True, normalized=False) for x in asked if x not in vocabulary])

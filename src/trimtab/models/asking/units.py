@@ -60,7 +60,7 @@ def split_units(model: Any) -> list[Unit]:
 
 
 def forward_order(units: Sequence[Unit], times: Mapping[str, float]) -> list[int]:
-    """Positions in forward order: audio, vision with its projectors, language; in a tower as they were entered.
+    """Return positions in forward order: audio, vision with its projectors, language; in a tower as they were entered.
 
     `times`: when each was entered first, by path. A unit that was not (its weights are read by another) follows its
     neighbour in module order.
@@ -156,7 +156,7 @@ class _Roots:
         )
 
     def tower_of(self, path: str, module: Any) -> Tower:
-        """By the innermost root that holds the path; outside of all of them by its name."""
+        """Return the tower of the innermost root that holds the path; outside of all, that of its name."""
         if module is not None and module is self.head:
             return "language"
         kinds: list[tuple[str, Tower]] = [(x, "vision") for x in self.vision] + [(x, "audio") for x in self.audio]
@@ -200,7 +200,7 @@ class Cuts:
 
 
 def find_cuts(model: Any, layers: Sequence[LayerSpec]) -> Cuts:
-    """Forbidden cuts and why, in one sentence.
+    """Return the forbidden cuts and why, in one sentence.
 
     DeepStack: from the first tap up to the decoder block that takes the last of them; where the decoder does not say
     how it takes them, up to its last block. Several hidden states of the tower: from the first that is read up to the
@@ -263,7 +263,7 @@ def _joins_encoder(model: Any, layer: LayerSpec) -> bool:
 
 
 def _read_states(config: Any, depth: int) -> list[int]:
-    """Numbers of hidden states, where several are read: 0 enters the first block."""
+    """Return the numbers of hidden states, where several are read: 0 enters the first block."""
     for place in (config, getattr(config, "vision_config", None)):
         for name in ("vision_feature_layer", "vision_feature_layers", "vit_layers", "intermediate_layers_indices"):
             written = getattr(place, name, None)

@@ -71,7 +71,7 @@ class SmartResize:
 
     @property
     def window_side(self) -> int | None:
-        """Merged patches a side of a window, rounded down in two steps as Transformers does."""
+        """Return the merged patches a side of a window, rounded down in two steps as Transformers does."""
         return None if self.window_size is None else self.window_size // self.merge_size // self.patch_size
 
 
@@ -319,7 +319,7 @@ class AnyRes:
         object.__setattr__(self, "_canvases", tuple(canvases))
 
     def in_sample(self, num_images: int) -> AnyRes | FixedImage:
-        """LLaVA-OneVision: an image that is not alone is one tile, its tokens and one newline."""
+        """Return the rule in company: in LLaVA-OneVision an image is one tile then, its tokens and one newline."""
         if num_images > 1 and self.lone_images_only:
             return FixedImage(rows=self.rows_per_tile, tokens=self.grid_size**2 + 1, name=self.name)
         return self
@@ -343,7 +343,7 @@ class AnyRes:
         return _equal_tiles(num_tiles, self.rows_per_tile, base + rows * columns + rows)
 
     def _choose_canvas(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of patches of the best canvas.
+        """Return the rows and columns of patches of the best canvas.
 
         Canvases come by ascending area, so the first that keeps the most pixels is the best. What a canvas keeps
         never falls as its scale grows, so a scale not above the best one need not be looked at.
@@ -458,7 +458,7 @@ _MOST_SHOWN = 60  # characters of a setting in a message
 
 
 def write_rule(rule: ImageRule) -> str:
-    """Kind and settings as JSON; equal rules give equal text."""
+    """Return kind and settings as JSON; equal rules give equal text."""
     settings: dict[str, Any] = (
         {f.name: getattr(rule, f.name) for f in fields(rule) if f.compare} if is_dataclass(rule) else {}
     )

@@ -98,7 +98,7 @@ def possible_changes(samples: SampleTable, cluster: ClusterSpec, options: PlanOp
 def _members(
     model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, budget: MemoryBudget
 ) -> list[Member]:
-    """Of each series the member of the smallest packs; those that divide the model most first."""
+    """Return the member of each series with the smallest packs; those that divide the model most come first."""
     if not options.fills_packs and options.global_batch is not None:
         options = replace(options, global_batch=min(options.global_batch, len(samples)))
     try:
@@ -137,7 +137,7 @@ def _fits(change: Change, model: ModelSpec, budget: MemoryBudget) -> bool:
 
 
 def _largest_part(samples: SampleTable) -> SampleTable:
-    """Up to 512 samples, those of most patches and tokens among them."""
+    """Return up to 512 samples, those of most patches and tokens among them."""
     # what decides memory, and a picture of the rest
     half = _MOST_SAMPLES // 4
     rows = np.unique(

@@ -88,7 +88,7 @@ def _emptied(layer: LayerCost) -> LayerCost:
 
 
 def encode_phases(case: Case, alone: Profile, decision: VisionDecision, found: Shares, exchange: Exchange) -> Phases:
-    """Seconds of both phases of every step and replica, and what each device holds for them.
+    """Return the seconds of both phases of every step and replica, and what each device holds for them.
 
     The slowest share decides; a call costs its constant once, for the images of a step are one call. The tower's
     gradients and update come once a step on every device.
@@ -120,7 +120,7 @@ class _Tower:
 
     @property
     def recompute(self) -> tuple[RecomputeChoice, ...]:
-        """Which of the layers, the model's first ones, run again."""
+        """Return which of the layers, the model's first ones, run again."""
         again = tuple(i for i, tier in enumerate(self.tiers) if tier.name != "none")
         return (RecomputeChoice(tier="full", layers=again),) if again else ()
 
@@ -133,7 +133,7 @@ class _Tower:
         return sum(layer.state_bytes for layer in self.layers)
 
     def passes(self, slowest: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(calls,) seconds of forward and backward; recompute runs the forward again before the backward."""
+        """Return (calls,) seconds of forward and backward; recompute runs the forward again before the backward."""
         work = np.zeros((len(slowest), NUM_WORK_TERMS))
         work[:, IMAGE_TERMS], work[:, MICROBATCHES] = slowest, 1.0
         backward = _sum([x.backward_s for x in self.layers]) + _sum([x.extra_backward_s for x in self.tiers])
@@ -146,7 +146,7 @@ class _Tower:
         return called * forward, called * np.maximum(work @ backward, host_backward)
 
     def saved(self, work: FloatArray) -> float:
-        """Bytes that a call keeps for its backward."""
+        """Return the bytes that a call keeps for its backward."""
         return sum(max(0.0, float(work @ np.array(tier.saved_bytes))) for tier in self.tiers)
 
     def moment(self, work: FloatArray) -> float:
@@ -176,7 +176,7 @@ def own_calls(case: Case, alone: Profile, decision: VisionDecision, sizes: Image
 
 
 def own_lanes(case: Case, alone: Profile, decision: VisionDecision, found: Shares, lanes: int) -> Lanes:
-    """Seconds of every call of the tower, of its features on their way, and what an encoder device holds.
+    """Return the seconds of every call of the tower, of its features on their way, and what an encoder device holds.
 
     A lane sends the features of a micro-batch over one link, and the first rank of a first stage passes them on to
     those of tp and cp.
@@ -212,7 +212,7 @@ def own_lanes(case: Case, alone: Profile, decision: VisionDecision, found: Share
 
 
 def is_trained(case: Case) -> bool:
-    """Whether tower or projector gets gradients."""
+    """Return whether tower or projector gets gradients."""
     return any(num_trained(case, layer) for layer in case.setting.profile.layers if layer.tower != "language")
 
 
@@ -261,7 +261,7 @@ def bubble_bounds_s(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
 
 
 def features_held(case: Case, exchange: Exchange) -> float:
-    """Bytes of a step's features on the first stage, and of their gradients where a tower is trained."""
+    """Return the bytes of a step's features on the first stage, and of their gradients where a tower is trained."""
     return exchange.largest_rows * (2.0 if is_trained(case) else 1.0)
 
 

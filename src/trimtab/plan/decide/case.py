@@ -55,7 +55,7 @@ class MemoryBudget:
 
     @staticmethod
     def of(cluster: ClusterSpec, options: PlanOptions) -> MemoryBudget:
-        """By the risk that was accepted; where a probe or an older plan named bytes to keep free, by those."""
+        """Make it by the risk that was accepted, or by the bytes to keep free that a probe or an older plan named."""
         # a part of the device may be asked for; never more than it has
         device = cluster.device
         total = options.memory_bytes if options.memory_bytes is not None else device.memory_bytes
@@ -158,12 +158,12 @@ class Case:
 
     @property
     def apart(self) -> Apart | None:
-        """What a tower does outside of the pipeline; None: nothing."""
+        """Return what a tower does outside of the pipeline; None: nothing."""
         return None if self.vision is None else self.vision.apart
 
     @cached_property
     def held_work(self) -> FloatArray:
-        """As `work`, of what a rank holds: pooled calls whole."""
+        """Return `work` of what a rank holds: pooled calls whole."""
         return self.work if self.vision is None else self.vision.held
 
     def without_vision(self) -> Case:

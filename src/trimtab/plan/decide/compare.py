@@ -183,7 +183,7 @@ def compare_variants(
 
 
 def explain_losses(variants: Sequence[Variant]) -> tuple[str, ...]:
-    """Why a row of the comparison is slower than the one above it, in a sentence each."""
+    """Return why a row of the comparison is slower than the one above it, in a sentence each."""
     rows = [x for x in variants if x.name != f"other {BASELINE}"]
     said = []
     for above, row in itertools.pairwise(rows):
@@ -303,13 +303,13 @@ def _switch(run: Run, recompute: RecomputeMode) -> Run:
 
 
 def _fastest(runs: Sequence[Run], cluster: ClusterSpec) -> Run:
-    """Of those that fit; the first if none does."""
+    """Return the fastest of those that fit; the first if none does."""
     fitting = [run for run in runs if run.fits]
     return min(fitting, key=lambda run: _estimate_s(run, cluster), default=runs[0]) if len(runs) > 1 else runs[0]
 
 
 def _estimate_s(run: Run, cluster: ClusterSpec) -> float:
-    """Seconds of the whole data set, from up to 64 steps spread over it."""
+    """Return the seconds of the whole data set, from up to 64 steps spread over it."""
     table = run.schedule.table
     # 64 steps put baselines in order; whole epochs would take longer than the search
     steps = np.unique(np.linspace(0, len(table) - 1, num=min(_ESTIMATED_STEPS, len(table))).astype(np.int64))
@@ -373,7 +373,7 @@ def _batched(
 
 
 def _uniform(run: Run) -> Run:
-    """As many blocks on each stage; nothing recomputed if that fits, else everything: one switch for the model."""
+    """Put as many blocks on each stage; nothing recomputed if that fits, else everything: one switch for the model."""
     problem = run.problem
     num_stages = problem.num_stages * problem.num_chunks
     even = even_stages(problem.profile, num_stages, forbidden_cuts=problem.forbidden_cuts)

@@ -29,7 +29,7 @@ class Epoch:
 
     @property
     def rows(self) -> IntArray:
-        """Rows of the table, ascending, each as often as it is drawn."""
+        """Return the rows of the table, ascending, each as often as it is drawn."""
         return np.repeat(np.arange(len(self.times)), self.times)
 
     @property
@@ -42,13 +42,13 @@ class Epoch:
         return select_rows(self.samples, self.rows) if self.sources else self.samples
 
     def of_table(self, packed: PackResult) -> PackResult:
-        """Packs of `drawn` as packs of `samples`."""
+        """Return the packs of `drawn` as packs of `samples`."""
         packing, rows = packed.packing, self.rows
         return replace(packed, packing=replace(packing, indices=rows[packing.indices], oversize=rows[packing.oversize]))
 
 
 def open_epoch(model: ModelSpec, samples: SampleTable, options: PlanOptions) -> Epoch:
-    """What one epoch holds: samples in the model's patches, as often as their weights draw them, none over a limit."""
+    """Open one epoch: samples in the model's patches, as often as their weights draw them, none over a limit."""
     if len(samples) == 0:
         raise PlanError("there is no sample to plan: give a data set that holds some")
     refuse_stored(model, options.lora)
@@ -103,7 +103,7 @@ def draw_epoch(
     seed: int = 0,
     notes: tuple[str, ...] = (),
 ) -> Epoch:
-    """`num_drawn` samples (None: as many as there are), of which a source gets the share w / sum w.
+    """Draw `num_drawn` samples (None: as many as there are), of which a source gets the share w / sum w.
 
     Exact: shares are met to less than one sample, and rows of one source are drawn equally often or once more. Every
     source of the table needs a weight; 0 leaves it out. Without weights every sample is there once.
@@ -142,7 +142,7 @@ def share_exactly(total: int, shares: FloatArray) -> IntArray:
 
 
 def _draw(num_rows: int, count: int, seed: int, source: int) -> IntArray:
-    """(num_rows,) how often each row of a source is drawn: the first `count` of its shuffle, which repeats for ever."""
+    """Return (num_rows,) how often each row of a source is drawn: the first `count` of its endless shuffle."""
     from trimtab.compiled import permutation
 
     whole, rest = divmod(count, num_rows)

@@ -99,7 +99,7 @@ def _from_sums(count: IntArray, ratio: FloatArray) -> tuple[npt.NDArray[np.bool_
 
 
 def tile_rows(model: ModelSpec) -> int | None:
-    """Rows of one tile, where the tower encodes tiles of one size apart."""
+    """Return the rows of one tile, where the tower encodes tiles of one size apart."""
     if model.image_rule.name in _WHOLE_IMAGES:
         return None
     try:
@@ -194,7 +194,7 @@ class Exchange:
 def price_exchange(
     case: Case, decision: VisionDecision, sizes: ImageSizes, pools: IntArray, *, margin: float
 ) -> Exchange:
-    """Bytes that a rank receives and their seconds over one link; each call takes two latencies.
+    """Return the bytes that a rank receives and their seconds over one link; each call takes two latencies.
 
     gather: (N - 1) / N of the rows of all images, and as much of their gradients. dispatch: the pixels of images that
     come from other ranks, their rows back, and the gradients of these.
@@ -235,7 +235,7 @@ def price_exchange(
 
 
 def feature_values(model: ModelSpec) -> float:
-    """Values of image features that leave the tower for each patch, DeepStack's among them.
+    """Return the values of image features that leave the tower for each patch, DeepStack's among them.
 
     They are rows of the projector that go to the language model: not on to another layer of the projector.
     """
@@ -248,13 +248,13 @@ def feature_values(model: ModelSpec) -> float:
 
 
 def _pixel_values(model: ModelSpec) -> float:
-    """Input values of one patch: rows of the patch embedding's weight."""
+    """Return input values of one patch: rows of the patch embedding's weight."""
     first = next(x for x in model.layers if x.tower == "vision" and x.kind == "embed" and x.num_matmul_params)
     return first.num_matmul_params / first.output_size
 
 
 def _moved_share(case: Case, decision: VisionDecision, sizes: ImageSizes, pools: IntArray) -> float:
-    """Part of the patches that other ranks encode, in up to 256 calls spread over the data set."""
+    """Return the part of the patches that other ranks encode, in up to 256 calls spread over the data set."""
     chosen = np.unique(np.linspace(0, len(pools) - 1, num=min(_DEALT_POOLS, len(pools))).astype(np.int64))
     part = lay_out(pools[chosen], case.packing, sizes)
     cost = objective_cost(case.setting.profile, decision)
@@ -297,7 +297,7 @@ def plus_constant(terms: tuple[float, ...], constant: float) -> tuple[float, ...
 
 
 def num_trained(case: Case, layer: LayerCost) -> float:
-    """Parameters of the layer that get a gradient: its own, or with LoRA those of its adapters."""
+    """Return the parameters of the layer that get a gradient: its own, or with LoRA those of its adapters."""
     # under LoRA adapters alone have gradients
     lora = case.options.lora
     if lora is not None:

@@ -28,7 +28,7 @@ def groups_of(choice: GroupChoice) -> tuple[VisionGroup, ...]:
 
 
 def over_tp(group: VisionGroup) -> bool:
-    """Whether ranks of tp share, so that each of them holds the whole tower."""
+    """Return whether ranks of tp share, so that each of them holds the whole tower."""
     return group in ("tp", "tp_cp")
 
 
@@ -52,7 +52,7 @@ def group_axes(group: VisionGroup) -> tuple[str, ...]:
 
 
 def group_degree(group: VisionGroup, parallel: ParallelDecision | ParallelDims) -> int:
-    """Ranks of the group; 1 where it is not a group of its own: tp_cp needs both, a replica a pipeline.
+    """Count the ranks of the group; 1 where it is not a group of its own: tp_cp needs both, a replica a pipeline.
 
     Devices of the tower's own are none of these ranks.
     """
@@ -69,7 +69,7 @@ def decision_problems(
     schedule: ScheduleDecision,
     model: ModelSpec,
 ) -> Iterator[str]:
-    """Why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
+    """Yield why a plan of this model, these degrees and this schedule cannot share images so, a sentence each."""
     # the group itself: there is one, and it is as large as was decided
     group, degree = decision.group, group_degree(decision.group, parallel)
     if group == "own":
@@ -145,7 +145,7 @@ def _pooling_problems(
 def raise_problems(
     decision: VisionDecision, parallel: ParallelDecision, schedule: ScheduleDecision, model: ModelSpec
 ) -> None:
-    """`PlanError` with all that keeps a plan of this model from sharing images so."""
+    """Raise `PlanError` with all that keeps a plan of this model from sharing images so."""
     problems = list(decision_problems(decision, parallel, schedule, model))
     if problems:
         raise PlanError(join_problems(problems))

@@ -66,7 +66,7 @@ class Offer:
 
     @staticmethod
     def of(packs: TriedPacks) -> Offer:
-        """Packs that are made already."""
+        """Return the packs that are made already."""
         return Offer(
             num_microbatches=packs.num_microbatches,
             samples_per_step=packs.samples_per_step,
@@ -95,7 +95,7 @@ class Member:
         return self.offer.make()
 
     def bound_s(self, *, slowest_over_mean: float = 1.0, again: float = 0.0) -> float:
-        """Seconds a sample that none of its steps is shorter than: see the module.
+        """Return the seconds a sample that none of its steps is shorter than: see the module.
 
         `again`: recompute, as a share of forward and backward.
         """
@@ -135,7 +135,7 @@ class Refusal:
 
 
 def default_global_batch(cluster: ClusterSpec, options: PlanOptions, num_samples: int) -> int:
-    """Samples a step over all ranks: as asked for, else a default, or the data set where that is smaller."""
+    """Count the samples a step over all ranks: as asked for, else a default, or the data set where that is smaller."""
     if options.global_batch is not None:
         return options.global_batch
     return min(max(_SAMPLES_PER_STEP, _SAMPLES_PER_DEVICE * cluster.num_devices), num_samples)
@@ -197,13 +197,13 @@ def list_members(
 
 
 def _refuse_sharded_pipeline(options: PlanOptions, dims: ParallelDims) -> None:
-    """ZeRO-2 frees gradients by exchanging them, which on a pipeline would be once a micro-batch: nobody runs that."""
+    """Refuse ZeRO-2 on a pipeline: it frees gradients by exchanging them once a micro-batch, and nobody runs that."""
     if options.sharding == 2 and dims.pp > 1:
         raise PartitionError(f"ZeRO-2 shards no gradients on {dims.pp} pipeline stages: give ZeRO 1 or 3, or pp 1")
 
 
 def _refuse_state(profile: Profile, budget: MemoryBudget) -> None:
-    """What no split of the layers can hold."""
+    """Refuse a state that no split of the layers can hold."""
     # a mean stage is a bound: some stage holds at least as much
     state = sum(layer.state_bytes for layer in profile.layers) / profile.dims.pp
     if state > budget.fill_bytes:
@@ -214,7 +214,7 @@ def _refuse_state(profile: Profile, budget: MemoryBudget) -> None:
 
 
 def _zero_stages(options: PlanOptions, dims: ParallelDims) -> tuple[int, ...]:
-    """ZeRO stages that may be taken at these degrees."""
+    """Return the ZeRO stages that may be taken at these degrees."""
     if options.zero_stage is not None:
         return (options.zero_stage,)
     if options.profile is not None and options.profile.method == "probed":
@@ -226,7 +226,7 @@ def _zero_stages(options: PlanOptions, dims: ParallelDims) -> tuple[int, ...]:
 
 
 def _schedules(options: PlanOptions, dims: ParallelDims) -> Iterator[tuple[ScheduleName, int]]:
-    """Schedules that are tried, and stages a device."""
+    """Yield schedules that are tried, and stages a device."""
     if options.schedule != "auto":
         yield options.schedule, options.num_chunks
         return
@@ -291,7 +291,7 @@ def _of_one_pack(work: FloatArray, attention: Attention) -> FloatArray:
 
 
 def _microbatch_counts(options: PlanOptions, dims: ParallelDims, global_batch: int) -> list[int]:
-    """Packs a rank and step that are tried; up to one for each of its samples."""
+    """Return the packs a rank and step that are tried; up to one for each of its samples."""
     unit = microbatch_unit(options.schedule, dims.pp)
     if options.num_microbatches is not None:
         return [-(-options.num_microbatches // unit) * unit]
@@ -310,7 +310,7 @@ def _microbatch_counts(options: PlanOptions, dims: ParallelDims, global_batch: i
 def _filled_packs(
     options: PlanOptions, dims: ParallelDims, tried: Tried, made: Sequence[Filled], global_batch: int
 ) -> Iterator[TriedPacks]:
-    """Filled packs under every pair of limits, so many a step that it holds about the global batch."""
+    """Yield filled packs under every pair of limits, so many a step that it holds about the global batch."""
     unit, found = microbatch_unit(options.schedule, dims.pp), False
     reason: PartitionError | None = None
     for per_pack, packed, extremes in made:

@@ -42,7 +42,7 @@ class SearchedLimits:
 
 
 def paper_limits(samples: SampleTable) -> tuple[int, int]:
-    """Q_t of the longest sample, and Q_v of as many patches as come with so many tokens on the mean (section 5).
+    """Return Q_t of the longest sample, and Q_v of as many patches as come with so many tokens on the mean (section 5).
 
     A sample with more patches than that raises Q_v to its own, so that every sample fits a pack.
     """
@@ -56,7 +56,7 @@ def paper_limits(samples: SampleTable) -> tuple[int, int]:
 def search_limits(
     samples: SampleTable, *, mean_batch: int = 4, dp: int = 8, iterations: int = SEARCH_ITERATIONS, seed: int = 0
 ) -> list[SearchedLimits]:
-    """Limits under which ISF packs `mean_batch` to `mean_batch` + 1 samples on the mean, the most even first.
+    """Return limits under which ISF packs `mean_batch` to `mean_batch` + 1 samples on the mean, the most even first.
 
     The public code's `search_arguments`: from (4096 // r, 4096) in steps of one patch and r tokens, larger while packs
     hold too few samples, smaller where they hold too many; every pair that fits the wish is kept. Samples above a
@@ -97,7 +97,7 @@ def search_limits(
 
 
 def _tokens_per_patch(sizes: IntArray) -> int:
-    """r: mean tokens, each sample's rounded up to 256, by mean patches, to a multiple of 16."""
+    """Return r: mean tokens, each sample's rounded up to 256, by mean patches, to a multiple of 16."""
     mean_patches = max(1.0, float(sizes[:, 0].mean()))
     mean_tokens = float((-(-sizes[:, 1] // BIN_TOKENS) * BIN_TOKENS).mean())
     return max(RATIO_TOKENS, int((mean_tokens // mean_patches + 1) // RATIO_TOKENS) * RATIO_TOKENS)
@@ -121,7 +121,7 @@ def pack_apart(
     seed: int = 0,
     how: Mapping[str, Any],
 ) -> PackResult:
-    """Every source packed for itself, by `pack_samples` with the arguments `how` (`multi_group` of the public code).
+    """Pack every source for itself, by `pack_samples` with the arguments `how` (`multi_group` of the public code).
 
     `limits`: one pair for all sources, or one for each. A row, what the ranks run at the same time, is of one source;
     rows of all sources are shuffled together. Nothing is dropped or padded with samples that come twice: a source whose

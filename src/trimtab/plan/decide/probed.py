@@ -62,7 +62,7 @@ def freed_bytes(layer: LayerCost, tier: str, work: FloatArray) -> float:
 
 
 def heaviest_packs(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Of each device the pack of which its layers keep most, nothing recomputed; each once, ascending.
+    """Return the pack of which each device's layers keep most, nothing recomputed; each once, ascending.
 
     And the same among packs of several samples: they may need masks, which a lone sample does not.
     """

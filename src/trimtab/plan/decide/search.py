@@ -85,7 +85,7 @@ def choose_setting(
 
 
 def _refused(refusals: Sequence[Refusal]) -> PartitionError:
-    """Why nothing fits: the reason of the division that divides the model most."""
+    """Return why nothing fits: the reason of the division that divides the model most."""
     if not refusals:
         return PartitionError("no setting may be as fast as was asked for: ask for less")
     last = max(refusals, key=lambda x: x.dims.pp * x.dims.tp * x.dims.cp)

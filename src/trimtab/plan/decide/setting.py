@@ -77,7 +77,7 @@ class Priced:
 
     @property
     def estimate(self) -> SettingEstimate:
-        """As the plan file lists it."""
+        """Return the setting as the plan file lists it."""
         dims, zero_stage, schedule = self.setting.dims, self.options.sharding, self.options.schedule
         assert schedule != "auto", "it is chosen before a setting is priced"
         shared = ", expert parallel" * (dims.ep > 1) + ", context parallel" * (dims.cp > 1)
@@ -164,7 +164,7 @@ _LEAST_TOKENS = 1024
 def parallel_dims(
     model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, *, longest: int, crowded: bool = False
 ) -> Iterator[ParallelDims]:
-    """Degrees whose product is the number of devices; those that divide less come first.
+    """Yield degrees whose product is the number of devices; those that divide less come first.
 
     cp is tried where the longest document (or pack that was asked for) of `longest` tokens leaves each device many;
     `crowded`: nothing fits without it. ep is tried for models with experts, one expert on one device: inside a node,
@@ -225,7 +225,7 @@ def _context_degrees(asked: int | None, devices: int, *, limit: int, crowded: bo
 def _expert_degrees(
     model: ModelSpec, cluster: ClusterSpec, options: PlanOptions, ranks: int, tp: int
 ) -> list[tuple[int, int | None]]:
-    """Pairs of ep and etp for the `ranks` devices of a pipeline stage; etp None is that of the dense layers."""
+    """Return pairs of ep and etp for the `ranks` devices of a pipeline stage; etp None is that of the dense layers."""
     # degrees that divide the experts of every layer
     mlps = [layer.mlp for layer in model.layers if layer.mlp is not None]
     experts = math.gcd(*(m.num_experts for m in mlps if m.num_experts is not None))
@@ -289,7 +289,7 @@ def profile_setting(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions
 
 
 def link_rates(cluster: ClusterSpec, dims: ParallelDims) -> dict[str, float]:
-    """Bytes per second between the devices that share something; neighbours as `ParallelDims` orders them."""
+    """Return bytes per second between the devices that share something; neighbours as `ParallelDims` orders them."""
     return {
         "dp_bytes_per_s": cluster.ring_bytes_per_s(dims.replicas, stride=dims.tp),
         "expert_dp_bytes_per_s": cluster.ring_bytes_per_s(dims.expert_replicas, stride=dims.ep * dims.expert_tp),

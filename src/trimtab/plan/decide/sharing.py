@@ -46,7 +46,7 @@ _GRADIENT_BYTES = 4  # as `profile_model` keeps gradients
 
 
 def share_vision(case: Case, decision: VisionDecision) -> Case:
-    """`case` with images shared as decided; `decision` must be free of `decision_problems`.
+    """Return `case` with images shared as decided; `decision` must be free of `decision_problems`.
 
     Priced: the slowest share of every call, and what a call costs whatever is in it, which pooling saves; over tp the
     whole tower on every rank, and the sum of its gradients over them; the exchange, which overlaps nothing; the
@@ -96,7 +96,7 @@ def share_vision(case: Case, decision: VisionDecision) -> Case:
 
 
 def _share_replica(case: Case, decision: VisionDecision) -> Case:
-    """As `share_vision`, with the tower on every device of a replica: see `apart`."""
+    """Share as `share_vision` does, with the tower on every device of a replica: see `apart`."""
     plain = case.without_vision()
     # the tower outside of the pipeline, on every device; the pipeline without it
     alone = tower_alone(plain, case.cluster.num_devices)
@@ -111,7 +111,7 @@ def _share_replica(case: Case, decision: VisionDecision) -> Case:
 
 
 def _share_own(case: Case, decision: VisionDecision) -> Case:
-    """As `share_vision`, with the tower on devices of its own: see `apart`."""
+    """Share as `share_vision` does, with the tower on devices of its own: see `apart`."""
     plain = case.without_vision()
     alone, sizes = tower_alone(plain, decision.degree), image_sizes(plain.samples, plain.model)
     found, num_lanes = own_calls(plain, alone, decision, sizes)
@@ -155,7 +155,7 @@ def _apart(plain: Case, profile: Profile, decision: VisionDecision, apart: Apart
 
 
 def _margin(case: Case) -> FloatArray:
-    """(3,) of the limits over the largest pack that there is, by image terms; 1 or more."""
+    """Return (3,) ratios of the limits over the largest pack that there is, by image terms; 1 or more."""
     most = limit_work(case.work, case.setting.max_patches, case.setting.max_tokens)[IMAGE_TERMS]
     packed = case.work[:, IMAGE_TERMS].max(axis=0)
     ratio: FloatArray = np.divide(most, packed, out=np.ones(3), where=packed > 0)
@@ -221,7 +221,7 @@ def _summarise(
     *,
     groups: int | None = None,
 ) -> VisionEstimate:
-    """Of a mean step: forward and backward of vision tower and projector, without recompute; bytes of one rank.
+    """Sum up a mean step: forward and backward of vision tower and projector, without recompute; bytes of one rank.
 
     `groups`: of devices that share; None: as many as the ranks make.
     """
@@ -294,7 +294,7 @@ def _constant_s(profile: Profile) -> float:
 
 
 def _host_s(profile: Profile) -> float:
-    """Seconds of the host for forward and backward of vision tower and projector: no call takes less."""
+    """Return the seconds of the host for forward and backward of vision tower and projector: no call takes less."""
     return sum(layer.host_forward_s + layer.host_backward_s for layer in profile.layers if layer.tower != "language")
 
 
@@ -303,7 +303,7 @@ def _update_s(profile: Profile) -> float:
 
 
 def _tower_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
-    """State of vision tower and projector, and what all micro-batches in flight keep if no layer recomputes.
+    """Return the state of vision tower and projector, and what all micro-batches in flight keep if no layer recomputes.
 
     On the device of `stages` that holds most of them, at the largest micro-batch; workspace is not counted.
     """

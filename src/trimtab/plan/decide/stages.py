@@ -60,7 +60,7 @@ class SplitChoice:
 
 
 def choose_split(case: Case, *, search: bool = True) -> SplitChoice:
-    """Of these splits the one with the least simulated epoch: the exact one with recompute chosen per layer; that one
+    """Return the split of least simulated epoch, of these: the exact one with recompute chosen per layer; that one
     refined by a search on sampled steps; and the exact ones with recompute nowhere and everywhere.
 
     The exact split minimises the slowest stage at the mean pack; with few or very different micro-batches another one
@@ -86,7 +86,7 @@ def choose_split(case: Case, *, search: bool = True) -> SplitChoice:
 
 
 def timed_near_anchor(case: Case, num_timed: int) -> tuple[BmpResult, Evaluator]:
-    """OmniBal's search on this case; and its clock, the simulated step on sampled rows of packs."""
+    """Run OmniBal's search on this case; return its clock too, the simulated step on sampled rows of packs."""
     clock = _evaluator(case)
     if clock is None:
         raise PlanError(
@@ -146,12 +146,12 @@ def uniform_splits(problem: SplitProblem) -> list[SplitResult]:
 
 
 def epoch_s(case: Case, stages: Sequence[Stage]) -> float:
-    """Seconds of the whole data set on these stages."""
+    """Return the seconds of the whole data set on these stages."""
     return float(steps_of(case.work, case.schedule.table, stages, case.problem, case.cluster, apart=case.apart).sum())
 
 
 def cuts_of(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """First layers of all stages but the first."""
+    """Return the first layers of all stages but the first."""
     return tuple(stage.start for stage in stages[1:])
 
 
@@ -357,22 +357,22 @@ def _is_offered(profile: Profile, stages: Sequence[Stage]) -> bool:
 
 
 def relative_time(case: Case, stages: Sequence[Stage], other: Sequence[Stage]) -> float:
-    """Predicted time of `stages` for the whole data set, over that of `other`."""
+    """Return the predicted time of `stages` for the whole data set, over that of `other`."""
     return mean_step_s(case, stages) / mean_step_s(case, other)
 
 
 def mean_step_s(case: Case, stages: Sequence[Stage]) -> float:
-    """Predicted seconds of a step on these stages, the mean over the data set."""
+    """Return the predicted seconds of a step on these stages, the mean over the data set."""
     return epoch_s(case, _as_priced(case.setting.profile, stages)) / case.schedule.num_steps
 
 
 def rank_bytes(case: Case, stages: Sequence[Stage]) -> tuple[float, ...]:
-    """Expected peak of every pipeline rank."""
+    """Return the expected peak of every pipeline rank."""
     memory = case.problem.assess(_as_priced(case.setting.profile, stages)).memory
     return tuple(device.total_bytes for device in memory)
 
 
 def overfull_ranks(case: Case, stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Pipeline ranks that would hold more than the plan's memory."""
+    """Return the pipeline ranks that would hold more than the plan's memory."""
     most = case.problem.memory_bytes
     return tuple(rank for rank, held in enumerate(rank_bytes(case, stages)) if held > most)

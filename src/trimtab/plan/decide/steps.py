@@ -66,7 +66,7 @@ class Tried:
 
     @property
     def starts(self) -> IntArray:
-        """First samples of all full steps."""
+        """Return the first samples of all full steps."""
         return np.arange(max(1, len(self.every) // self.global_batch)) * self.global_batch
 
 
@@ -107,7 +107,7 @@ def open_steps(
 
 
 def _skipped(samples: SampleTable, options: PlanOptions) -> np.ndarray:
-    """Samples that are left out as too large for a limit that was given, or for 99 % of the samples."""
+    """Return the samples that are left out as too large for a limit that was given, or for 99 % of the samples."""
     if options.oversize != "skip":
         return np.zeros(len(samples), np.bool_)
     # a limit that was left open leaves out one sample of a hundred: one giant would size every buffer
@@ -193,7 +193,7 @@ def _tried_packs(
 
 
 def too_few_samples(global_batch: int, dp: int) -> PartitionError:
-    """Why steps of so few samples cannot be shared among so many ranks."""
+    """Return why steps of so few samples cannot be shared among so many ranks."""
     return PartitionError(
         f"a step of {global_batch} samples leaves {dp - global_batch} of {dp} ranks idle: give {dp} or more, or a "
         "smaller dp"
@@ -207,7 +207,7 @@ def given_limits(options: PlanOptions, dims: ParallelDims) -> tuple[int | None, 
 
 
 def _least_sizes(sizes: IntArray, starts: IntArray, global_batch: int, num_packs: int) -> FloatArray:
-    """Of each step the least that its largest pack can hold."""
+    """Return the least that the largest pack of each step can hold."""
     whole = sizes[: starts[-1] + global_batch]
     total, largest = np.add.reduceat(whole, starts), np.maximum.reduceat(whole, starts)
     return np.asarray(np.maximum(total / num_packs, largest), np.float64)
@@ -250,7 +250,7 @@ def _share_equally(
     oversize: Oversize,
     unit: int,
 ) -> PackResult:
-    """`pack_steps` with as many micro-batches in every step: a multiple of `unit`, M or the least that fits."""
+    """Run `pack_steps` with as many micro-batches in every step: a multiple of `unit`, M or the least that fits."""
     while True:
         packed = pack_steps(
             samples,
@@ -313,7 +313,7 @@ def fill_slots(packed: PackResult, cost: FloatArray) -> PackResult:
 
 
 def fill_tried(tried: Tried, dims: ParallelDims) -> Iterator[tuple[float, PackResult, FloatArray]]:
-    """Samples a pack, packs and deciding rows for each pair of limits that is tried, growing."""
+    """Yield the samples a pack, packs and deciding rows for each pair of limits that is tried, growing."""
     options, samples = tried.options, pad_documents(tried.samples, dims)
     work = pad_documents(tried.every, dims).work(token_window=tried.token_window)
     options = replace(options, max_tokens=given_limits(options, dims)[1])
@@ -344,7 +344,7 @@ def fill_tried(tried: Tried, dims: ParallelDims) -> Iterator[tuple[float, PackRe
 def group_tried(
     tried: Tried, packed: PackResult, extremes: FloatArray, dims: ParallelDims, num_microbatches: int
 ) -> TriedPacks:
-    """Filled packs in steps of dp x M, as many whole steps as there are packs for; one at least."""
+    """Return filled packs in steps of dp x M, as many whole steps as there are packs for; one at least."""
     options, packing = tried.options, packed.packing
     columns = np.asarray(packing.sums(np.stack([tried.samples.num_patches, tried.samples.num_tokens, tried.cost], 1)))
     per_step = dims.dp * num_microbatches
@@ -413,7 +413,7 @@ def even_steps(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 def candidate_limits(samples_work: FloatArray, options: PlanOptions) -> Iterator[tuple[int, int]]:
-    """Pairs of limits, growing, in the ratio of the mean sample.
+    """Yield the pairs of limits, growing, in the ratio of the mean sample.
 
     They hold the largest sample; or, where larger ones may be skipped or go alone, 99 % of the samples.
     """

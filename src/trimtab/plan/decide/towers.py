@@ -67,7 +67,7 @@ class VisionChosen:
     least: tuple[str, float] | None = None  # of the forms whose bound gains too little: the least one, its epoch
 
     def sentences(self) -> tuple[str, ...]:
-        """For the plan's reader; nothing where nothing was asked for."""
+        """Return sentences for the plan's reader; none where nothing was asked for."""
         about = []
         if len(self.tried) > 1:
             said = [f"{_label(x.case)} {format_seconds(x.epoch_s)}" for x in self.tried]
@@ -109,7 +109,7 @@ ABOUT_REPLICA = (
 def choose_vision(
     case: Case, found: SplitChoice, *, replica: bool = True, one_grid_s: float = math.inf
 ) -> VisionChosen:
-    """`case` with its images shared as `case.options.vision` asks; `found` is its split without that.
+    """Return `case` with its images shared as `case.options.vision` asks; `found` is its split without that.
 
     Where the group is left open, sharing must shorten the epoch by 2 %: of this case, and of the best single grid so
     far, which takes `one_grid_s`. Of pools of 1, 2, ... 8 micro-batches that divide a step, the smallest within 0.5 %
@@ -241,7 +241,7 @@ def rank_work(model: ModelSpec, samples: SampleTable, priced: Priced) -> RankWor
 
 
 def whole_tower(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions) -> FloatArray:
-    """(len(WORK_TERMS),) seconds of forward and backward of vision tower and projector on one device."""
+    """Return (len(WORK_TERMS),) seconds of forward and backward of vision tower and projector on one device."""
     profile = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices))
     return _terms([x for x in profile.layers if x.tower != "language"])
 
@@ -251,7 +251,7 @@ def _terms(layers: Sequence[LayerCost]) -> FloatArray:
 
 
 def _refuse_moment(case: Case, found: SplitChoice) -> None:
-    """`PartitionError` where the tower does not fit while it computes, with the state of the stages held.
+    """Raise `PartitionError` where the tower does not fit while it computes, with the state of the stages held.
 
     Or where it does not fit its own devices.
     """
@@ -410,7 +410,7 @@ def _without_images(samples: SampleTable) -> SampleTable:
 def _of_whole_model(
     priced: Priced, model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions
 ) -> Priced:
-    """A setting of the decoder with the whole model's costs, and patches that its packs may hold."""
+    """Return a setting of the decoder with the whole model's costs, and patches that its packs may hold."""
     per_token = float((samples.num_patches / np.maximum(samples.num_tokens, 1)).max())
     most = options.max_patches or max(int(samples.num_patches.max()), round(per_token * priced.setting.max_tokens))
     its = replace(priced.options, max_patches=options.max_patches, vision=options.vision)
@@ -456,7 +456,7 @@ def settings_own(
 
 
 def _parts(cluster: ClusterSpec, options: PlanOptions, *, own: float) -> list[ClusterSpec]:
-    """Parts of the devices for the decoder, those first that leave nearly `own` for the tower."""
+    """Return parts of the devices for the decoder, those first that leave nearly `own` for the tower."""
     # every part of whole nodes, or alike on all nodes, that the degrees asked for fill
     nodes, per_node = range(1, cluster.num_nodes), range(1, cluster.devices_per_node)
     parts = [replace(cluster, num_nodes=x) for x in nodes] + [replace(cluster, devices_per_node=x) for x in per_node]

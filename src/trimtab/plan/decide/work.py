@@ -87,7 +87,7 @@ def limit_work(work: FloatArray, max_patches: int, max_tokens: int, *, joined: b
 
 
 def joins_samples(attention: Attention) -> bool:
-    """Whether a pack's attention computes the pairs of one long sample: all but flash, which needs no mask."""
+    """Return whether a pack's attention computes the pairs of one long sample: all but flash, which needs no mask."""
     return attention != "flash"
 
 
@@ -134,7 +134,7 @@ def in_patches(samples: SampleTable, model: ModelSpec) -> SampleTable:
 
 
 def above_all(samples: SampleTable) -> tuple[int, int]:
-    """Limits of patches and tokens that no sample reaches: for batches that know none."""
+    """Return limits of patches and tokens that no sample reaches: for batches that know none."""
     return int(samples.num_patches.max()) + 1, int(samples.num_tokens.max()) + 1
 
 
@@ -191,7 +191,7 @@ class Phases:
 
     @property
     def step_s(self) -> FloatArray:
-        """(num_steps, dp) seconds that a step takes outside of its pipeline."""
+        """Return (num_steps, dp) seconds that a step takes outside of its pipeline."""
         return self.seconds + self.update_s
 
     def of_steps(self, steps: IntArray) -> Phases:
@@ -223,7 +223,7 @@ class Lanes:
         return replace(self, **{name: getattr(self, name)[steps] for name in names})
 
     def memory(self, problem: SplitProblem) -> DeviceMemory:
-        """Bytes of an encoder device."""
+        """Return the bytes of an encoder device."""
         held = DeviceMemory(
             state_bytes=self.state_bytes,
             saved_bytes=self.saved_bytes,
@@ -267,7 +267,7 @@ def stage_link(cluster: ClusterSpec) -> float:
 def times_of(
     work: FloatArray, stages: Sequence[Stage], profile: Profile, cluster: ClusterSpec, *, apart: Apart | None = None
 ) -> StageTimes:
-    """Seconds of every pack on every stage, sends included; `apart`: of a tower whose lanes are a stage."""
+    """Return the seconds of every pack on every stage, sends included; `apart`: of a tower whose lanes are a stage."""
     found = stage_times(profile, stages, work, link_bytes_per_s=stage_link(cluster), latency_s=cluster.latency_s)
     return apart.before(found) if isinstance(apart, Lanes) else found
 
@@ -318,7 +318,7 @@ def steps_of(
     *,
     apart: Apart | None = None,
 ) -> FloatArray:
-    """(num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer; nothing overlaps."""
+    """Return (num_steps,) seconds: the slowest rank's pipeline, then gradient exchange and optimizer, in turn."""
     work, table = as_run(work, table, problem, apart)
     return timed_steps(
         times_of(work, stages, problem.profile, cluster, apart=apart), table, stages, problem, apart=apart
@@ -333,7 +333,7 @@ def timed_steps(
     *,
     apart: Apart | None = None,
 ) -> FloatArray:
-    """As `steps_of`, where the seconds of packs and table `as_run` are known."""
+    """Return `steps_of` where the seconds of packs and table `as_run` are known."""
     phases_s = apart.step_s if isinstance(apart, Phases) else None
     if problem.lockstep and phases_s is not None:
         phases_s = phases_s.max(axis=1, keepdims=True)
@@ -375,7 +375,7 @@ def band_sentence(profile: Profile, model: ModelSpec, work: FloatArray, cluster:
 
 
 def rank_step_s(problem: SplitProblem, stages: Sequence[Stage]) -> float:
-    """Seconds of gradient exchange and optimizer on the pipeline rank that has most of both."""
+    """Return the seconds of gradient exchange and optimizer on the pipeline rank that has most of both."""
     # chunks of one device update one after the other
     devices = problem.order.device
     per_rank = [0.0] * problem.num_stages

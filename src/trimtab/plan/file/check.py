@@ -130,7 +130,7 @@ def _changed_model(found: ReloadedPlan) -> Iterator[str]:
 
 
 def _wrong_counts(found: ReloadedPlan) -> Iterator[str]:
-    """Numbers of the file that other parts of it, or the model, say otherwise."""
+    """Yield the numbers of the file that other parts of it, or the model, say otherwise."""
     inputs, decisions, case = found.plan.inputs, found.plan.decisions, found.case
     parallel, given = decisions.parallel, inputs.cluster
     used, there = decisions.num_devices, given.num_nodes * given.devices_per_node
@@ -218,7 +218,7 @@ def _old_claims(found: ReloadedPlan) -> Iterator[str]:
 
 
 def _differences(place: str, said: Any, true: Any) -> Iterator[str]:
-    """Figures that are not the same but for rounding."""
+    """Yield the figures that are not the same but for rounding."""
     if is_dataclass(true):
         for field in fields(true):
             yield from _differences(f"{place}.{field.name}", getattr(said, field.name), getattr(true, field.name))

@@ -160,7 +160,7 @@ def plan_details(plan: Plan, case: Case, variants: tuple[Variant, ...], *, table
 
 
 def case_tables(case: Case) -> dict[str, bytes]:
-    """File name -> content of what lies next to the plan."""
+    """Return file name -> content of what lies next to the plan."""
     tables = {SAMPLES_FILE: table_bytes(case.samples), **pack_contents(case.packing, case.schedule)}
     if case.options.profile is not None:
         tables[PROFILE_FILE] = profile_bytes(case.options.profile)
@@ -346,7 +346,7 @@ def _memory(cluster: ClusterInput, estimates: Estimates) -> str:
 
 
 def say_trained(case: Case) -> str:
-    """ ", LoRA r 16 on 252 matrices, 40.4 M trainable, 4-bit base"; nothing where weights are trained themselves."""
+    """Write ", LoRA r 16 on 252 matrices, 40.4 M trainable, 4-bit base"; nothing without adapters."""
     lora = case.options.lora
     if lora is None:
         return ""

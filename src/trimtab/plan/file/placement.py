@@ -115,18 +115,18 @@ class PlacementFile:
 
     @property
     def device_map(self) -> dict[str, DeviceKey]:
-        """Module path -> device, every module by itself."""
+        """Return module path -> device, every module by itself."""
         return {name: row.device for row in self.decisions.device_map for name in unfold_modules(row.modules)}
 
     @property
     def runs_on(self) -> dict[str, DeviceKey]:
-        """Module path -> the GPU it is copied to, of modules on "cpu" or "disk"."""
+        """Return module path -> the GPU it is copied to, of modules on "cpu" or "disk"."""
         rows = ((row.runs_on, row.modules) for row in self.decisions.device_map)
         return {name: gpu for gpu, modules in rows if gpu is not None for name in unfold_modules(modules)}
 
 
 def write_placement(folder: Path, record: PlacementFile, placement: Placement) -> None:
-    """placement.yaml, and map.json with the bare map, into `folder`."""
+    """Write placement.yaml, and map.json with the bare map, into `folder`."""
     with written_together():
         write_atomically(folder / "map.json", json.dumps(map_json(placement), indent=1) + "\n")
         write_atomically(folder / "placement.yaml", record_to_yaml(record))
@@ -240,7 +240,7 @@ def assumptions(machine: Machine, placement: Placement) -> tuple[str, ...]:
 
 
 def image_texts(workload: Workload) -> tuple[str, ...]:
-    """Sizes as `--images` takes them, repeated ones once: "1024x768,4"."""
+    """Return the sizes as `--images` takes them, repeated ones once: "1024x768,4"."""
     counts: dict[tuple[int, int], int] = {}
     for size in workload.images:
         counts[size] = counts.get(size, 0) + 1

@@ -204,7 +204,7 @@ class PlannedRecords(Sequence[Any]):
         return {**self.__dict__, "_open": {}}
 
     def place(self, row: int) -> Place:
-        """File and line of a row; `IndexError` past the last."""
+        """Return the file and line of a row; `IndexError` past the last."""
         return Place(file=self._files[self._file_of(row)], line=self._line_of(row))
 
     def media_root(self, row: int) -> Path | None:
@@ -239,7 +239,7 @@ def _reader(path: Path, kind: str) -> Callable[[int], object]:
 
 
 def _line_starts(records: PlannedRecords, samples: SampleTable, index_dir: Path | None) -> IntArray:
-    """(num_rows,) byte offset of each row's line, 0 in other formats; found once, then mapped from `index_dir`."""
+    """Find (num_rows,) byte offset of each row's line, 0 in other formats; found once, then mapped from `index_dir`."""
     path = None
     if index_dir is not None:
         lines = b"" if samples.line is None else samples.line.tobytes()

@@ -37,7 +37,7 @@ def array_bytes(array: npt.NDArray[Any]) -> bytes:
 
 
 def pack_contents(packing: Packing, schedule: Schedule) -> dict[str, bytes]:
-    """File name -> content of the three tables."""
+    """Return file name -> content of the three tables."""
     return {
         "offsets.npy": array_bytes(packing.offsets.astype(np.int64)),
         "indices.npy": array_bytes(packing.indices.astype(np.int64)),
@@ -137,7 +137,7 @@ class _Prose(str):
 
 
 def _plain(value: Any, *, name: str, in_list: bool = False) -> Any:
-    """Dataclasses as mappings in field order; a list's entries and short mappings take one line each.
+    """Return dataclasses as mappings in field order; a list's entries and short mappings take one line each.
 
     A field that has a default and holds it is left out: it came after the first plans.
     """
@@ -249,7 +249,7 @@ def record_from_yaml(
     read_number: ReadNumber = lambda _place, kind, value, _problems: kind(value),
     unknown: list[str] | None = None,
 ) -> _Record:
-    """What `record_to_yaml` wrote of a `kind`; `version` is its key and our own value, `verb` the one that writes it.
+    """Read what `record_to_yaml` wrote of `kind`; `version`: its key and our own value, `verb` the one that writes it.
 
     The file is called a `verb` in messages too.
     """

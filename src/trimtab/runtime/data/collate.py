@@ -40,7 +40,7 @@ def label_weights(batch: Mapping[str, Any]) -> Tensor:
 
 
 def step_denominator(batches: Iterable[Mapping[str, Any]], *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """W of one optimizer step: the weights of this rank's micro-batches, summed over the data-parallel `group`.
+    """Return W of one optimizer step: the weights of this rank's micro-batches, summed over the data-parallel `group`.
 
     Use it once a step, before the first `packed_loss`.
 
@@ -59,7 +59,7 @@ def step_denominator(batches: Iterable[Mapping[str, Any]], *, group: dist.Proces
 
 
 def packed_loss(logits: Tensor, batch: Mapping[str, Any], *, denominator: Tensor | float, num_ranks: int = 1) -> Tensor:
-    """num_ranks * sum w c / W of one pack, in float32; 0 with a zero gradient for a pack without labels.
+    """Return num_ranks * sum w c / W of one pack, in float32; 0 with a zero gradient for a pack without labels.
 
     Use it in your own loop in place of `outputs.loss`, which would weigh tokens by the pack they lie in.
 
@@ -87,7 +87,7 @@ TEXT_TOKEN = 0
 
 
 def filler_sample(config: Any, *, with_image: bool, family: PackFormat | None = None) -> dict[str, Any]:
-    """A processed sample of zero loss weight: one token of text, with the smallest image of the family before it.
+    """Make a processed sample of zero loss weight: one token of text, the smallest image of the family before it.
 
     That image is 1 token for the Qwen families, 256 for most InternVL and Gemma 3, 576 for LLaVA-1.5. Black pixels.
     """
@@ -118,7 +118,7 @@ def sample_numbers(lengths: Sequence[int]) -> Tensor:
 
 
 def prefix_numbers(token_types: Sequence[Tensor]) -> Tensor:
-    """(tokens,) the number of its sample for each token of type 0 (PaliGemma's image and question), -1 elsewhere."""
+    """Return (tokens,) the sample's number for each token of type 0 (PaliGemma's image and question), -1 elsewhere."""
     return torch.cat([torch.where(types == 0, sample, -1) for sample, types in enumerate(token_types)])
 
 
@@ -232,14 +232,14 @@ def _ask(model: Any, ids: Tensor, given: Mapping[str, Any]) -> Tensor:
 
 
 def _num_axes(config: Any) -> int:
-    """Three, or as many as the rotary embedding has sections (4 in hunyuan_vl)."""
+    """Return three, or as many as the rotary embedding has sections (4 in hunyuan_vl)."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     sections = rope.get("mrope_section", ())
     return 4 if len(sections) == 4 else 3
 
 
 def mrope_rows(lengths: Sequence[int], axes: Sequence[Tensor]) -> Tensor:
-    """(1 + axes, 1, tokens): the text positions that mark where samples start, then temporal, height and width."""
+    """Make (1 + axes, 1, tokens): the text positions that mark where samples start, then temporal, height and width."""
     return torch.cat([text_positions(lengths), torch.cat(tuple(axes), dim=1)])[:, None]
 
 
@@ -284,7 +284,7 @@ class PackedCollator:
             raise UnsupportedPlanError(join_problems(problems))
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """`model(**batch)` of one pack: input_ids, position_ids, labels, images, and what keeps samples apart.
+        """Return `batch` of one pack for `model(**batch)`: input_ids, position_ids, labels, images, samples' borders.
 
         The first label of each sample is taken out: the token before it is another sample's. `loss_weights` (for
         `packed_loss`, not for the model) is there only if weights are not all 1. Transformers makes the masks from the
@@ -342,7 +342,7 @@ class PackedCollator:
 
 
 def _labels(pack: Sequence[ProcessedSample], weighting: LossWeighting) -> dict[str, Tensor]:
-    """`labels`, and `loss_weights` unless they are 1 for each label."""
+    """Return `labels`, and `loss_weights` unless they are 1 for each label."""
     labels, weights = [], []
     weighted = weighting == "sample" or any(sample.weight not in (0, 1) for sample in pack)
     for sample in pack:
@@ -371,13 +371,13 @@ def _images(family: PackFormat, pack: Sequence[ProcessedSample]) -> dict[str, Te
 
 
 def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros after each dimension but the first, up to the largest: tiles of LLaVA-NeXT, images of Idefics."""
+    """Return zeros after each dimension but the first, up to the largest: tiles of LLaVA-NeXT, images of Idefics."""
     most = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     return [torch.nn.functional.pad(part, _behind(part.shape[1:], most)) for part in parts]
 
 
 def _behind(sizes: Sequence[int], most: Sequence[int]) -> list[int]:
-    """As `pad` takes it: 0 before and the rest after, last dimension first."""
+    """Return it as `pad` takes it: 0 before and the rest after, last dimension first."""
     missing = [size - own for own, size in zip(sizes, most, strict=True)]
     return [x for num in reversed(missing) for x in (0, num)]
 

@@ -174,7 +174,7 @@ class MissingSample:
 
 
 def make_text_filler(filler: MissingSample) -> dict[str, torch.Tensor]:
-    """As many tokens as the sample has, none of them with a label; no images.
+    """Return as many tokens as the sample has, none of them with a label; no images.
 
     The language model computes what was planned, the vision tower less: it has `num_patches` rows fewer.
     """

@@ -77,7 +77,7 @@ class PlanBatchSampler(Sampler[list[int]]):
         return None
 
     def __len__(self) -> int:
-        """Micro-batches of a whole epoch, the same for every rank."""
+        """Count the micro-batches of a whole epoch, the same for every rank."""
         return self.order.num_microbatches_left(Cursor())
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -208,7 +208,7 @@ class PlanDataset(Dataset[Any]):
 
     @property
     def num_fillers(self) -> int:
-        """Fillers handed out so far on this rank, by its worker processes too."""
+        """Count the fillers handed out so far on this rank, by its worker processes too."""
         return int(self._counts.sum())
 
     def __len__(self) -> int:

@@ -49,14 +49,14 @@ def has_blocks(config: Any) -> bool:
 
 
 def smallest_image(kind: Smallest | Callable[[Any], SmallestImage], config: Any) -> SmallestImage:
-    """Of a kind known here, or as a function of your own makes it."""
+    """Return the smallest image of a kind known here, or as a function of your own makes it."""
     if callable(kind):
         return kind(config)
     return {"block": _one_block, "tile": _one_tile, "fewest tiles": _fewest_tiles}[kind](config)
 
 
 def _one_block(config: Any) -> SmallestImage:
-    """Patches of all images in one tensor, next to a grid: the block that leaves one token."""
+    """Return patches of all images in one tensor, next to a grid: the block that leaves one token."""
     vision = vision_config(config)
     merge = vision.spatial_merge_size
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -64,7 +64,7 @@ def _one_block(config: Any) -> SmallestImage:
 
 
 def _one_tile(config: Any) -> SmallestImage:
-    """Tiles of one size, each with the same number of tokens."""
+    """Return tiles of one size, each with the same number of tokens."""
     return tile_tokens(config), {"pixel_values": torch.zeros(1, *_tile_shape(config))}
 
 
@@ -77,7 +77,7 @@ def _fewest_tiles(config: Any) -> SmallestImage:
 
 
 def tile_tokens(config: Any) -> int:
-    """LLM tokens of one tile where every tile has the same number: internvl, llava, gemma3."""
+    """Return LLM tokens of one tile where every tile has the same number: internvl, llava, gemma3."""
     if hasattr(config, "mm_tokens_per_image"):
         return int(config.mm_tokens_per_image)
     if hasattr(config, "downsample_ratio"):
@@ -149,7 +149,7 @@ def _names_tokens(core: Any, config: Any) -> bool:
 
 
 def _tensors_of(encode: Callable[..., Any]) -> list[str]:
-    """Arguments that hold something of each image: their annotation names a tensor."""
+    """Return the arguments that hold something of each image: their annotation names a tensor."""
     parameters = inspect.signature(inspect.unwrap(encode)).parameters.values()
     return [
         p.name

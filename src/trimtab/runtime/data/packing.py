@@ -70,7 +70,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def _attention_of(model: nn.Module) -> list[tuple[Any, str | None]]:
-    """Configurations of the model's parts, outer ones first, with the attention each has."""
+    """Return the configurations of the model's parts, outer ones first, with the attention each has."""
     found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     return [(config, getattr(config, "_attn_implementation", None)) for config in found.values()]
 
@@ -86,7 +86,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def bound_of(model: nn.Module) -> float:
-    """By the coarsest type of the parameters."""
+    """Return the bound by the coarsest type of the parameters."""
     return max(BOUNDS.get(dtype, 1e-4) for dtype in {p.dtype for p in model.parameters()})
 
 
@@ -94,12 +94,12 @@ def bound_of(model: nn.Module) -> float:
 
 
 def text_ids(model: Any) -> Tensor:
-    """Ids of the vocabulary that stand for plain text: none that a configuration names."""
+    """Return ids of the vocabulary that stand for plain text: none that a configuration names."""
     return plain_ids(model.config, model.get_input_embeddings().weight.shape[0])
 
 
 def draw_samples(model: Any, family: PackFormat) -> list[dict[str, Any]]:
-    """Texts, one of a single token; where the family has an image of few tokens, two where samples meet."""
+    """Return texts, one of a single token; where the family has an image of few tokens, two where samples meet."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = text_ids(model)
 
@@ -242,7 +242,7 @@ def _small_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def row_change(found: Tensor, expected: Tensor) -> float:
-    """Largest change of a row, over the root mean square of all rows' norms."""
+    """Return the largest change of a row, over the root mean square of all rows' norms."""
     if not len(expected):
         return 0.0
     scale = expected.norm(dim=-1).square().mean().sqrt().clamp_min(1e-12)
@@ -377,7 +377,7 @@ class _Check:
     # -- (2) and (3): is it computed as if it were alone? -------------------------------------------------------------
 
     def errors(self, pack: Sequence[ProcessedSample]) -> tuple[float, float]:
-        """Of logits, and of gradients."""
+        """Return the errors of logits, and of gradients."""
         types_key = types_key_of(inspect.signature(self.model.forward).parameters)
         batch, generator = self.collator([as_given(sample) for sample in pack]), torch.Generator().manual_seed(2)
         lengths = [len(sample.input_ids) for sample in pack]
@@ -409,7 +409,7 @@ class _Check:
 
 
 def _gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Of the worst parameter; the floor leaves out those whose gradient is zero but for rounding (biases of keys)."""
+    """Return that of the worst parameter; the floor leaves out gradients that are rounding alone (biases of keys)."""
     largest = max((float(g.norm()) for g in expected.values()), default=0.0)
     return max(
         (relative_error(found[n].float(), g.float(), floor=1e-3 * largest) for n, g in expected.items() if n in found),

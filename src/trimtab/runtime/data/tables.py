@@ -47,7 +47,7 @@ class PlanTables:
         return int(self.schedule.shape[2])
 
     def rows(self, pack: int) -> list[int]:
-        """Rows of the sample table that one pack holds."""
+        """Return the rows of the sample table that one pack holds."""
         rows: list[int] = self.indices[self.offsets[pack] : self.offsets[pack + 1]].tolist()
         return rows
 
@@ -195,11 +195,11 @@ class PackOrder:
         return None if pack < 0 else pack
 
     def num_microbatches_left(self, cursor: Cursor) -> int:
-        """Micro-batches of every rank from `cursor` to the end of its epoch."""
+        """Count the micro-batches of every rank from `cursor` to the end of its epoch."""
         return self.num_steps_left(cursor) * self.num_microbatches - cursor.microbatches_done
 
     def num_steps_left(self, cursor: Cursor) -> int:
-        """Steps from `cursor` to the end of its epoch, the one it stands in included."""
+        """Count the steps from `cursor` to the end of its epoch, the one it stands in included."""
         return -(-(self.tables.num_places - cursor.packs_done) // self.packs_per_step)
 
     def microbatches(self, rank: int, cursor: Cursor) -> Iterator[list[int]]:
@@ -210,7 +210,7 @@ class PackOrder:
             yield [] if pack is None else self.tables.rows(pack)
 
     def advance(self, cursor: Cursor, num_microbatches: int) -> Cursor:
-        """Where a run stands when every rank has consumed that many micro-batches more, within the epoch.
+        """Return where a run stands when every rank has consumed that many micro-batches more, within the epoch.
 
         The end of an epoch is the beginning of the next.
         """

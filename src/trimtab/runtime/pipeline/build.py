@@ -140,7 +140,7 @@ def _tied_weight(model: nn.Module, layout: PipelineLayout, rank: int) -> TiedWei
 
 
 def _shared(model: nn.Module, layout: PipelineLayout) -> list[tuple[nn.Parameter, list[int]]]:
-    """Parameters that layers on several devices hold, and these devices, in the order of their stages."""
+    """Return the parameters that layers on several devices hold, and these devices, in the order of their stages."""
     holders: dict[nn.Parameter, dict[int, None]] = {}
     for i, stage in enumerate(layout.stages):
         for name in stage:
@@ -188,7 +188,7 @@ def check_layout(
 
 
 def _module_problems(planned: tuple[str, ...], layers: Mapping[str, Unit]) -> list[str]:
-    """That they come in forward order, the first micro-batches tell."""
+    """List problems of modules; whether they come in forward order, the first micro-batches show."""
     problems = []
     missing, unknown = set(layers) - set(planned), set(planned) - set(layers)
     repeated = [name for name, count in Counter(planned).items() if count > 1]
@@ -242,7 +242,7 @@ class PipelineCheck:
 
 
 def layers_of(model: nn.Module, batch: Batch) -> tuple[str, ...]:
-    """Module paths of all layers in forward order, as plans list them, for a micro-batch with an image.
+    """Return module paths of all layers in forward order, as plans list them, for a micro-batch with an image.
 
     Use it to make a `PipelineLayout` by hand; docs/pipeline.md shows it.
     """
@@ -286,7 +286,7 @@ def verify_pipeline(model: nn.Module, stages: Sequence[Sequence[str]], batches: 
 def _run(
     model: nn.Module, call: Callable[[Batch], tuple[Tensor, list[Links]]], batches: Sequence[Batch]
 ) -> tuple[float, dict[str, Tensor | None]]:
-    """Loss and gradients of a step."""
+    """Return the loss and gradients of a step."""
     total = sum(float(label_weights(batch).sum()) for batch in batches)
     model.zero_grad(set_to_none=True)
     loss = 0.0

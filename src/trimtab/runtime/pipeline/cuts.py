@@ -80,7 +80,7 @@ class SizeRules:
 
 
 def _all_rules(size: int, quantities: Mapping[str, int]) -> list[Rule]:
-    """That size always, or in proportion to a quantity by a whole number, or by one part of a whole number."""
+    """List rules: that size always, or in proportion to a quantity, by a whole number or one part of one."""
     # sizes follow from others by whole factors: rows from patches, patches from pixels
     found: list[Rule] = [(None, Fraction(size))]
     for key, value in quantities.items():
@@ -112,7 +112,7 @@ class Way:
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """Of each layer in the plan; image features are made where the last layer is that they are made of."""
+        """Return the stage of each layer in the plan; image features are made where their last layer is."""
         # a call that is no layer of the plan runs where the last of what it reads is made
         found = {name: i for i, name in enumerate(self.layers)}
         written = dict(found)
@@ -124,7 +124,7 @@ class Way:
 
     @cached_property
     def writer(self) -> dict[str, int]:
-        """Output -> place of the layer that returns it."""
+        """Return output -> place of the layer that returns it."""
         written = {x.name: self.place[call.layer] for call in self.trace.calls for x in call.outputs}
         return {**self.place, **written}  # bare parameters by their own names
 
@@ -141,7 +141,7 @@ class Way:
 
     @property
     def read(self) -> frozenset[str]:
-        """Layers that the logits depend on."""
+        """Return the layers that the logits depend on."""
         return self._needed & set(self.layers)
 
     @cached_property
@@ -156,7 +156,7 @@ class Way:
 
     @cached_property
     def last_reader(self) -> dict[str, int]:
-        """Output -> place of the last layer that reads it; after all layers where the logits do."""
+        """Return output -> place of the last layer that reads it; after all layers where the logits do."""
         found = {name: len(self.layers) for name in self.trace.result}
         for call in self.trace.calls:
             if call.layer in self._needed:
@@ -198,11 +198,11 @@ class Cuts:
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Layers that only images pass: all but the language model's."""
+        """Return the layers that only images pass: all but the language model's."""
         return tuple(x for x in self.layers if self.units[x].tower != "language")
 
     def forbid(self, cuts: Sequence[int]) -> None:
-        """From now on micro-batches are refused in which something crosses one of these that cannot travel."""
+        """Refuse micro-batches from now on in which something that cannot travel crosses one of these."""
         self._ends = tuple(cuts)
 
     def way(self, batch: Batch) -> Way:
@@ -218,7 +218,7 @@ class Cuts:
         return self._ways[kind]
 
     def wires(self, cut: int, batch: Batch) -> tuple[Wire, ...]:
-        """Tensors that cross the cut for this micro-batch; none before the first layer and after the last."""
+        """Return tensors that cross the cut for this micro-batch; none before the first layer and after the last."""
         if not 0 < cut < len(self.layers):
             return ()
         way = self.way(batch)
@@ -227,7 +227,7 @@ class Cuts:
         return tuple(Wire(name=name, shape=shapes[name], requires_grad=name in way.graded) for name in names)
 
     def shapes(self, batch: Batch, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Sizes of outputs, by the rules that earlier micro-batches have left or by following this one."""
+        """Return the sizes of outputs, by the rules that earlier micro-batches have left or by following this one."""
         way = self.way(batch)
         quantities = self._measure(batch)
         # following the forward again costs milliseconds: only where no rule is sure
@@ -350,12 +350,12 @@ class StageModule(nn.Module):
             hook.remove()
 
     def named_own(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Of (name, tensor) pairs of `model` those that are no other stage's."""
+        """Yield those (name, tensor) pairs of `model` that are no other stage's."""
         others = tuple(f"{name}." for i, name in enumerate(self.cuts.layers) if not self.start <= i < self.stop)
         return ((name, x) for name, x in pairs if not f"{name}.".startswith(others))
 
     def forward(self, *received: Tensor, sealed: Sealed) -> Tensor | tuple[Tensor, ...]:
-        """Logits on the last stage, elsewhere the tensors of `Cuts.wires`, in their order, sizes and `dtype`.
+        """Return logits on the last stage, elsewhere the tensors of `Cuts.wires`, in their order, sizes and `dtype`.
 
         None is a view, or the very tensor that came in: schedules with split backwards detach them in place.
         """
@@ -439,7 +439,7 @@ class StageModule(nn.Module):
         return torch.zeros(shapes[leaf.name], dtype=leaf.dtype, device=self.device)
 
     def _encode(self, function: PatchedFunction, *args: Any, **kwargs: Any) -> Any:
-        """What a function that encodes images returns: of this stage's layers, of what was received, or of neither."""
+        """Return image features: of this stage's layers, of what was received, or of neither."""
         run, name = self._run, feature_name(function.kind, 0)
         calls = [] if run is None else run.way.calls.get(name, [])
         if run is None or not calls:
@@ -461,7 +461,7 @@ class StageModule(nn.Module):
         return result
 
     def _keep(self, path: str, _: nn.Module, __: Any, output: Any) -> None:
-        """Of an own layer what is sent on."""
+        """Keep what an own layer sends on."""
         run = self._run
         if run is None or not run.kept:
             return

@@ -167,7 +167,7 @@ class ImageDispatch:
     # -- agreement ----------------------------------------------------------------------------------------------------
 
     def _read_all(self, microbatches: Sequence[Batch]) -> list[dict[str, VisionInputs]]:
-        """Own images and videos by micro-batch, once all ranks have said that they can go on."""
+        """Return own images and videos by micro-batch, once all ranks have said that they can go on."""
         problem, inputs = None, []
         try:
             inputs = [read_images(batch, self.family, self.config) for batch in microbatches]
@@ -209,7 +209,7 @@ _BATCH_KEYS = {"grid_thw": "image_grid_thw"}
 
 
 def read_images(batch: Batch, family: Family, config: Any) -> dict[str, VisionInputs]:
-    """Atoms of a micro-batch's images and videos, as the first stage's layers read them."""
+    """Return the atoms of a micro-batch's images and videos, as the first stage's layers read them."""
     if not has_images(batch):
         return {}
     if not isinstance(family, GridFamily):
@@ -223,7 +223,7 @@ def read_images(batch: Batch, family: Family, config: Any) -> dict[str, VisionIn
 
 
 def name_rows(features: Features, rows: Tensor, num_rows: IntArray, atoms: Mapping[str, int]) -> Encoded:
-    """Rows of one micro-batch as what the functions of images and of videos return."""
+    """Return the rows of one micro-batch as what the functions of images and of videos return."""
     outputs: dict[str, Any] = {}
     columns: dict[str, Tensor] = {}
     start = row = 0
@@ -253,7 +253,7 @@ def dispatch_images(
     device: torch.device,
     timeout_s: float,
 ) -> ImageDispatch:
-    """For a first stage that holds the whole tower; every rank of its data-parallel group calls this.
+    """Share images of a first stage that holds the whole tower; every rank of its data-parallel group calls this.
 
     `cost` None: multiply-adds, by the configuration.
     """

@@ -89,7 +89,7 @@ class PackedStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Of a batch with encoded images, where ranks share them."""
+        """Run the forward of a batch with encoded images, where ranks share them."""
         if self.images is not None:
             encoded = self.images.features(fwd_chunk_id)
             if encoded is not None:
@@ -171,7 +171,7 @@ class PackedStage(PipelineStage):
             del self.dw_runner[bwd_chunk_id]
 
     def _finish_images(self, microbatch: int) -> None:
-        """A first stage's whole backward has run: no input of it needs a gradient, so none of its is split."""
+        """Finish the images after a first stage's backward, which is never split: no input of it needs a gradient."""
         if self.images is not None:
             self.images.finish(microbatch)
 
@@ -221,7 +221,7 @@ class TiedWeight:
 
 
 def sum_over_ranks(parameters: Sequence[nn.Parameter], group: Any) -> None:
-    """All-reduce (sum) of the gradients over the data-parallel group, in flat buckets.
+    """Sum the gradients over the data-parallel group, in flat buckets.
 
     A parameter that some rank's micro-batches used and this rank's did not counts as zero here: a vision tower whose
     rank saw only text. One that no rank used keeps no gradient, as in one process.
@@ -326,7 +326,7 @@ class Pipeline:
             exchange_tied(self.tied, self.pp_group)
 
     def _check_microbatches(self, batches: Sequence[Batch]) -> None:
-        """One small all-reduce instead of a hang, or of a tensor received into a buffer of another size."""
+        """Check by one small all-reduce, instead of a hang or of a tensor received into a buffer of another size."""
         if len(batches) != self.layout.num_microbatches:
             raise PlanError(
                 f"a step has {self.layout.num_microbatches} micro-batches, not {len(batches)}: give collate([]) for an "
@@ -344,13 +344,13 @@ class Pipeline:
 
     @property
     def image_load(self) -> ImageLoad | None:
-        """Of the latest step, on the ranks that share images; None elsewhere."""
+        """Return that of the latest step, on the ranks that share images; None elsewhere."""
         return None if self.images is None else self.images.load
 
     # -- what it holds ------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their names in the whole model; one that two stages share comes once."""
+        """Yield this rank's parameters under their names in the whole model; one that two stages share comes once."""
         seen: set[int] = set()
         for stage in self.stages:
             for name, parameter in stage.module.named_own(stage.model.named_parameters(remove_duplicate=False)):
@@ -363,7 +363,7 @@ class Pipeline:
             yield parameter
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's part of the whole model's state dict."""
+        """Return this rank's part of the whole model's state dict."""
         return {
             name: value
             for stage in self.stages
@@ -377,7 +377,7 @@ class Pipeline:
                 value.copy_(state[name])
 
     def gradient_norm(self) -> Tensor:
-        """Of all gradients of the whole model together, the same on every rank.
+        """Return the norm of all gradients of the whole model together, the same on every rank.
 
         A tied weight counts once, as in one process; squares are added in float32. Collective over the pipeline group.
         """

@@ -97,7 +97,7 @@ class ReplicaTower:
                 parameter.grad = None
 
     def _encode(self, inputs: VisionInputs, atoms: Sequence[Mapping[str, int]]) -> None:
-        """This rank's share through the tower, and all rows to the first rank; `atoms` of each micro-batch by kind."""
+        """Encode this rank's share, and send all rows to the first rank; `atoms` of each micro-batch by kind."""
         rank, num_ranks = self.control.rank, self.control.num_ranks
         shares = share_images(self.cost.of(inputs.patches, patches_windowed=inputs.windowed), num_ranks, rule=self.rule)
         # 1. an empty share runs the tower on the smallest image and gives no row of it

@@ -58,7 +58,7 @@ class Encoded:
 
 
 def feature_name(kind: str, column: int) -> str:
-    """Of image features, 0, and those of DeepStack layers, as one tensor across a cut."""
+    """Name image features, 0, and those of DeepStack layers, as one tensor across a cut."""
     return f"{kind} features" + (f" {column}" if column else "")
 
 
@@ -141,7 +141,7 @@ def find_layer(model: nn.Module, path: str) -> nn.Module | nn.Parameter:
 
 
 def tensors_between(model: nn.Module, layers: Iterable[str]) -> list[Tensor]:
-    """Parameters and buffers that belong to none of the layers."""
+    """Return the parameters and buffers that belong to none of the layers."""
     inside = {id(x) for name in layers for x in model.get_submodule(name).modules()}
     return [x for module in model.modules() if id(module) not in inside for x in _tensors(module)]
 
@@ -339,7 +339,7 @@ class Tracer:
                 self._inside[id(leaf)] = (leaf, path)
 
     def _made_of(self, values: Sequence[Tensor]) -> frozenset[str]:
-        """Names of the leaves that autograd finds behind them."""
+        """Return the names of the leaves that autograd finds behind them."""
         todo: list[Any] = []
         found = set()
         for value in values:
@@ -403,7 +403,7 @@ def watch_encoders(model: nn.Module, encode: Callable[..., Any]) -> None:
 
 
 def feature_rows(output: Any) -> list[Tensor] | None:
-    """Image features and those of DeepStack layers, each as one matrix; None: the output is of another make."""
+    """Return image features and those of DeepStack layers, each as one matrix; None: the output is of another make."""
     try:
         pieces = tree_leaves(columns_of(output))
     except TrimtabError:
@@ -426,7 +426,7 @@ def _pieces(output: Any) -> list[int] | None:
 
 
 def layer_order(units: Sequence[Unit], trace: Trace) -> tuple[str, ...]:
-    """Paths of all layers as plans list them: towers first, embeddings of text in front of its blocks."""
+    """Return the paths of all layers as plans list them: towers first, embeddings of text in front of its blocks."""
     times: dict[str, float] = {}
     for number, call in enumerate(trace.calls):
         times.setdefault(call.layer, number)

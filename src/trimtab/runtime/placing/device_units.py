@@ -133,7 +133,7 @@ def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, 
 
 
 def _cover(model: nn.Module, keys: Mapping[str, DeviceKey]) -> Iterator[tuple[str, DeviceKey | None, bool]]:
-    """Units, then what no unit holds: (name, device or None, whether it is a tensor), in module order."""
+    """Yield units, then what no unit holds: (name, device or None, whether it is a tensor), in module order."""
     above = _around(keys) | _called_past(model)
 
     def visit(
@@ -168,21 +168,21 @@ def _around(names: Iterable[str]) -> set[str]:
 
 
 def _topmost(missing: Sequence[str], held: Sequence[str]) -> list[str]:
-    """Names without a device, the largest module in which nothing has one standing for all that it holds."""
+    """Return the names without a device, the largest module in which nothing has one standing for all that it holds."""
     covered = {"", *held, *_around(held)}
     tops = ([x for x in upwards(name) if x == name or x not in covered][-1] for name in missing)
     return list(dict.fromkeys(tops))
 
 
 def _in_order(keys: Mapping[str, DeviceKey], homes: Mapping[str, DeviceKey]) -> dict[str, DeviceKey]:
-    """Units in the order of the keys that hold them: a map lists modules in forward order."""
+    """Return the units in the order of the keys that hold them: a map lists modules in forward order."""
     position = {key: i for i, key in enumerate(keys)}
     of = {name: next(position[x] for x in upwards(name) if x in position) for name in homes}
     return {name: homes[name] for name in sorted(homes, key=of.__getitem__)}
 
 
 def _torn(model: nn.Module, homes: Mapping[str, DeviceKey]) -> list[str]:
-    """Modules that share a weight but not a device."""
+    """Return the modules that share a weight but not a device."""
     problems = []
     for borrower, owner in getattr(model, "all_tied_weights_keys", {}).items():
         first, second = _home_of(homes, owner), _home_of(homes, borrower)

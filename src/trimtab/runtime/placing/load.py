@@ -111,7 +111,7 @@ def move_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_map(placed: DeviceUnits, offload_folder: Path | None) -> dict[str, torch.device | str]:
-    """Where each tensor goes first. Only real devices, as Accelerate would otherwise offload in its own way."""
+    """Return where each tensor goes first. Only real devices, as Accelerate would otherwise offload in its own way."""
     found: dict[str, torch.device | str] = {}
     for unit in placed.units:
         rewritten = unit.home == "disk" and unit.streamed and offload_folder is not None
@@ -229,7 +229,7 @@ def split_model(
     world_size: int | None = None,
     variant: Literal["repository", "model card"] = "repository",
 ) -> dict[str, int]:
-    """InternVL's published device map, key for key, for code that expects it; `trimtab map` plans better ones.
+    """Return InternVL's published device map, key for key, for code that expects it; `trimtab map` plans better ones.
 
     Use it where code expects InternVL's own function of that name.
 

@@ -347,7 +347,7 @@ def _result(
 
 
 def _tell_steps(device: ProbedDevice, limit_bytes: int) -> str:
-    """For the plan's reader."""
+    """Write the steps for the plan's reader."""
     said = (
         f"{x.what}: {format_bytes(x.before_bytes)} to {format_bytes(x.after_bytes)}, {x.bought}"
         for x in device.steps(limit_bytes)

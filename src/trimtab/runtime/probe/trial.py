@@ -104,7 +104,7 @@ Meter = CudaMeter | CpuMeter
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of all their storages, each once."""
+    """Sum the bytes of all their storages, each once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -136,7 +136,7 @@ class ProbedRank:
     autocast: Callable[[], AbstractContextManager[Any]]
 
     def static(self) -> list[Tensor]:
-        """Tensors that outlive a step, gradients aside."""
+        """Return the tensors that outlive a step, gradients aside."""
         tensors = [
             x
             for stage in self.pipeline.stages
@@ -200,7 +200,7 @@ def run_trial(
 
 
 def gather_readings(reading: Reading, rank: ProbedRank) -> tuple[Reading, ...]:
-    """Of each device of the pipeline, the most over the data-parallel ranks; collective, the same on every rank."""
+    """Gather the most of each pipeline device over the data-parallel ranks; collective, the same on every rank."""
     own = (dist.get_rank(rank.pipeline.pp_group), reading)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
@@ -237,7 +237,7 @@ class _Watch:
         self._in_backward = False
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._run = {stage.stage_index: 0 for stage in self._pipeline.stages}
         self._in_backward = False
 
@@ -270,14 +270,14 @@ def _holds(pipeline: Pipeline, stage: PackedStage, name: str, batch: Batch) -> b
 
 
 def _tensors_of(batch: Batch) -> list[Tensor]:
-    """Of a micro-batch, the masks of each layer type too."""
+    """Return the tensors of a micro-batch, the masks of each layer type too."""
     found = [x for x in batch.values() if isinstance(x, Tensor)]
     return found + [x for value in batch.values() if isinstance(value, Mapping) for x in value.values()]
 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """What is there already is left out of collections: those between runs then take no time."""
+    """Leave what is there already out of collections: those between runs then take no time."""
     gc.collect()
     gc.freeze()
     try:

@@ -213,7 +213,7 @@ def _feed_of(
 
 
 def _switch_on(trainer: Any, decided: Plan | None) -> None:
-    """A pack is a batch; recompute and shared images are the plan's."""
+    """Make a pack a batch, with the plan's recompute and shared images."""
     arguments = trainer.args
     before = arguments.per_device_train_batch_size
     arguments.per_device_train_batch_size = 1
@@ -233,7 +233,7 @@ def _switch_on(trainer: Any, decided: Plan | None) -> None:
 
 
 def _recompute(given: Any, decided: Plan | None) -> None:
-    """Exactly the plan's layers; those for which the lines of an export have done it already stay."""
+    """Recompute exactly the plan's layers; those for which the lines of an export have done it already stay."""
     if decided is None:
         return
     model: Any = unwrap(given) if decided.decisions.recompute else given
@@ -246,7 +246,7 @@ def _recompute(given: Any, decided: Plan | None) -> None:
 
 
 def _problems_of_trainer(trainer: Any) -> Iterator[str]:
-    """Settings under which the plan's packs would not be what is trained."""
+    """Yield the settings under which the plan's packs would not be what is trained."""
     arguments, kind = trainer.args, type(trainer).__name__
     if getattr(arguments, "n_gpu", 1) > 1:
         yield f"one process holds {arguments.n_gpu} GPUs: start a process a GPU (torchrun)"

@@ -110,7 +110,7 @@ def _save(content: dict[str, Tensor], writer: HuggingFaceStorageWriter) -> None:
 
 @contextmanager
 def _written_aside(path: Path) -> Iterator[Path]:
-    """A folder next to `path` to write into, which becomes it when all ranks are through; collective."""
+    """Give a folder next to `path` to write into, which becomes it when all ranks are through; collective."""
     writing = path.with_name(f".{path.name}.writing")
     if dist.get_rank() == 0:
         shutil.rmtree(writing, ignore_errors=True)
@@ -207,7 +207,7 @@ def export_model(folder: Path, tensors: Mapping[str, Tensor], config: Any, *, li
 
 
 def _optimizer_tensors(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """State by parameter name and key."""
+    """Return the state by parameter name and key."""
     found = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -234,7 +234,7 @@ def _restore_optimizer(
 
 
 def words_of(settings: TrainSettings, plan: Plan) -> dict[str, str]:
-    """What has to be the same on every rank; folders may have other names on other machines, and are read instead."""
+    """Return what has to be the same on every rank; folders may be named otherwise elsewhere, and are read instead."""
     config = settings.model / "config.json"
     found = {"plan": digest_of(plan), "config.json": blake2b(config.read_bytes() if config.is_file() else b"")}
     for own in fields(settings):
@@ -279,7 +279,7 @@ def held_folder(folder: Path, device: torch.device) -> Iterator[None]:
 
 
 def check_folders(settings: TrainSettings) -> list[Path]:
-    """Checkpoints to go on from, oldest first; refuses an export that would fail or cover something."""
+    """Return the checkpoints to go on from, oldest first; refuses an export that would fail or cover something."""
     export = settings.export
     if export is not None:
         if export.exists() and not (export.is_dir() and not any(export.iterdir())):
@@ -292,7 +292,7 @@ def check_folders(settings: TrainSettings) -> list[Path]:
 
 
 def refuse_unshared(checkpoint: Path, device: torch.device) -> None:
-    """Every rank sees the checkpoint that rank 0 found; collective."""
+    """Refuse where a rank does not see the checkpoint that rank 0 found; collective."""
     blind = torch.tensor(int(not checkpoint.is_dir()), device=device)
     dist.all_reduce(blind)
     if blind:
@@ -319,7 +319,7 @@ class RunRecorder:
             self._write(line_of(_header(settings, plan, pipeline, mesh)))
 
     def begin(self, place: dict[str, str | int]) -> None:
-        """A step begins at this place of the loader, with its data loading."""
+        """Begin a step at this place of the loader, with its data loading."""
         self._place = place
         self._began = time.perf_counter()
 
@@ -384,7 +384,7 @@ class RunRecorder:
 
 
 def _patches(record: StepRecord) -> str:
-    """Of the fullest rank that shares images, as it was and as it would be alone."""
+    """Write the patches of the fullest rank that shares images, as they were and as they would be alone."""
     if not record.patches_encoded:
         return ""
     return f"  {max(record.patches_encoded):,} patches on the fullest rank (alone {max(record.patches_held):,})"

@@ -47,7 +47,7 @@ def _is_switched_on(layer: Any) -> bool:
 
 
 def differences(plan: Plan, ran: Ran, *, own_layers: bool = False) -> Iterator[str]:
-    """A sentence for each difference; `own_layers`: this rank holds a part of the model, `ran` names what it has."""
+    """Yield a sentence a difference; `own_layers`: this rank holds a part of the model, `ran` names what it has."""
     parallel, schedule, training = plan.decisions.parallel, plan.decisions.schedule, plan.inputs.training
     ranks = plan.decisions.num_devices
     if ran.ranks != ranks:

@@ -18,7 +18,7 @@ from trimtab.runtime.training.balanced import planned_samples, run_as_planned
 
 
 def train(plan: str, arguments: dict[str, Any] | None = None) -> None:
-    """`llamafactory-cli train` with these arguments, or those of the command line, and the plan's packs."""
+    """Run `llamafactory-cli train` with these arguments, or those of the command line, and the plan's packs."""
 
     def samples_of(_template: Any, model_args: Any, *_: Any, **__: Any) -> dict[str, Any]:
         return {"train_dataset": planned_samples(plan, model_args.model_name_or_path)}

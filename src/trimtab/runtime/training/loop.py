@@ -79,7 +79,7 @@ def add_adapters(model: Any, folder: Path, lora: Lora) -> None:
 
 
 def merged(tensors: Mapping[str, Tensor], lora: Lora) -> dict[str, Tensor]:
-    """Tensors of a model with adapters as those of the model itself: W + alpha / r B A, under W's own name.
+    """Return the tensors of a model with adapters as those of the model itself: W + alpha / r B A, under W's own name.
 
     `tensors` may be a part of the model, as a pipeline's rank holds it: an adapter lies where its layer does.
     """
@@ -250,7 +250,7 @@ def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Further name of a parameter -> its first one, for weights that several modules share (tied embeddings).
+    """Return further name of a parameter -> its first one, for weights that several modules share (tied embeddings).
 
     Checkpoints and exports know only the first, so that they do not depend on which stage holds which half.
     """
@@ -326,7 +326,7 @@ def share_images(plan: Plan, *, dp: int) -> Plan:
 
 
 def image_cost(settings: TrainSettings, plan: Plan) -> LinearCost | None:
-    """What the plan's profile says of the vision tower; None: images are not shared, or balanced by multiply-adds."""
+    """Return the cost of images in the plan's profile; None: images are not shared, or balanced by multiply-adds."""
     decision, given = plan.decisions.vision_data_parallel, plan.inputs.model
     if decision is None:
         return None
@@ -352,7 +352,7 @@ def make_optimizer(settings: TrainSettings, parameters: list[torch.nn.Parameter]
 def make_loader(
     settings: TrainSettings, pipeline: Pipeline, data: PlanDataset, sampler: PlanBatchSampler
 ) -> PlanDataLoader:
-    """Packs as the keyword arguments of the model's forward.
+    """Return the packs as the keyword arguments of the model's forward.
 
     Its workers are seeded apart: iterations that drew their seeds from torch's own generator would change what dropout
     draws, and a resumed run begins one more of them.
@@ -368,7 +368,7 @@ def make_loader(
 
 
 def _ran(run: Run, settings: TrainSettings, device: torch.device, microbatches: Sequence[Any]) -> Ran:
-    """What this rank's first step runs."""
+    """Return what this rank's first step runs."""
     models = [stage.model for stage in run.pipeline.stages]
     recomputed = {name: how for model in models for name, how in recomputed_layers(model).items()}
     if run.pipeline.layout.has_tower_everywhere:  # the tower's own recompute is no stage's
@@ -385,7 +385,7 @@ def _ran(run: Run, settings: TrainSettings, device: torch.device, microbatches: 
 
 
 def buffers_of(pipeline: Pipeline) -> dict[str, Tensor]:
-    """This rank's persistent buffers, under the model's names."""
+    """Return this rank's persistent buffers, under the model's names."""
     models = [stage.model for stage in pipeline.stages]
     names = {name for model in models for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in pipeline.state_dict().items() if name not in names}
@@ -401,7 +401,7 @@ def attention_of(plan: Plan, device: torch.device) -> AttentionImplementation:
 
 
 def autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
-    """bfloat16 products over the float32 weights, or nothing."""
+    """Switch on bfloat16 products over the float32 weights, or nothing."""
     if settings.dtype_on(device.type) == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

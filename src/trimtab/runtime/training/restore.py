@@ -103,7 +103,7 @@ def _weigh(tensors: dict[str, Tensor], device: torch.device) -> Weighed:
 
 
 def _own_part(parameter: Any) -> Tensor:
-    """This rank's part of a weight, as whole numbers."""
+    """Return this rank's part of a weight, as whole numbers."""
     part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     if hasattr(parameter, "ds_tensor"):  # ZeRO-3, whose last parts are filled up
         part, rank = parameter.ds_tensor.flatten(), dist.get_rank(parameter.ds_process_group)
@@ -113,12 +113,12 @@ def _own_part(parameter: Any) -> Tensor:
 
 
 def check_weights(model: nn.Module, kept: Weighed, where: object, device: torch.device) -> None:
-    """`PlanError` where a weight is not the one that the checkpoint `where` was taken of; collective."""
+    """Raise `PlanError` where a weight is not the one that the checkpoint `where` was taken of; collective."""
     _refuse_others("weights", weigh(model, device), kept, where, "resume with the model, host and versions of the run")
 
 
 def check_states(optimizer: Any, scheduler: Any, kept: Kept, where: object, device: torch.device) -> None:
-    """`PlanError` where optimizer or scheduler do not go on from where the checkpoint stands; collective."""
+    """Raise `PlanError` where optimizer or scheduler do not go on from where the checkpoint stands; collective."""
     if kept.optimizer is not None:
         found = weigh_optimizer(optimizer, device)
         advice = "resume with the optimizer of the run, from a checkpoint that has its states (save_only_model=False)"

@@ -121,11 +121,11 @@ class TrainSettings:
             raise TrimtabError(join_problems(problems))
 
     def rate(self, step: int, num_steps: int) -> float:
-        """Learning rate of `step`, from 1."""
+        """Return the learning rate of `step`, from 1."""
         return self.learning_rate * rate_factor(step, num_steps, self.warmup_steps, self.decay)
 
     def dtype_on(self, device_type: str) -> Dtype:
-        """Of products on "cpu" or "cuda". Few CPUs have bfloat16 products; without them a step is five times slower."""
+        """Return that of products on "cpu" or "cuda". Few CPUs have bfloat16 products; others are five times slower."""
         return self.dtype or ("float32" if device_type == "cpu" else "bfloat16")
 
     def saves_at(self, step: int, num_steps: int) -> bool:
@@ -133,7 +133,7 @@ class TrainSettings:
 
 
 def rate_factor(step: int, num_steps: int, warmup_steps: int, decay: Decay) -> float:
-    """Learning rate of `step` (from 1) over the peak.
+    """Return the learning rate of `step` (from 1) over the peak.
 
     Linear up to step `warmup_steps`; the step after it has the peak, and the one after the last would have 0.
     """

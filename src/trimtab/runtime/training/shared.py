@@ -233,7 +233,7 @@ def size_row(size: SampleSize) -> tuple[float, float, float, float]:
 
 
 def share_ranks(sizes: Sequence[FloatArray], *, step: int = 0) -> RankShares:
-    """Samples that each rank holds, shared so that all ranks cost alike, and so that much stays where it is.
+    """Return the samples that each rank holds, shared so that all ranks cost alike, and so that much stays where it is.
 
     `sizes[rank]` (n, 3): patches, tokens and cost of its samples. The same on every rank of equal input; every rank
     runs a sample at least.
@@ -375,7 +375,7 @@ class OnlineBalancer:
         self.last: RankShares | None = None  # what was decided for the batch at hand
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """This rank's even share of the samples that all ranks hold, as a batch; collective."""
+        """Return this rank's even share of the samples that all ranks hold, as a batch; collective."""
         mine = self.share(samples)
         batch = dict(self._collate(mine))
         num_ranks = dist.get_world_size(self._group) if dist.is_initialized() else 1
@@ -417,7 +417,7 @@ class OnlineBalancer:
         return self._asked([sample])[0]
 
     def _exchange(self, sent: list[list[Any]]) -> list[list[Any]]:
-        """What every rank sends here; one all-to-all of bytes, whose lengths go before them."""
+        """Return what every rank sends here; one all-to-all of bytes, whose lengths go before them."""
         assert self._control is not None
         packed = [pickle.dumps(part) if part else b"" for part in sent]
         lengths = self._control.gather("lengths of samples", [len(x) for x in packed])

@@ -89,7 +89,7 @@ class Feed:
         return None if self.decided is None else self.decided.decisions.packing.max_tokens
 
     def collate(self, given: Callable[[list[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
-        """Packs of what the user's own collator makes of samples; one of packs is taken as it is."""
+        """Return the packs of what the user's own collator makes of samples; one of packs is taken as it is."""
         return given if isinstance(given, PackedCollator) else AloneThenPacked(given, self.pack, self.max_tokens)
 
 
@@ -153,7 +153,7 @@ class PlannedTrainer:
             restore_weights(unwrap(target), Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        """`load_best_model_at_end`: the same, compared at once."""
+        """Load as `load_best_model_at_end` does, compared at once."""
         trainer: Any = self
         model, folder = trainer.model, Path(trainer.state.best_model_checkpoint)
         if sharded(model) or hasattr(model, "peft_config") or getattr(self, "is_deepspeed_enabled", False):
@@ -173,7 +173,7 @@ class PlannedTrainer:
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """This rank's packs, not to be prepared: they are this rank's already, and the Trainer moves them itself."""
+        """Return this rank's packs, which need not be prepared: the Trainer moves them itself."""
         trainer: Any = self
         arguments, plan = trainer.args, self._feed.plan
         sampler = self._shared_sampler() if plan is None else self._plan_sampler(plan)
@@ -195,7 +195,7 @@ class PlannedTrainer:
         )
 
     def _shared_sampler(self) -> SharedSampler:
-        """Of the batches that the Trainer's own loader draws."""
+        """Return a sampler of the batches that the Trainer's own loader draws."""
         trainer: Any = self
         own, arguments = super().get_train_dataloader(), trainer.args  # type: ignore[misc]
         without_fillers = replace(self._feed.pack, vision_in_every_pack=False)
@@ -247,7 +247,7 @@ class PlannedTrainer:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        """Evaluation gives no denominator: the batch's own weights are taken."""
+        """Compute the loss; evaluation gives no denominator, so the batch's own weights are taken."""
         batch: dict[str, Any] = {key: inputs[key] for key in ("labels", "loss_weights") if key in inputs}
         outputs = model(**{key: value for key, value in inputs.items() if key not in batch})
         if num_items_in_batch is None or not model.training:
@@ -280,7 +280,7 @@ def _refuse_torn(folder: Path) -> Path:
 
 
 def _tear(folder: Path) -> str:
-    """What is wrong with a checkpoint; empty: it is whole. `STATE_FILE`, written last, has the sizes of all files."""
+    """Say what a checkpoint lacks; empty: it is whole. `STATE_FILE`, written last, has the sizes of all files."""
     try:
         files = parse_json((folder / STATE_FILE).read_bytes())["files"]
         for name, size in files.items():
@@ -313,7 +313,7 @@ def _weighed(held: Any) -> dict[str, list[int]]:
 
 
 def _check_state(order: PackOrder, path: Path) -> None:
-    """`PlanError` where the Trainer, which counts steps, would go on at another place than the checkpoint's."""
+    """Raise `PlanError` where the Trainer, which counts steps, would go on at another place than the checkpoint's."""
     state = parse_json(path.read_bytes())
     cursor_from_state(order, state)
     packs = state["dp"] * state["num_microbatches"]

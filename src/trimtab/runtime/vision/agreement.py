@@ -62,7 +62,7 @@ class Control:
         return [sent for _, sent in found]
 
     def gather_unless(self, problem: Exception | None, what: str, value: object, *, failed: str) -> list[Any]:
-        """As `gather`; raises on all ranks where one has a problem, there the problem itself.
+        """Gather; raise on all ranks where one has a problem, there the problem itself.
 
         `failed` is the sentence for the other ranks, with {} for the names of those that have one.
         """
@@ -88,7 +88,7 @@ class Control:
         self.gloo = None
 
     def _exchange(self, own: bytes, what: str) -> list[bytes]:
-        """Equally many bytes of every rank."""
+        """Exchange equally many bytes of every rank."""
         everyone = torch.empty(self.num_ranks, len(own), dtype=torch.uint8)
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         self._run(lambda: self.gloo.allgather([list(everyone)], [mine]), what)
@@ -128,7 +128,7 @@ def open_control(group: Any, timeout_s: float) -> Control:
 
 
 def fingerprint(words: Sequence[object], tensors: Sequence[Tensor]) -> int:
-    """64 bits of everything that must be equal: of a tensor its type, shape and 64 elements spread over it."""
+    """Return 64 bits of everything that must be equal: of a tensor its type, shape and 64 elements spread over it."""
     digest = hashlib.blake2b(repr(tuple(words)).encode(), digest_size=8)
     for tensor in tensors:
         # 64 elements tell other images apart; all of them would be copied from the device
@@ -140,7 +140,7 @@ def fingerprint(words: Sequence[object], tensors: Sequence[Tensor]) -> int:
 
 
 def differing_ranks(values: Sequence[Hashable]) -> list[int]:
-    """Ranks whose value is not that of most; of equally common ones the first counts as the rule."""
+    """Return the ranks whose value is not that of most; of equally common ones the first counts as the rule."""
     usual = Counter(values).most_common(1)[0][0]
     return [rank for rank, value in enumerate(values) if value != usual]
 
@@ -178,7 +178,7 @@ def compare_kinds(control: Control, present: Sequence[Kind], kinds: Sequence[Kin
 def agree_on_rows(
     control: Control, name: str, features: Features | None, shares: ImageShares, problem: Exception | None
 ) -> IntArray:
-    """Rows of every atom; raises where a tower failed, or features differ in type, gradient or width."""
+    """Return the rows of every atom; raises where a tower failed, or features differ in type, gradient or width."""
     own = None
     if features is not None:
         own = features.num_rows.tolist(), str(features.rows.dtype), features.rows.requires_grad, features.widths

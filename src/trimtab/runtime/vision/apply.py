@@ -102,7 +102,7 @@ class VisionDataParallel:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Every rank encodes all images it holds, as without the handle; a heartbeat goes on."""
+        """Let every rank encode all images it holds, as without the handle; a heartbeat goes on."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -110,7 +110,7 @@ class VisionDataParallel:
             self._paused = before
 
     def vision_parameters(self) -> list[nn.Parameter]:
-        """All of the module that are not its language model's: the tower and what follows it up to the features."""
+        """Return the parameters that are not the language model's: the tower and what follows it up to the features."""
         module = self.functions[0].module
         # by identity, for tied weights have several names
         children = [child for name in _TEXT if isinstance(child := getattr(module, name, None), nn.Module)]
@@ -228,7 +228,7 @@ def vision_dp(
 
 
 def vision_heartbeat(model: nn.Module, group: Any = None, *, timeout_s: float = 600.0) -> VisionDataParallel:
-    """Only keep ranks without images in step with those that have some; every rank encodes all of its own.
+    """Keep ranks without images in step with those that have some; every rank encodes all of its own.
 
     Use it where parameters are sharded over ranks and some see no images; docs/vision-data-parallel.md names it.
     """
@@ -248,7 +248,7 @@ def _put_on(
     timeout_s: float,
     rows: Rows | None = None,
 ) -> VisionDataParallel:
-    """A handle whose images are shared over `group` and whose heartbeat goes over `heartbeat`, either of them or both.
+    """Make a handle whose images are shared over `group` and whose heartbeat goes over `heartbeat`, one or both.
 
     Ranks of a dispatch, each with images of its own, keep in step over the same group.
     """
@@ -300,7 +300,7 @@ _PATCHES = LinearCost(patches=1.0)  # bytes held grow with patches, whatever the
 def vision_dp_from_plan(
     model: nn.Module, group: Any, plan: Plan, *, cost: LinearCost | None = None, **others: Any
 ) -> VisionDataParallel | None:
-    """`vision_dp` as `plan` decides; None, and nothing replaced, where every rank encodes the images it holds.
+    """Call `vision_dp` as `plan` decides; None, and nothing replaced, where every rank encodes the images it holds.
 
     Use it where your own host (Megatron, a loop of yours) runs a plan; `trimtab train` calls it itself.
     docs/vision-data-parallel.md shows it.
@@ -394,7 +394,7 @@ class PooledFeatures:
 
 
 def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, Any]]) -> PooledFeatures:
-    """Image features of several micro-batches' inputs, each of which a model of Transformers 5 takes for pixels.
+    """Return image features of several micro-batches' inputs, each of which a model of Transformers 5 takes for pixels.
 
     Use it where a plan pools micro-batches and the loop is your own; docs/vision-data-parallel.md shows it.
 
@@ -423,7 +423,7 @@ def encode_pooled(handle: VisionDataParallel, microbatches: Sequence[dict[str, A
 
 
 def _cut(whole: Any, start: int, end: int, leaves: list[tuple[Tensor, Tensor]]) -> Any:
-    """Entries `start` to `end`, as leaves of the micro-batch's own graph."""
+    """Return the entries `start` to `end`, as leaves of the micro-batch's own graph."""
 
     def detached(source: Tensor) -> Tensor:
         if not source.requires_grad:
@@ -509,7 +509,7 @@ def verify_vision_dp(
 
 
 def _sum_over(group: Any, parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
-    """Of a parameter that every rank holds whole; of sharded ones the shard, which is a sum already."""
+    """Return the sum of a parameter that every rank holds whole; of a sharded one the shard, which is a sum already."""
     if hasattr(parameter, "full_tensor"):
         return gradient
     total = torch.zeros_like(parameter) if gradient is None else gradient

@@ -42,7 +42,7 @@ class Pool:
     shares: ImageShares
 
     def rows_by_home(self, num_rows: IntArray) -> list[IntArray]:
-        """Rows each rank wants: those of its own images, which follow one another."""
+        """Return the rows each rank wants: those of its own images, which follow one another."""
         owner = np.repeat(self.home, num_rows)
         return [np.flatnonzero(owner == rank) for rank in range(self.shares.num_ranks)]
 
@@ -50,7 +50,7 @@ class Pool:
 def pool_images(
     inputs: Sequence[VisionInputs | None], template: VisionInputs, *, control: Control, cost: LinearCost, rule: Rule
 ) -> list[Pool]:
-    """Who encodes what in each of several calls of the tower, in one exchange of sizes; None: no image here."""
+    """Decide who encodes what in each of several calls of the tower, in one exchange of sizes; None: no image here."""
     none = _without_pixels(template.take(np.empty(0, np.int64)))
     answers = control.gather("sizes of images", [none if x is None else _without_pixels(x) for x in inputs])
     if len({(len(calls), *(part.name for call in calls for part in call.parts)) for calls in answers}) > 1:
@@ -120,7 +120,7 @@ class Load:
 
     @property
     def share(self) -> float:
-        """Part of the group's patches that this rank encoded; 1 / N is even."""
+        """Return the part of the group's patches that this rank encoded; 1 / N is even."""
         return self.patches / self.group_patches if self.group_patches else 0.0
 
     def add(self, patches: IntArray, shares: ImageShares, rank: int) -> None:
@@ -248,7 +248,7 @@ def run_on_nothing(family: Family, config: Any, function: PatchedFunction, like:
 def _encode_share(
     sharing: Sharing, function: PatchedFunction, own: VisionInputs, like: VisionInputs, shares: ImageShares
 ) -> tuple[Features, IntArray]:
-    """Features of this rank's share, and the rows of every atom of `shares`.
+    """Return the features of this rank's share, and the rows of every atom of `shares`.
 
     A tower that fails here fails on every rank: the others learn of it instead of waiting.
     """
@@ -273,7 +273,7 @@ def _words(sharing: Sharing, own: VisionInputs | None) -> list[object]:
 
 
 def sum_entries(num_rows: IntArray, entries: IntArray) -> IntArray:
-    """Rows of each entry, from those of its atoms; an entry may have none."""
+    """Return the rows of each entry, from those of its atoms; an entry may have none."""
     ends = np.concatenate([[0], np.cumsum(num_rows)])
     last = np.cumsum(entries)
     return np.asarray(ends[last] - ends[last - entries], np.int64)

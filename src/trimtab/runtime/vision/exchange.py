@@ -54,7 +54,7 @@ class RowLayout:
 
 
 def lay_out_rows(order: IntArray, offsets: IntArray, rows: IntArray) -> RowLayout:
-    """From atoms: rank r makes those of `order[offsets[r]:offsets[r + 1]]`, atom i has `rows[i]` rows."""
+    """Lay out from atoms: rank r makes those of `order[offsets[r]:offsets[r + 1]]`, atom i has `rows[i]` rows."""
     # rows as they are made: rank after rank, atom after atom
     made = rows[order]
     ends = np.concatenate([[0], np.cumsum(made)])

@@ -88,7 +88,7 @@ def is_shared(model: nn.Module) -> bool:
 
 
 def find_functions(model: nn.Module, at: Place | None = None) -> tuple[PatchedFunction, ...]:
-    """`get_image_features` and `get_video_features` of the innermost module that has them, or the tower's `forward`.
+    """Find `get_image_features` and `get_video_features` of the innermost module with them, or the tower's `forward`.
 
     None: the former where the model has them, else the latter.
     """
@@ -182,7 +182,7 @@ class Heartbeat:
         return None if embeddings is None else ((), {**given, "inputs_embeds": self._touched(embeddings)})
 
     def _learn_template(self, kind: Kind, given: dict[str, Any], source: int) -> None:
-        """Every rank learns what the smallest image of rank `source` is."""
+        """Learn on every rank what the smallest image of rank `source` is."""
         function, smallest = self.functions[kind], None
         if self.control.rank == source:
             known = {name: value for name, value in given.items() if name in function.signature.parameters}

@@ -53,7 +53,7 @@ class VisionInputs:
         return replace(self, parts=parts)
 
     def take(self, atoms: IntArray) -> VisionInputs:
-        """Only these atoms, each as an image of its own."""
+        """Return only these atoms, each as an image of its own."""
         return VisionInputs(
             parts=tuple(Part(name=x.name, rows=x.take(atoms), lengths=x.lengths[atoms]) for x in self.parts),
             patches=self.patches[atoms],
@@ -67,7 +67,7 @@ class VisionInputs:
         return self.take(np.array([int(np.argmin(self.patches))]))
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that encode these atoms."""
+        """Return the keyword arguments that encode these atoms."""
         return {**self.fixed, **{part.name: part.rows for part in self.parts}}
 
 
@@ -295,7 +295,7 @@ def _encoder_of(config: Any) -> Callable[..., Any]:
 
 
 def tower_flops(config: Any) -> LinearCost:
-    """Forward multiply-adds of the tower from the widths in its configuration; where no profile is at hand.
+    """Return the forward multiply-adds of the tower from the widths in its configuration; where no profile is at hand.
 
     2 (4 d^2 + k d f) per patch and layer, 4 d per pair of patches that attend to one another; k = 2 or, gated, 3.
     Not counted: patch embedding, merger, projector.
@@ -355,7 +355,7 @@ def _refuse_unequal_samples(given: dict[str, Any]) -> None:
 
 
 def _fixed(kind: Kind, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that go to every rank as they are; refuses what describes or returns the whole batch."""
+    """Return the arguments that go to every rank as they are; refuses what describes or returns the whole batch."""
     fixed = {
         name: value
         for name, value in given.items()

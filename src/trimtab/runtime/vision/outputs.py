@@ -39,7 +39,7 @@ class Features:
 
 
 def read_features(output: Any, inputs: VisionInputs) -> Features:
-    """`output` of a call that encoded `inputs`, all of their atoms."""
+    """Return `output` of a call that encoded `inputs`, all of their atoms."""
     first, *others = columns_of(output)
     # DeepStack's features have as many rows as the features: one matrix, so one exchange for all
     pieces = [_pieces(first, len(inputs), inputs.rows)]
@@ -81,7 +81,7 @@ def _with_columns(sample: Any, columns: list[Any]) -> Any:
 
 
 def touch(output: Any, zero: Tensor) -> Any:
-    """`output` with a zero added, so that what computed the zero takes part in the backward."""
+    """Return `output` with a zero added, so that what computed the zero takes part in the backward."""
     if isinstance(output, Tensor):
         return output + zero.to(output)
     if isinstance(output, tuple):
@@ -120,7 +120,7 @@ def rows_of(output: Any) -> list[Tensor]:
 
 
 def _pieces(column: Any, num_atoms: int, expected: IntArray | None) -> Sequence[Tensor]:
-    """Rows of each atom."""
+    """Return the rows of each atom."""
     # a piece for each image; images of equal size stacked; or the rows of all in one matrix
     if isinstance(column, (tuple, list)):
         if len(column) == num_atoms:

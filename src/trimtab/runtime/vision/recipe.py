@@ -81,17 +81,17 @@ def create_dp_vision_forward(original_forward: Callable[..., Any], dp_group: Any
 
 
 def get_image_patch_counts(grid_thw: Tensor) -> list[int]:
-    """Patches of each image or clip, from (n, 3) grids: frames x height x width."""
+    """Return the patches of each image or clip, from (n, 3) grids: frames x height x width."""
     return [int(count) for count in grid_thw.prod(dim=-1).tolist()]
 
 
 def get_image_embedding_counts(grid_thw: Tensor, spatial_merge_size: int = 1) -> list[int]:
-    """Rows that leave the tower for each image or clip."""
+    """Return the rows that leave the tower for each image or clip."""
     return [count // spatial_merge_size**2 for count in get_image_patch_counts(grid_thw)]
 
 
 def assign_images_to_dp_ranks(patch_counts: Sequence[int], dp_size: int) -> tuple[list[list[int]], list[int]]:
-    """Images of each rank, whole runs in order, and each rank's patches; the largest load is the least possible.
+    """Return images of each rank, whole runs in order, and each rank's patches; the largest load is the least possible.
 
     The recipe cuts greedily or by equal counts. Exact: of the cuts with the least largest load the evenest; a rank may
     get no image where others hold more than the mean. `share_images(cost, rule="balanced")` needs no runs and is
@@ -109,7 +109,7 @@ def prepare_local_vision_inputs(
     dp_rank: int,
     patch_counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Pixels (rows of patches), grids and numbers of the images that `dp_rank` encodes; none is 0 rows of each.
+    """Return pixels (rows of patches), grids and numbers of the images that `dp_rank` encodes; none is 0 rows of each.
 
     `patch_counts` are those of `get_image_patch_counts`, where they are at hand.
     """
