@@ -60,7 +60,7 @@ def _compressed_format(quantised: Mapping[str, Any]) -> str:
     groups = quantised.get("config_groups")
     weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
     kinds = {(x.get("type"), x.get("num_bits")) for x in weights if isinstance(x, Mapping)}
-    known = {("float", 8): "fp8", ("int", 4): "awq"}
+    known: dict[tuple[Any, Any], str] = {("float", 8): "fp8", ("int", 4): "awq"}
     return known.get(kinds.pop(), "compressed-tensors") if len(kinds) == 1 else "compressed-tensors"
 
 
