@@ -25,7 +25,7 @@ def main() -> None:
         patch_unit="tiles",
     )
     print(f"{'method':12}{'order':12}{'packs/bound':>12}{'vit':>8}{'llm':>8}{'cost':>8}{'chi2':>8}")
-    for method, order in (("isf", "random"), ("balanced", "random"), ("balanced", "tolerance"), ("balanced", "sorted")):
+    for method, order in (("isf", "random"), ("balanced", "random"), ("balanced", "sorted")):
         packed = trimtab.pack_samples(samples, limits=(18, 6016), dp=8, method=method, order=order)
         figures = trimtab.report_packing(samples, packed)
         print(
