@@ -268,3 +268,21 @@ def test_a_lower_efficiency_never_makes_a_layer_faster(name, share):
     fast = cost(text_block(), tp=2)
     assert all(s >= f for s, f in zip(slow.forward_s, fast.forward_s, strict=True))
     assert slow.forward_s != fast.forward_s
+
+
+@pytest.mark.parametrize(
+    ("mlp", "summed"),
+    [
+        ({}, {"o", "down"}),
+        ({"num_experts": 8, "experts_per_token": 2}, {"o", "expert down"}),
+        (
+            {"num_experts": 8, "experts_per_token": 2, "shared_intermediate_size": 64},
+            {"o", "expert down", "shared down"},
+        ),
+    ],
+)
+def test_products_that_tp_cuts_by_rows_are_summed(mlp, summed):
+    layer = text_block()
+    weights = 10**9  # more than attention and MLP: what is left is one more product
+    layer = replace(layer, mlp=replace(layer.mlp, **mlp), num_matmul_params=weights, num_params=weights)
+    assert {p.name for p in layer_matmuls(layer, 2) if p.reduced} == summed

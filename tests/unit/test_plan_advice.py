@@ -12,7 +12,7 @@ from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError
 from trimtab.models.describe import describe
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.decide.advice import possible_changes
+from trimtab.plan.decide.advice import _smaller, possible_changes
 from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import reload_plan
@@ -93,3 +93,11 @@ def test_the_plan_says_how_it_was_searched(made: PlanDetails, tmp_path: Path) ->
     assert (found.plan.inputs.training.search, found.plan.inputs.training.radius) == ("omnibal", 2)
     assert "OmniBal's search" in plan_text(made)
     assert "exact optimum" in html_report(made)
+
+
+def test_images_of_half_the_size_have_half_the_patches_and_windows():
+    samples = SampleTable.of(np.array([400, 0]), np.array([180, 30]))
+    samples = replace(samples, patches_windowed=np.array([8000, 0]))
+    half = _smaller(samples)
+    columns = ("num_patches", "patches_sq", "patches_windowed", "num_tokens")
+    assert [getattr(half, name).tolist() for name in columns] == [[200, 0], [40_000, 0], [4000, 0], [130, 30]]

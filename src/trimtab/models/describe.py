@@ -173,7 +173,7 @@ def _formulas(
 
 
 def _equals(rule: ImageRule, asked: AskedImages) -> bool:
-    """Compare on every standard size; a text of its own, and other counts in company, are no formula's."""
+    """Return whether both agree on every standard size; no formula has own texts, or other counts in company."""
     if asked.by_sample or len(asked.texts) > 1:
         return False
     for width, height, *row in asked.table:
@@ -247,7 +247,7 @@ def describe(
 
 
 def _as_stored(model: ModelSpec, config: Config, path: Path | None) -> ModelSpec:
-    """`model` with what its weights on disk say: in which format they lie, and that a head of its own is not tied."""
+    """Give `model` what its weights on disk say: their format, and that a head of its own is not tied."""
     if "description_version" in config:
         return model
     model = replace(model, max_positions=find_positions(config))
