@@ -206,7 +206,7 @@ class Address(PosixPath):
 
 
 def _unread(address: Address | str, error: Exception) -> SampleError:
-    """Drivers raise what their client libraries have, and nothing common."""
+    """Make one error of what drivers raise: their client libraries have nothing in common."""
     said = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", 220)
     return SampleError(f"{shorten(str(address), 200)} cannot be read ({said}): check the address and your access to it")
 

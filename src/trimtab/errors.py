@@ -111,6 +111,6 @@ def quote(value: object) -> str:
 
 
 def shorten(text: str, limit: int = 80) -> str:
-    """Text of a stranger's file, fit for one line of a terminal: no control characters, at most `limit` others."""
+    """Make text of a stranger's file fit for one line of a terminal: no control characters, at most `limit` others."""
     text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -84,7 +84,7 @@ def open_atomically(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def written_together() -> Iterator[None]:
-    """Files written inside the block take their names at its end: one result of several files, all of them or none.
+    """Name the files written inside the block at its end: one result of several files, all of them or none.
 
     A kill at any moment leaves the old files, the new ones, or some of either kind, never of both. The file that is
     written last is the first old one to go and the last new one to come: a folder that has it is whole.

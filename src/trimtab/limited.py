@@ -66,7 +66,7 @@ def limit_process(*, memory_bytes: int) -> None:
 
 
 def leave_network() -> bool:
-    """Whether this process now is in an empty network, which C libraries cannot leave; call it before any thread.
+    """Say whether this process now is in an empty network, which C libraries cannot leave; call it before any thread.
 
     It takes Linux, and a kernel that allows new namespaces to everybody or to this user.
     """
@@ -100,7 +100,7 @@ def at(place: str, *, cpu_s: int = STEP_CPU_S) -> None:
 
 
 def main() -> None:
-    """Limits first, then questions until the parent closes the pipe."""
+    """Set limits first, then take questions until the parent closes the pipe."""
     _Channel.file = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # what libraries print is no answer
     memory_bytes, may_connect = int(sys.argv[1]), sys.argv[2] == "network"

@@ -131,7 +131,7 @@ class LayerSpec:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """Equal for two layers that cost the same, whatever their names."""
+        """Return what is equal for two layers of the same cost, whatever their names."""
         unlike = ("name", "rows_out_per_input", "cache", "extra_bytes", "companions", "bare", "linears")
         return tuple(getattr(self, field.name) for field in fields(self) if field.name not in unlike)
 
@@ -174,7 +174,7 @@ class ImageRule(Protocol):
     def name(self) -> str: ...
 
     def count(self, width: int, height: int) -> ImageCounts:
-        """Patches and tokens of an image of `width` x `height` pixels; `ImageError` where the processor raises."""
+        """Count patches and tokens of a `width` x `height` image; `ImageError` where the processor raises."""
         ...
 
 

@@ -186,7 +186,7 @@ def export(
     lines: Mapping[int, str],
     has_switch: bool,
 ) -> Exported:
-    """Lines to run once between making the model and training it: every layer that the plan recomputes, by tier, and
+    """Write lines to run once between making and training the model: every layer that the plan recomputes, by tier, and
     how the host accumulates and shards.
 
     `lines`: by the host's ZeRO stages, what to set next to recompute ({M}: micro-batches). `has_switch`: recompute has

@@ -229,7 +229,7 @@ def unsupported_cuts(model: ModelSpec) -> frozenset[int]:
 
 
 def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
-    """Flags that make Megatron-Core run these stages, or `UnsupportedPlanError` with everything it cannot express.
+    """Write flags for Megatron-Core to run these stages, or `UnsupportedPlanError` with everything it cannot express.
 
     A pack is one micro-batch, hence a micro-batch size of 1. Degrees come out as flags, except dp, which Megatron
     derives from the number of processes.

@@ -133,7 +133,7 @@ def check_megatron(
 
 
 def stage_counts(flags: MegatronFlags, num_layers: int) -> tuple[int, ...]:
-    """Decoder blocks of each stage, in the order in which a micro-batch passes them; `PlanError` with what is wrong."""
+    """Count the decoder blocks of each stage, in the order of a micro-batch; `PlanError` with what is wrong."""
     first, last = flags.decoder_first_pipeline_num_layers, flags.decoder_last_pipeline_num_layers
     counted = flags.account_for_embedding_in_pipeline_split or flags.account_for_loss_in_pipeline_split
     uneven = first is not None or last is not None
@@ -281,7 +281,7 @@ def _tied_findings(model: ModelSpec, counts: Sequence[int]) -> Iterator[Finding]
 
 
 def built_vision_layers(declared: int, flags: MegatronFlags) -> int:
-    """Layers that Megatron-Core builds of a vision tower whose configuration is a copy of the language model's with
+    """Count layers that Megatron-Core builds of a vision tower whose configuration copies the language model's with
     its pipeline size set to 1 and nothing else of the split cleared.
 
     With a layout: the t of its first stage. With counts: one stage is first and last at once, and the last one wins.

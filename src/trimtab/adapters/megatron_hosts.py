@@ -294,7 +294,7 @@ def export_swift(plan: Decided, price: float | None) -> Exported:
 
 
 def _lora_fields(model: ModelSpec, lora: Lora) -> dict[str, object]:
-    """Freezing says which towers get adapters; all-linear takes experts too, so with them layers are named."""
+    """Return LoRA's fields: freezing says which towers get adapters; all-linear would take experts too."""
     layers = joined_layers(model, lora, "ms-swift")
     return {
         "tuner_type": "lora",

@@ -102,7 +102,7 @@ class Decided:
 
     @property
     def samples_per_step(self) -> int:
-        """Count as a host that takes no packs: micro-batches of one sample, as many a step as its ranks divide."""
+        """Return a step's samples on a host without packs: micro-batches of one, as many as its ranks divide."""
         per_rank = self.num_microbatches * self.samples_per_pack
         if self.global_batch is not None:
             per_rank = self.global_batch / self.dims.dp
@@ -280,7 +280,7 @@ def _other_habits(options: PlanOptions, target: Target) -> list[str]:
 
 
 def time_without_packs(case: Case, stages: Sequence[Stage]) -> float:
-    """Predicted time of the data set in micro-batches of one sample, as many samples a step, over that of the plan."""
+    """Return the predicted time in micro-batches of one sample, as many samples a step, over that of the plan."""
     dims, drawn = case.setting.dims, np.sort(case.packing.indices)
     per_pack = len(drawn) / case.packing.num_packs
     unit = microbatch_unit(case.options.schedule, dims.pp)

@@ -78,7 +78,7 @@ class StageCounts:
 
 
 def engine_commands(model: str, family: str, device_map: Mapping[str, int | str] | None) -> tuple[str, ...]:
-    """Command lines by which vLLM and SGLang serve `model` in the same placement; None is the whole model on one GPU.
+    """Write commands by which vLLM and SGLang serve `model` in the same placement; None: all on one GPU.
 
     An engine without stages of this family gets tensor parallelism. `UnsupportedPlanError` if neither can run it.
     """
@@ -118,7 +118,7 @@ def count_placed_layers(device_map: Mapping[str, int | str]) -> StageCounts:
 
 
 def _is_block(module: str) -> bool:
-    """Decoder layers of every family's language model; towers are `visual`, `vision_tower`, `vision_model`, `vpm`."""
+    """Return whether it is a layer of the decoder; towers are `visual`, `vision_tower`, `vision_model`, `vpm`."""
     stem, _, number = module.rpartition(".")
     return number.isdigit() and stem.endswith(
         ("language_model.layers", "language_model.model.layers", "llm.model.layers")

@@ -91,7 +91,7 @@ class Aim:
     rule: FitRule | None = None  # of "fit"
 
     def pull(self, columns: FloatArray, bounds: FloatArray) -> Pull:
-        """Tight packs need little weight on the fullest column, which its limit holds, and follow all others alike.
+        """Weigh the columns: tight packs need little weight on the fullest, which its limit holds; others are alike.
 
         Loose ones spend their room on the cost (`cost`), or share it (`both`), or keep every column from rising above
         its mean first (`level`).
@@ -114,7 +114,7 @@ class Aim:
         return Pull(weights, slopes)
 
     def effort(self) -> Effort:
-        """Tight packs have little room for polishing; loose ones are worth much of it."""
+        """Return the effort: tight packs have little room for polishing; loose ones are worth much of it."""
         tight = self.style == "tight"
         return Effort(
             num_rounds=NUM_ROUNDS,
@@ -210,7 +210,7 @@ def _best_rule(trial: FloatArray, bounds: FloatArray) -> tuple[FitRule, int, int
 
 
 def _try(trial: FloatArray, counted: FloatArray, bounds: FloatArray, aim: Aim, dp: int) -> tuple[float, float]:
-    """Packs of the trial by this aim, and what their rows wait for; samples that a window carries on are left out.
+    """Pack the trial by this aim, and say what its rows wait for; samples that a window carries on are left out.
 
     That is the time of whole rows, as long as their largest cost each, over their mean; and `others_price` times what
     the same is above 1 in each limited column but the fullest, which its limit holds.
@@ -261,7 +261,7 @@ def pack_balanced(
     num_others: int = 0,
     rows_alike: bool = False,
 ) -> tuple[Groups, Aim | None]:
-    """Packs of samples with columns `sizes` (n, k) that each fit a pack alone, and their aim, if any; n is 1 or more.
+    """Pack samples with columns `sizes` (n, k) that each fit a pack alone; return the aim too, if any; n is 1 or more.
 
     Every sample is in exactly one pack. Packs plus `num_others` made elsewhere are a multiple of dp, unless there are
     fewer samples. They come in the order of the shuffle, `WINDOW_PACKS` at a time, and in random order among these.
@@ -395,7 +395,7 @@ def _are_few(sizes: FloatArray, costs: FloatArray) -> bool:
 
 
 def fill_patterns(sizes: IntArray, counts: IntArray, limit: int) -> IntArray:
-    """Patterns (packs, K) of the fewest packs that were found for c_i samples of sizes s_i; where none were, of none.
+    """Find patterns (packs, K) of the fewest packs for c_i samples of sizes s_i; none where none were found.
 
     The fewest packs in parts, each pattern any number of times, are exact, by column generation (Gilmore & Gomory
     1961). Whole times of its patterns hold nearly all samples. The rest is searched through for as few packs as the

@@ -39,7 +39,7 @@ class LinearCost:
         patches_windowed: npt.ArrayLike | None = None,
         tokens_sq: npt.ArrayLike | None = None,
     ) -> FloatArray:
-        """Cost of each item; without squares its patches, or tokens, are one segment, without windows these are."""
+        """Price each item; without squares its patches, or tokens, are one segment, without windows these are."""
         # what is not given is one segment: an image attends to all of itself
         p, t = np.asarray(patches, np.float64), np.asarray(tokens, np.float64)
         squares = p * p if patches_sq is None else np.asarray(patches_sq, np.float64)

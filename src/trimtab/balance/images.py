@@ -82,7 +82,7 @@ class ImageShares:
 
 
 def share_images(cost: npt.ArrayLike, num_ranks: int, *, rule: Rule = "balanced") -> ImageShares:
-    """Atoms of cost w to `num_ranks` ranks, the largest load small; the same on every rank of equal input.
+    """Share atoms of cost w among `num_ranks` ranks, the largest load small; the same on every rank of equal input.
 
     Use it to divide images among ranks in code of your own; `vision_dp` calls it.
 
@@ -185,7 +185,7 @@ class Found(NamedTuple):
 
 @compiled
 def balance(cost, num_ranks):  # type: ignore[no-untyped-def]
-    """Longest first, improved by moves and swaps: `Found`."""
+    """Share longest first, improved by moves and swaps: `Found`."""
     largest_first = np.argsort(-cost, kind="mergesort")
     bound = lower_bound(cost, largest_first, num_ranks)
     ranks = longest_first(cost, largest_first, num_ranks)
@@ -198,7 +198,7 @@ def balance(cost, num_ranks):  # type: ignore[no-untyped-def]
 
 @compiled
 def cut(cost, num_ranks):  # type: ignore[no-untyped-def]
-    """Consecutive runs of atoms, at most N: the largest sum is least, and the others as even as can be: `Found`."""
+    """Cut atoms into at most N runs: the largest sum is least, and the others as even as can be: `Found`."""
     # 1. The least largest sum, by bisection over integers.
     low, high = np.int64(0), np.int64(0)
     for w in cost:
@@ -260,7 +260,7 @@ def _even_runs(cost, num_ranks, most):  # type: ignore[no-untyped-def]
 
 @compiled
 def lower_bound(cost, largest_first, num_ranks):  # type: ignore[no-untyped-def]
-    """max over k of: the mean; the k + 1 smallest of the k N + 1 largest atoms (some rank holds k + 1 of them)."""
+    """Return max over k of: the mean; the k + 1 smallest of the k N + 1 largest atoms (a rank holds k + 1 of them)."""
     n = len(cost)
     bound = -(-cost.sum() // num_ranks)
     for k in range((n - 1) // num_ranks + 1 if n else 0):

@@ -57,7 +57,7 @@ def _histogram(sizes: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def counted_columns(sizes: IntArray, limits: tuple[int, ...], rounded_fill: float = 1.0) -> FloatArray:
-    """Columns (n, k or more) in units of a pack: the sum of each is a number of packs that the samples need at least.
+    """Return columns (n, k or more) in units of a pack: the sum of each is a number of packs that are needed at least.
 
     Rounded sizes times `rounded_fill`: packs can hold a large sample each, all of them, but not be full of small ones.
     """

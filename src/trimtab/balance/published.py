@@ -90,7 +90,7 @@ BUFFER = 1000
 
 
 def pack_greedily(sizes: IntArray, *, limits: tuple[int, ...], seed: int, epoch: int = 0) -> Groups:
-    """Packs as ms-swift and LLaMA-Factory fill them, by tokens: the longest first, each to the fullest that holds it.
+    """Pack as ms-swift and LLaMA-Factory do, by tokens: the longest first, each to the fullest that holds it.
 
     Along a shuffle, `BUFFER` samples at a time. `sizes` are (n, 2) patches and tokens. Those trainers know no limit of
     patches; one that is given is kept. The packs come out in random order. Heuristic: by tokens alone never more than

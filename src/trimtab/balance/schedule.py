@@ -84,7 +84,7 @@ def _group_within(columns: FloatArray, sequence: IntArray, dp: int, run: int, ke
 
 
 def fill_table(sequence: IntArray, dp: int, num_microbatches: int, order: str) -> Schedule:
-    """Packs row after row into steps; what is left of the last one is -1."""
+    """Put packs row after row into steps; what is left of the last one is -1."""
     num_steps = -(-len(sequence) // (dp * num_microbatches))
     slots = np.full(num_steps * num_microbatches * dp, -1, np.int64)
     slots[: len(sequence)] = sequence

@@ -111,7 +111,7 @@ def pack_steps(
     seed: int = 0,
     epoch: int = 0,
 ) -> PackResult:
-    """Steps of exactly `global_batch` samples of the shuffle, each shared by `share_step`; the last may hold fewer.
+    """Pack steps of exactly `global_batch` samples of the shuffle, each by `share_step`; the last may hold fewer.
 
     Use it where the batch is to stay what a trainer without packs makes of it; `pack_samples` fills packs instead, and
     its steps hold unlike numbers of samples.
@@ -357,7 +357,7 @@ def _split_ranks(
 
 @inner
 def _sort_packs(packs: Packs, first: int, count: int, d: int, order: IntArray) -> None:
-    """Packs first .. first + count - 1 by column d, the largest first."""
+    """Sort packs first .. first + count - 1 by column d, the largest first."""
     for i in range(count):
         place = i
         while place > 0 and packs.sums[order[place - 1], d] < packs.sums[first + i, d]:
@@ -368,7 +368,7 @@ def _sort_packs(packs: Packs, first: int, count: int, d: int, order: IntArray) -
 
 @compiled
 def _unload(packs: Packs, dp: int, M: int) -> tuple[IntArray, IntArray]:
-    """Samples rank by rank, the packs of a rank from the most expensive to the cheapest; where each pack begins."""
+    """List samples rank by rank, packs of a rank from the most expensive to the cheapest; where each pack begins."""
     D = packs.sums.shape[1]
     members, offsets = np.empty(len(packs.after), np.int64), np.zeros(dp * M + 1, np.int64)
     order = np.empty(M, np.int64)

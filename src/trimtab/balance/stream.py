@@ -331,7 +331,7 @@ def round_up(packs: float, multiple: int) -> int:
 def _count_share(
     counted: FloatArray, carried: IntArray, position: int, share: float, left: FloatArray, room: float
 ) -> int:
-    """Samples to take, all carried ones first: until the fullest column has its share or another one no more room."""
+    """Count samples to take, carried ones first: until the fullest column has its share or another one no more room."""
     fullest = int(np.argmax(left))
     num_left = len(counted) - position + len(carried)
     # sums of a guess, of twice as many where it was too small: most windows need one

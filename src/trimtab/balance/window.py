@@ -81,7 +81,7 @@ def _sort_by_buckets(key: FloatArray, chosen: IntArray, n: int, out: IntArray, s
 
 @compiled
 def spread(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
-    """Largest sample first (about), each to the emptiest pack (about), by the fullest of its columns.
+    """Put the largest sample first (about), each to the emptiest pack (about), by the fullest of its columns.
 
     `fill` turns a column into a share of a pack. Packs wait in buckets of equal fullness, in each the one that has
     waited longest first, so samples of size zero spread too. No pack gets emptier: the emptiest bucket only moves up.
@@ -130,7 +130,7 @@ def spread(sizes: FloatArray, fill: FloatArray, packs: Packs) -> None:
 def fit(
     sizes: FloatArray, order: IntArray, limits: FloatArray, squared: bool, packs: Packs, num_open: int, most: int
 ) -> tuple[int, IntArray]:
-    """Best fit in two columns: each sample in this order into the open pack that it fills best.
+    """Pack by best fit in two columns: each sample in this order into the open pack that it fills best.
 
     That is the pack with the least rest, added up as shares of the limits (or the squares of the shares), among those
     that hold the sample. Where none does, a new one is opened, up to `most`. Packs 0 .. num_open - 1 are open from the
@@ -260,7 +260,7 @@ def _leave_out_full(packs: _Open, num_packs: int, least_0: float, least_1: float
 def pair_extremes(
     sums: FloatArray, direction: FloatArray, failures: IntArray, patience: int, least: float, pairs: IntArray
 ) -> int:
-    """Packs that failed less than `patience` times, sorted along a direction: the first with the last, and so on.
+    """Pair packs that failed less than `patience` times, sorted along a direction: first with last, and so on.
 
     As many `pairs` as differ by `least`; their number. Example: along tokens packs of [9, 4, 6, 5], least 2, give
     (4, 9), and leave out (5, 6).
@@ -480,7 +480,7 @@ def evict(sizes: FloatArray, packs: Packs, goal: Goal, age: IntArray) -> IntArra
 
 @inner
 def _put(sizes: FloatArray, packs: Packs, item: int, p: int) -> None:
-    """Sample `item` into pack p."""
+    """Put sample `item` into pack p."""
     packs.after[item] = packs.head[p]
     packs.head[p] = item
     packs.num_held[p] += 1
@@ -496,7 +496,7 @@ def load(sizes: FloatArray, items: IntArray, pack_of: IntArray, packs: Packs) ->
 
 
 def unload(packs: Packs, state: UIntArray) -> tuple[IntArray, IntArray]:
-    """Samples pack by pack in random order of the packs, and the number in each; packs without samples are left out."""
+    """List samples pack by pack, packs in random order, and the number in each; packs without samples are left out."""
     # in random order, or packs that were improved together would meet in one step
     order = permute(np.arange(len(packs.head)), state)
     order = order[packs.num_held[order] > 0]

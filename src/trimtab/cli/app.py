@@ -118,12 +118,12 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def is_further_rank() -> bool:
-    """Whether torchrun has started this process behind another one, on the same machine, with the same command."""
+    """Return whether torchrun started this process after another one, on the same machine, with the same command."""
     return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def shorten_words(message: str) -> str:
-    """`message` with about 80 characters of each longer word, and of what was typed: both ends tell which it is."""
+    """Cut longer words of `message`, and what was typed, to about 80 characters: both ends tell which it is."""
     typed = (word.strip() for word in sys.argv)
     words = {*re.findall(r"\S+", message), *typed}
     for word in sorted((x for x in words if len(x) > _LONGEST), key=len, reverse=True):

@@ -127,7 +127,7 @@ def size_data(model: "ModelSpec", data: Sequence[Path], sizing: SizingOptions) -
 
 
 def load_saved(model: "ModelSpec", tables: Sequence[Path], sizing: SizingOptions) -> "SizingResult":
-    """Saved tables as one, with what was skipped and assumed when they were made; refused if for other image sizes."""
+    """Load saved tables as one, with what was skipped and assumed for them; refused if for other image sizes."""
     from trimtab.cli.output import log
     from trimtab.models.images.rules import tell_apart, write_rule
     from trimtab.samples.lengths import saved_part

@@ -233,7 +233,7 @@ def plan_with_progress(
 
 
 def write_all(details: PlanDetails, folder: Path) -> Mapping[str, Path]:
-    """Plan, tables and report."""
+    """Write plan, tables and report."""
     report = folder / "report.html"
     with written_together():
         write_atomically(report, html_report(details))

@@ -153,7 +153,7 @@ def parse_cluster(
 
 
 def parse_node_link(text: str, *, devices_per_node: int) -> float:
-    """Bytes per second of one device to other nodes, from "8x400Gb" or "400Gb x8": ports of a node, and their rate.
+    """Read bytes per second of one device to other nodes from "8x400Gb" or "400Gb x8": ports of a node, and their rate.
 
     "Gb" are gigabits, "GB" gigabytes a second. Without a number of ports every device has one of its own; with it, the
     devices of a node share the ports. Half the rate says a network that is oversubscribed twice.

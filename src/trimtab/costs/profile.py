@@ -49,7 +49,7 @@ _MOST_S, _LEAST_S = 1e3, 1e-15  # of a layer for one token, patch or pair of the
 
 
 def profile_model(model: ModelSpec, device: DeviceSpec, **choices: Any) -> Profile:
-    """Analytic seconds and bytes of every layer of `model` on one `device`: what plans are made of without a GPU.
+    """Price every layer of `model` on one `device` in seconds and bytes: what plans are made of without a GPU.
 
     Use it to see where a model's time and memory go, or as the input of `split_stages`.
 
@@ -253,7 +253,7 @@ def _unlike_problems(model: ModelSpec, dims: ParallelDims) -> list[str]:
 
 
 def _cross_attention_problems(model: ModelSpec) -> list[str]:
-    """Their pairs are tokens times image rows of each sample, and no work term holds that product."""
+    """List problems of cross-attention: its pairs are tokens times image rows, and no work term holds that."""
     crossing = [x.name for x in model.layers if is_unpriced(x) and x.measured is None]
     if not crossing:
         return []
@@ -369,7 +369,7 @@ _LATER_DEGREES = ("ep", "etp")
 
 
 def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
-    """Costs, errors and a device's figures are finite and not negative; rates are more than 0, whole numbers 64 bit.
+    """Read a number: all are finite and not negative; rates are more than 0, whole numbers have 64 bits.
 
     Only transient bytes may fall below 0 in single terms: a traced one is a line through two sizes, right between them.
     """

@@ -43,12 +43,25 @@ def stored_format(quantised: object) -> str:
         if quantised.get("load_in_8bit"):
             return "bnb-int8"
         return "bnb-nf4-double" if quantised.get("bnb_4bit_use_double_quant") else "bnb-nf4"
+    if method == "modelopt" and quantised.get("quant_algo") == "FP8":
+        return "fp8"
+    if method == "compressed-tensors":
+        return _compressed_format(quantised)
     bits = quantised.get("bits", quantised.get("w_bit", 4))
     if method in ("awq", "gptq") and bits == 4:
         return "awq"
     if method in ("fp8", "fbgemm_fp8"):
         return "fp8"
     return f"{method}-{bits}" if method in ("awq", "gptq") else method
+
+
+def _compressed_format(quantised: Mapping[str, Any]) -> str:
+    """Return the format of weights that all groups share; towers that `ignore` does not list are taken as listed."""
+    groups = quantised.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    kinds = {(x.get("type"), x.get("num_bits")) for x in weights if isinstance(x, Mapping)}
+    known: dict[tuple[Any, Any], str] = {("float", 8): "fp8", ("int", 4): "awq"}
+    return known.get(kinds.pop(), "compressed-tensors") if len(kinds) == 1 else "compressed-tensors"
 
 
 def _is_bitsandbytes(quantised: Mapping[str, Any]) -> bool:
@@ -160,7 +173,7 @@ def _formulas(
 
 
 def _equals(rule: ImageRule, asked: AskedImages) -> bool:
-    """Compare on every standard size; a text of its own, and other counts in company, are no formula's."""
+    """Return whether both agree on every standard size; no formula has own texts, or other counts in company."""
     if asked.by_sample or len(asked.texts) > 1:
         return False
     for width, height, *row in asked.table:
@@ -234,7 +247,7 @@ def describe(
 
 
 def _as_stored(model: ModelSpec, config: Config, path: Path | None) -> ModelSpec:
-    """`model` with what its weights on disk say: in which format they lie, and that a head of its own is not tied."""
+    """Give `model` what its weights on disk say: their format, and that a head of its own is not tied."""
     if "description_version" in config:
         return model
     model = replace(model, max_positions=find_positions(config))

@@ -296,7 +296,7 @@ _FEW = re.compile(r"tiles|slices|crops|patch_size|merge_size|temporal|grid_size"
 
 
 def _read_number(place: str, kind: Any, value: Any, problems: list[str]) -> Any:
-    """Sizes are whole numbers above 0, coefficients finite and not negative."""
+    """Read a number: sizes are whole and above 0, coefficients finite and not negative."""
     name = place.rpartition(".")[2]
     least = 0 if kind is float or name in _MAY_BE_ZERO else 1
     most = 2.0**100 if kind is float else (MAX_TILES if _FEW.search(name) else 2**62)

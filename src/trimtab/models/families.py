@@ -110,7 +110,7 @@ class Fields:
         return self._read([name], lambda x: float(x) if type(x) in (int, float) and 0 < x <= MAX_SIZE else None, needed)
 
     def flag(self, name: str, *, absent: bool | None = None) -> bool:
-        """true or false; `absent` is the one documented meaning of a missing switch, where it has one."""
+        """Read true or false; `absent` is the one documented meaning of a missing switch, where it has one."""
         return self._read([name], lambda x: x if isinstance(x, bool) else None, "true or false", absent)
 
     def text(self, name: str) -> str:
@@ -369,7 +369,7 @@ def _clip_tile(s: Fields) -> tuple[int, int, int]:
 
 
 def _feature_strategy(s: Fields) -> str:
-    """ "default" drops the first row of each tile, "full" keeps all."""
+    """Read the strategy: "default" drops the first row of each tile, "full" keeps all."""
     return s.word("vision_feature_select_strategy", ("default", "full"))
 
 
@@ -381,7 +381,7 @@ _SIZED = ("pixel_values", "image_sizes")
 
 
 def _crops(s: Fields) -> ImageRule:
-    """Gemma 3, with pan and scan only where `do_pan_and_scan` is true.
+    """Read the rule of Gemma 3, with pan and scan only where `do_pan_and_scan` is true.
 
     It is a switch of each call (published files hold null, Gemma3Processor passes false), so absent means off; a
     file that sets it asks for the crops, and must then give their three figures.
@@ -415,7 +415,7 @@ _GEMMA3_PACK = PackFormat(joined=("pixel_values",), sees="images", smallest="til
 
 
 def _padded_tiles(s: Fields) -> ImageRule:
-    """Llama 3.2 Vision: the tower learns positions for `max_num_tiles` tiles, and the processor pads to as many."""
+    """Read Llama 3.2 Vision's rule: the tower has positions for `max_num_tiles` tiles; images are padded to as many."""
     require_resize(s)
     _, grid = read_tile(s, "vision_config.image_size", "preprocessor_config.size")
     tiles = s.agreed("vision_config.max_num_tiles", "preprocessor_config.max_image_tiles", maximum=MAX_TILES)

@@ -189,7 +189,7 @@ class StageBytes(NamedTuple):
 
 
 def stage_bytes(profile: Profile, stage: Stage, work: FloatArray, *, once: bool) -> StageBytes:
-    """Return bytes of micro-batches `work` (n, len(WORK_TERMS)); `once`: what is computed again counts in `whole`."""
+    """Return bytes of micro-batches `work` (n, len(WORK_TERMS)); `once`: recomputed values count in `whole` only."""
     saved, whole, transient = np.zeros((3, len(work)))
     # layers of one kind are priced once: a stage of 40 has three or four kinds
     alike = Counter(

@@ -300,7 +300,7 @@ def least_memory(pipeline: Pipeline) -> int:
 
 
 def best_tied_cuts(pipeline: Pipeline, limit: int) -> list[int] | None:
-    """(S + 1,) cuts of the split within `limit` that recomputes least in sum, then has the smallest fullest stage.
+    """Find (S + 1,) cuts of the split within `limit` that recomputes least in sum, then has the smallest fullest stage.
 
     Then the earliest first cut, the earliest second ... Dynamic programme from the last stage over the ends that
     `reach` allows; both objectives (a sum, then a maximum) keep an optimal rest optimal. None where no split is within

@@ -215,7 +215,7 @@ def _work_vector(work: FloatArray | Sequence[float], name: str) -> FloatArray:
 
 
 def _range_max(values: IntArray) -> list[list[int]]:
-    """Sparse table of range maxima: [p][a] covers a .. a + 2**p - 1 (what lies past the end repeats the last)."""
+    """Make a sparse table of range maxima: [p][a] covers a .. a + 2**p - 1 (the last is repeated past the end)."""
     rows = [values]
     while 2 << (len(rows) - 1) <= len(values):
         step = 1 << (len(rows) - 1)

@@ -91,7 +91,7 @@ def bmp_split(
 
 
 def bmp_anchor(problem: SplitProblem) -> tuple[int, ...]:
-    """Cuts nearest to where the forward's seconds, summed from the first layer, reach i / S of the whole; greedy."""
+    """Find the cuts nearest to where the forward's seconds, summed from the first layer, reach i / S; greedy."""
     S = problem.num_stages * problem.num_chunks
     before, positions = _forward_before(problem)
     cuts: list[int] = []
@@ -302,7 +302,7 @@ def priced_split(model: UnevenModel, counts: Sequence[int]) -> UnevenSplit:
 def stage_memory(
     model: UnevenModel, counts: Sequence[int], *, tp: int = 1, batch: int = 1, fp8: bool = False
 ) -> tuple[StageMemory, ...]:
-    """Bytes of every stage by the notebook's formulas (its GB are 10**9): M_first, M_other for each middle, M_last.
+    """Count bytes of every stage by the notebook's formulas (GB: 10**9): M_first, M_other for each middle, M_last.
 
     A layer: 16 bytes for each of (4 h^2 + 2 h f)/tp + (3 h + f)/tp + 6 h parameters, and b s (18 h + 4 f)/tp of
     activations (b s (15 h + 3 f)/tp in FP8); with f = 4 h the 34 b s h / tp of its text. Patch embedding:

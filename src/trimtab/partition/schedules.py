@@ -88,7 +88,7 @@ def check_schedule(schedule: str, *, num_devices: int, num_chunks: int, num_micr
 
 
 def num_warmup(schedule: ScheduleName, *, device: int, num_devices: int, num_chunks: int, num_microbatches: int) -> int:
-    """Forward blocks a device runs before its first backward, without the one forward that every backward follows.
+    """Count forward blocks of a device before its first backward, without the one forward that every backward follows.
 
     1F1B, ZBH1: P - d - 1 (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1). Interleaved:
     2 (P - d - 1) + (V - 1) P (section 2.2.2, as Megatron-Core and torch's `ScheduleInterleaved1F1B` count). GPipe: all.
@@ -154,7 +154,7 @@ def _alternating(schedule: ScheduleName, device: int, P: int, V: int, M: int) ->
 
 
 def _zbv(device: int, P: int, M: int) -> Iterator[tuple[int, int]]:
-    """(chunk, kind) of every block for max(M, 2 P - 1) micro-batches; chunk 0 on the way down, 1 on the way up."""
+    """Yield (chunk, kind) of blocks for max(M, 2 P - 1) micro-batches; chunk 0 on the way down, 1 on the way up."""
     # laid out for as many as fill both ways; blocks of micro-batches that are not there are left out
     N = max(M, 2 * P - 1)
     down, up = ([(chunk, BACKWARD), (chunk, WEIGHT)] for chunk in (0, 1))

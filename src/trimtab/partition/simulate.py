@@ -39,7 +39,7 @@ class Timeline:
     stage_devices: tuple[int, ...] | None = None  # device of every stage; None: stage s on s mod num_devices
 
     def device_of(self, stage: int) -> int:
-        """Stages go round the devices unless `stage_devices` says otherwise, as V-shaped schedules do."""
+        """Return a stage's device: stages go round the devices unless `stage_devices` says otherwise (V shapes)."""
         return stage % self.num_devices if self.stage_devices is None else self.stage_devices[stage]
 
     @property
@@ -336,7 +336,7 @@ class BlockCosts:
 
 
 def block_costs(times: StageTimes, schedule: ScheduleName) -> BlockCosts:
-    """Seconds of every block: a schedule that does not split backwards runs them whole, and weight blocks take none."""
+    """Return seconds of every block: a schedule that does not split backwards gives weight blocks none."""
     arrays = [times.forward_s, times.backward_s, times.send_forward_s, times.send_backward_s]
     if splits_backward(schedule):
         if times.weight_s is None:

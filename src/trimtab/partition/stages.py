@@ -99,7 +99,7 @@ def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> Flo
 
 
 def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, last: int) -> Stage | None:
-    """Segments `first <= k < last` as stage `index` with its recompute of least time; None if it exceeds the cap.
+    """Make segments `first <= k < last` stage `index` with its recompute of least time; None if it exceeds the cap.
 
     Of a class's layers those earlier in the model recompute first, the stronger tier before the weaker.
     """

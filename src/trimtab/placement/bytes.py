@@ -73,7 +73,7 @@ def _is_block(layer: LayerSpec) -> bool:
 
 
 def _runs(model: ModelSpec, at: Sequence[int], joined: frozenset[int]) -> list[list[int]]:
-    """Layers `at` cut in front of every block but the first, where a state that is joined does not stay behind."""
+    """Cut layers `at` in front of every block but the first, where a state that is joined does not stay behind."""
     found: list[list[int]] = []
     has_block = False
     for i in at:
@@ -100,7 +100,7 @@ def _reunite(model: ModelSpec, units: Sequence[list[int]], embed: list[int], hea
 
 
 def arrangements(parts: Parts) -> tuple[Arrangement, ...]:
-    """Orders worth cutting: forward; head with the embedding (the only way where they share a weight); head in front
+    """List orders to cut: forward; head with the embedding (the only way where they share a weight); head in front
     of the ViT; ViT behind the head, next to either. All but the first two bring activations back once."""
     V, E, L, H = parts.vision, parts.embed, parts.blocks, parts.head
     found = [Arrangement(name="head with embedding", units=(*V, E + H, *L))]
@@ -127,7 +127,7 @@ def pipeline_arrangement(parts: Parts) -> Arrangement:
 
 
 def modules_of(model: ModelSpec, layer: int) -> tuple[str, ...]:
-    """Keys of a device map for one layer: what holds only buffers comes with the layer in front of which it runs."""
+    """List keys of a device map for one layer: what holds only buffers comes with the layer after it."""
     return (*model.layers[layer].companions, model.layers[layer].name)
 
 
@@ -337,7 +337,7 @@ def run_bytes(
     spilled: Collection[int] = (),
     on_cpu: Collection[int] = (),
 ) -> IntArray:
-    """(n + 1, n + 1): bytes of a device that runs units s <= i < e at [s, e], as `device_bytes` has it; 0 if s >= e.
+    """Count (n + 1, n + 1) bytes of a device that runs units s <= i < e at [s, e], as `device_bytes`; 0 if s >= e.
 
     `spilled` layers have their weights copied in to run; those `on_cpu` run in host memory and take nothing.
     """
@@ -354,7 +354,7 @@ def run_bytes(
         return np.asarray(before[None, :] - before[:, None], dtype=np.int64)
 
     def peaks(column: IntArray, runs: IntArray) -> IntArray:
-        """Return each layer's peak, of which one is live at a time; layers that do not run have none."""
+        """Return the largest peak of every run of units: one is live at a time, and those that do not run have none."""
         of_unit = np.maximum.reduceat(np.where(off | (runs == 0), 0, column + streamed)[order], first)
         found = np.zeros((n + 1, n + 1), dtype=np.int64)
         for start in range(n):

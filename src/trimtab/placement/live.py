@@ -137,7 +137,7 @@ def decode_bytes(layer: LayerSpec, serving: Serving) -> float:
 
 
 def _norm_peak(layer: LayerSpec, w: int) -> float:
-    """Bytes a row next to the norm's input: LayerNorm's result, or RMSNorm's fp32 copy with a second one next to it."""
+    """Count bytes a row next to the norm's input: LayerNorm's result, or two fp32 copies of RMSNorm."""
     return w * layer.hidden_size if layer.norm == "layer_norm" else 8.0 * layer.hidden_size
 
 
@@ -160,7 +160,7 @@ def _block_peak(layer: LayerSpec, serving: Serving, R: float) -> float:
 
 
 def _turns(layer: LayerSpec) -> bool:
-    """Towers that fuse q, k and v (Qwen-VL's) turn q and k by position, in fp32; the others add positions up front."""
+    """Return whether q and k turn by position in fp32, as in towers that fuse q, k and v (Qwen-VL's)."""
     return layer.tower == "vision" and layer.attention is not None and layer.attention.fused_qkv
 
 

@@ -59,7 +59,7 @@ _GROUP = re.compile(r"^\s*(?:(?P<count>[0-9]{1,4})\s*[xX*]\s*)?(?P<kind>[^:]+?)\
 
 
 def parse_machine(text: str, *, cpu: str | None = None, disk: bool = False, kept_share: float = 0.0) -> Machine:
-    """GPUs from "4x24GiB", "40GiB,80GiB,80GiB", "2xA100-80GB,H200" or with less free: "A100-80GB:31GiB,3xA100-80GB".
+    """Read GPUs from "4x24GiB", "40GiB,80GiB", "2xA100-80GB,H200" or with less free: "A100-80GB:31GiB,3xA100-80GB".
 
     Use it for the GPUs that `place` takes.
 

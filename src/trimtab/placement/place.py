@@ -264,7 +264,7 @@ class _Search:
         return _Cut(arrangement=best, runs=runs)
 
     def _fewest(self, spilled: Sequence[int]) -> _Cut:
-        """Fewest devices and so fewest crossings, then time or fullest share."""
+        """Take the fewest devices and so fewest crossings, then time or fullest share."""
         timed = None not in self.speeds and len(set(self.speeds)) > 1
         found: list[tuple[int, float, float, _Cut]] = []
         for option in self.options:
@@ -337,7 +337,7 @@ def _spill(search: _Search, spills: Spills, objective: Objective) -> tuple[_Cut,
 def _homes(
     model: ModelSpec, spills: Spills, gone: Sequence[int], machine: Machine, table: InferenceTable
 ) -> dict[int, str] | None:
-    """Host memory for what moves most, disk for the rest; what runs in host memory must lie there. None: no room.
+    """Use host memory for what moves most, disk for the rest; what runs in host memory must lie there. None: no room.
 
     Layers that share a weight with one that goes, go with it.
     """

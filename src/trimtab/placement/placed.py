@@ -83,7 +83,7 @@ class Placement:
 
     @property
     def run_on_cpu(self) -> tuple[str, ...]:
-        """Modules to compute in host memory instead of copying their weights: dispatch by `torch.device("cpu")`."""
+        """List modules that run in host memory instead of copying weights: dispatch by `torch.device("cpu")`."""
         return tuple(name for x in self.spilled if x.runs_on == "cpu" for name in x.modules)
 
 

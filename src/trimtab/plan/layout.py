@@ -64,7 +64,7 @@ class PipelineLayout:
 
     @property
     def has_tower_everywhere(self) -> bool:
-        """Whether every rank of a pipeline holds the tower, which encodes a step's images before the stages run."""
+        """Return whether every rank of a pipeline holds the tower, which encodes images before the stages run."""
         return self.images is not None and self.images.group == "replica"
 
     @property

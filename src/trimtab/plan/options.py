@@ -462,7 +462,7 @@ class GivenRun(RunOptions):
         return replace(self._said(), **same_fields(dims, ParallelDims))
 
     def open_options(self, *, global_batch: int) -> PlanOptions:
-        """Options of a plan in place of this run: the same training, and everything that a plan decides left open."""
+        """Return options of a plan in place of this run: the same training, with all that a plan decides left open."""
         return replace(self._said(), global_batch=global_batch, schedule="1F1B", num_chunks=1, zero_stage=None)
 
     def _said(self) -> PlanOptions:

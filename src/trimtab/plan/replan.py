@@ -203,7 +203,7 @@ def _spread(seconds: FloatArray) -> float:
 
 
 def _refuse_other_steps(found: ReloadedPlan, details: PlanDetails) -> None:
-    """Unless each step of the new plan holds the samples of the old one's."""
+    """Refuse a new plan whose steps hold other samples than the old one's."""
     old = PackResult(packing=found.case.packing, schedule=found.case.schedule)
     new = PackResult(packing=details.packing, schedule=details.schedule)
     if len(old.schedule.table) == len(new.schedule.table) and np.array_equal(_steps_of(old), _steps_of(new)):

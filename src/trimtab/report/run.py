@@ -86,7 +86,7 @@ def run_lines(details: PlanDetails, log: RunLog) -> list[str]:
 
 
 def _memory_sentence(log: RunLog) -> list[str]:
-    """None where the plan is for other devices."""
+    """Compare memory; nothing where the plan is for other devices."""
     if not log.comparable:
         return []
     measured, planned = log.warm[-1].peak_memory_bytes, log.header.planned_memory_bytes

@@ -222,7 +222,7 @@ def numeric(*headers: str) -> tuple[Column, ...]:
 
 
 def on_page(table: Table) -> str:
-    """HTML; the first cell of a row is its header."""
+    """Return HTML; the first cell of a row is its header."""
     head = "".join(f'<th scope="col"{_look(c)}>{_lines(c.header)}</th>' for c in table.columns)
     # narrow screens show a row as a list, each cell after its column's name
     names = [f' data-h="{escape(_header_of(column))}"' for column in table.columns]
@@ -317,7 +317,7 @@ def _html_of(cell: str | Cell) -> str:
 
 
 def _dotted(names: str) -> str:
-    """Module paths may break after a dot, and nowhere else but between two of them."""
+    """Let module paths break after a dot, and nowhere else but between two of them."""
     return names.replace(".", ".<wbr>").replace(".<wbr>.<wbr>", "..")
 
 

@@ -402,7 +402,7 @@ def _give_up(sentence: str, watch: Watch, store: Any) -> None:
 
 
 def tell(sentence: str) -> None:
-    """Once for all ranks."""
+    """Say it once for all ranks."""
     if dist.get_rank() == 0:
         say(sentence)
 

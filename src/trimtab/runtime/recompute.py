@@ -51,7 +51,7 @@ class AppliedRecompute(AbstractContextManager["AppliedRecompute"]):
 
     @property
     def granularity(self) -> dict[str, Granularity]:
-        """Return that of every layer that recomputes, by its name."""
+        """Return the granularity of every layer that recomputes, by its name."""
         return {name: wrapper.granularity for name, wrapper in self._wrapped.items()}
 
     def remove(self) -> None:

@@ -115,7 +115,7 @@ def learnt_spans(counter: TokenCounter, conversation: Conversation, *, video: st
 
 
 def _lines(counter: TokenCounter, conversation: Conversation, turns: list[int], video: str) -> list[Span]:
-    """Without a template turns are lines."""
+    """Write turns as lines, where there is no template."""
     spans = []
     for turn in turns:
         messages = conversation.messages[:turn]

@@ -127,7 +127,7 @@ _IMAGE_SUFFIXES = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", 
 
 
 def read_tar(path: Path) -> Iterator[Record]:
-    """Members with one key (name up to the first dot of its last part), in sequence, are one sample.
+    """Read members in sequence; those with one key (name up to the first dot of its last part) are one sample.
 
     `.json` holds the record, `.txt` a caption (user: the images, assistant: the caption), images are taken by number
     and name. A name that comes twice within one sample makes it a bad one. Nothing is written to disk.
@@ -210,7 +210,7 @@ _STRUCTURED = (*CONVERSATION_KEYS, "conversation", "images", "videos", "tools", 
 
 
 def read_csv(path: Path) -> Iterator[tuple[object, int]]:
-    """Rows by the names of the first one, each with the number of characters read so far; empty fields are left out.
+    """Yield rows by the names of the first one, each with the characters read so far; empty fields are left out.
 
     Fields that hold lists, such as messages and images, may be JSON.
     """
@@ -284,7 +284,7 @@ class _Text:
         self.text, self.at, self.before, self.ended = "", 0, 0, False
 
     def more(self) -> None:
-        """Half as much again behind the rest, so that an element of any length is tried few times."""
+        """Read half as much again after the rest, so that an element of any length is tried few times."""
         rest = self.text[self.at :]
         if len(rest) > MAX_ELEMENT:
             raise ValueError(f"an element is longer than {MAX_ELEMENT >> 20} Mi characters")

@@ -134,7 +134,7 @@ def _refuse_heic(head: bytes) -> None:
 
 
 def _webp(first: bytes, num_bytes: int) -> tuple[int, int]:
-    """First chunk VP8 (RFC 6386, 9.1), VP8L or VP8X (WebP container specification)."""
+    """Read the first chunk: VP8 (RFC 6386, 9.1), VP8L or VP8X (WebP container specification)."""
     kind = first[12:16]
     if len(first) < 30 or int.from_bytes(first[4:8], "little") + 8 > num_bytes:
         raise ImageError(f"truncated: a WebP of {num_bytes} bytes says that it has more; {_TAKE_AGAIN}")
@@ -150,7 +150,7 @@ def _webp(first: bytes, num_bytes: int) -> tuple[int, int]:
 
 
 def _pillow(file: BinaryIO, num_bytes: int, exif: Exif, max_pixels: int) -> tuple[int, int]:
-    """Whatever Pillow raises is an `ImageError`: its readers raise whatever struct, zlib or indexing raises."""
+    """Make an `ImageError` of whatever Pillow raises: its readers raise whatever struct, zlib or indexing raises."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError:

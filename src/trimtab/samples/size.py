@@ -179,7 +179,7 @@ def _sized_file(source: SourceFile) -> SizedFile:
 
 
 def _refuse_other_tiles(sources: Sequence[SourceFile], rule: ImageRule) -> None:
-    """`SampleError` where a list of data sets has a limit of tiles of its own, which training would not keep to."""
+    """Refuse a list of data sets with a limit of tiles of its own, which training would not keep to."""
     own = getattr(rule, "max_tiles", None)
     other = [source for source in sources if source.max_tiles not in (None, own)]
     if other:

@@ -213,7 +213,7 @@ def join_parts(
 
 
 def _image_patches(parts: Sequence[Part]) -> IntArray | None:
-    """None where a part does not know them, or where one image a sample is all there is: its size is the sample's."""
+    """Join the images' patches; None where a part lacks them, or where each sample has one image of its size."""
     if all((part.numbers[:, 0] <= 1).all() for part in parts):
         return None
     found = [part.numbers[:, 1][part.numbers[:, 0] > 0] if _is_single(part) else part.image_patches for part in parts]

@@ -51,7 +51,7 @@ class _Spread:
         return getattr(self._model, name)
 
     def generate(self, *, tokenizer: Any, **inputs: Any) -> Any:
-        """Transformers' manager hands over the processor, but stops are searched for by its tokenizer."""
+        """Generate with the tokenizer, which searches for stops; Transformers' manager hands over the processor."""
         words = getattr(tokenizer, "tokenizer", tokenizer)
         return self._model.generate(**move_inputs(self._model, inputs), tokenizer=words)
 

@@ -318,7 +318,7 @@ def attention_result_bytes(a: AttentionSpec, settings: CostSettings) -> float:
 
 
 def _joins_segments(layer: LayerSpec, settings: CostSettings) -> bool:
-    """Towers that pack images into one row (Qwen-VL's, which fuse q, k, v) run SDPA per image and join the results."""
+    """Return whether SDPA runs per image and joins results, as in towers that pack images into one row (Qwen-VL's)."""
     a = layer.attention
     return a is not None and a.fused_qkv and layer.tower == "vision" and settings.attention == "sdpa"
 
@@ -389,7 +389,7 @@ def _biased_experts(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Tra
 
 
 def _permutation(layer: LayerSpec, m: MlpSpec, settings: CostSettings) -> Traffic:
-    """Rows copied to where their experts read them, results weighed and added where the rows came from.
+    """Count rows copied to where their experts read them, results weighed and added where the rows came from.
 
     Rows that came from several devices, for several experts, are sorted by expert and their results sorted back. Sent
     once to a device, a row is copied there for each of its experts, and nowhere else. Where the MLP is fused, rows

@@ -85,7 +85,7 @@ def adapt_layer(layer: LayerSpec, lora: Lora | None, tp: int) -> tuple[Adapted, 
 
 
 def quantised_params(layer: LayerSpec, lora: Lora | None, tp: int) -> float:
-    """Weights of `layer` on one of `tp` devices that lie in 4 bits: of all linear layers of a tower with adapters.
+    """Count the weights of `layer` on a device that lie in 4 bits: of all linear layers of a tower with adapters.
 
     Embeddings, norms, biases, the head and towers without adapters keep their format, as ms-swift leaves them
     (`get_modules_to_not_convert` in its quant_args.py).
@@ -96,7 +96,7 @@ def quantised_params(layer: LayerSpec, lora: Lora | None, tp: int) -> float:
 
 
 def refuse_unknown_targets(model: ModelSpec, lora: Lora) -> None:
-    """`PlanError` with a sentence for each target that no linear layer of the towers is called, naming those there."""
+    """Raise `PlanError` with a sentence for each target that names no linear layer of the towers; it lists those."""
     layers = [x for x in model.layers if x.tower in lora.towers]
     # names that could have been meant, by their last part
     names = [linear.name for x in layers for linear in layer_linears(x)]

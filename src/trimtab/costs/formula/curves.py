@@ -146,7 +146,7 @@ class Line:
 
 
 def product_line(in_width: float, out_width: float, e: Efficiency, peak_flops: float) -> Line:
-    """N rows through K x M weights: 2 (N M + W) (K + D) / (peak x matmul), and the kernel's start.
+    """Price N rows through K x M weights: 2 (N M + W) (K + D) / (peak x matmul), and the kernel's start.
 
     The gradient of the rows is the same with K and M exchanged.
     """

@@ -52,7 +52,7 @@ class Heads:
 
 
 def local_heads(attention: AttentionSpec, tp: int) -> Heads:
-    """Heads on each of `tp` devices: ceil(H / tp); K is divided alike, or one copy each when tp is a multiple of K."""
+    """Count heads on each of `tp` devices: ceil(H / tp); K is divided alike, or copied when tp is a multiple of K."""
     query = ceil(attention.num_heads / tp)
     if attention.num_kv_heads == attention.num_heads:
         return Heads(query=query, kv=query)
@@ -60,7 +60,7 @@ def local_heads(attention: AttentionSpec, tp: int) -> Heads:
 
 
 def find_tp_problems(layer: LayerSpec, tp: int) -> list[str]:
-    """Why `tp` devices cannot share this layer, in sentences; heads that do not divide are padded, no problem."""
+    """Say why `tp` devices cannot share this layer; heads that do not divide are padded, no problem."""
     problems = []
     a, m = layer.attention, layer.mlp
     if layer.measured is not None and layer.kind == "block":
@@ -220,7 +220,7 @@ def measured_terms(layer: LayerSpec, tp: int = 1, row_share: int = 1, *, flash: 
 
 
 def pair_flops(layer: LayerSpec, tp: int) -> float:
-    """Forward FLOPs for each computed pair of `layer`; 0 without attention. Measured ones left masked pairs out."""
+    """Return forward FLOPs per computed pair of `layer`; 0 without attention. Measured ones leave out masked pairs."""
     if layer.measured is not None:
         return measured_terms(layer, tp).pair_flops
     return attention_flops_per_pair(layer.attention, tp) if layer.attention else 0.0

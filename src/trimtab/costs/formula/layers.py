@@ -183,7 +183,7 @@ def host_seconds(layer: LayerSpec, settings: CostSettings) -> float:
 
 
 def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
-    """Rows count in "patches" or "tokens"; pairs in the squares, or the windowed squares where a window cuts them.
+    """Find the columns of rows, "patches" or "tokens", and of pairs: squares, or windowed ones where a window cuts.
 
     Masked pairs are skipped by fused kernels, computed by `uses_dense_pairs`: there a pack's pairs are the square of
     all its tokens (`join_samples`). Rows and pairs of the language model are those of one of cp devices.
@@ -360,7 +360,7 @@ def _enters(adapter: Adapted, entering: set[str]) -> bool:
 
 
 def _backward_products(seconds: _LayerSeconds, layer: LayerSpec, gradients: Gradients) -> Line:
-    """Products of the backward: where nothing before the layer trains, nobody needs the gradient of its input."""
+    """Price products of the backward: where nothing before the layer trains, nobody needs the gradient of its input."""
     found = seconds.inputs if layer.kind != "embed" else Line()
     if gradients.inputs and layer.kind != "embed":
         found += seconds.entering
@@ -451,7 +451,7 @@ def _add(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def document_multiple(dims: ParallelDims) -> int:
-    """Tokens of each document are padded to a multiple of this, so that ranks of cp share them evenly."""
+    """Return the multiple to which each document's tokens are padded, so that ranks of cp share them evenly."""
     return 2 * dims.cp if dims.cp > 1 else 1
 
 
@@ -463,7 +463,7 @@ def find_cp_problems(layer: LayerSpec, cp: int) -> list[str]:
 
 
 def ring_bytes(layer: LayerSpec, settings: CostSettings) -> float:
-    """Sent for each row of this device in forward: keys and values of its rows, cp - 1 times.
+    """Return bytes sent for each row of this device in forward: keys and values of its rows, cp - 1 times.
 
     Backward sends them once more, and their gradients: twice that. An all-gather of keys and values moves as much.
     """
@@ -499,7 +499,7 @@ def all_to_all_s(layer: LayerSpec, device: DeviceSpec, settings: CostSettings) -
 
 
 def expert_tp_bytes(layer: LayerSpec, settings: CostSettings) -> float:
-    """Sent for each row among the etp devices of an expert, forward: dispatched rows gathered, results scattered.
+    """Return bytes sent a row among an expert's etp devices, forward: dispatched rows gathered, results scattered.
 
     0 where experts are divided as the dense layers are: their results are summed with `Matmul.reduced`.
     """

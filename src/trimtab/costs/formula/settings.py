@@ -122,7 +122,7 @@ class CostSettings:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of a value as it is kept for the product of a block that it enters: those of its 8-bit copy, if any."""
+        """Return a value's bytes as kept for the product of a block: those of its 8-bit copy, if any."""
         return 1 if self.in_8_bits else self.item_bytes
 
     def efficiency_on(self, device: DeviceSpec) -> Efficiency:
@@ -143,7 +143,7 @@ class CostSettings:
 
     @property
     def busiest_experts(self) -> float:
-        """Rows of the busiest device's experts over the mean's; a device that has them all has no more than its own."""
+        """Return the rows of the busiest device's experts over the mean's; 1 for a device that has them all."""
         return self.expert_imbalance if self.dims.ep > 1 else 1.0
 
     def token_share(self, tower: Tower) -> int:

@@ -90,7 +90,7 @@ def _plain_share(params: float, settings: CostSettings, trainable: bool, *, repl
 
 
 def local_params(layer: LayerSpec, tp: int) -> float:
-    """Parameters of `layer` on one of `tp` devices, its experts divided among them too (`shares_of` knows others).
+    """Count parameters of `layer` on one of `tp` devices, experts divided among them too (`shares_of` knows others).
 
     Weights of matrix products are divided as in `layer_matmuls` (padded heads and copied key/value heads included),
     and with them the biases of column-parallel products; the token embedding by rows of the vocabulary. Norms, biases
@@ -117,7 +117,7 @@ def tied_copy_params(layer: LayerSpec, tp: int) -> float:
 
 
 def bytes_per_param(settings: CostSettings, *, trainable: bool, replicas: int | None = None) -> float:
-    """Bytes for each parameter of the device's share, by ZeRO stage over the devices that hold it; None: dp x cp.
+    """Return bytes per parameter of the device's share, by ZeRO stage over the devices that hold it; None: dp x cp.
 
     Mixed precision (bf16, fp16): weight 2 + gradient (fp32 4, as Megatron-Core accumulates; or 2) + fp32 master 4
     + optimizer state (AdamW 8): 18 unsharded, 6 + 12/dp under ZeRO-1, 2 + 16/dp under ZeRO-2, 18/dp under ZeRO-3.
@@ -184,7 +184,7 @@ def step_seconds(share: Share, device: DeviceSpec, settings: CostSettings) -> fl
 
 
 def _column_biases(layer: LayerSpec, tp: int) -> float:
-    """Biases of column-parallel products on one of `tp` devices, as far as the number of parameters settles them.
+    """Count biases of column-parallel products on one of `tp` devices, as far as the number of parameters settles them.
 
     A layer does not say which products have biases: what its weights and norms leave of its parameters does, if only
     one choice among q, k, v / attention's output / MLP in / MLP out adds up to it. Where none or several do: 0, so

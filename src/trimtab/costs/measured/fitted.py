@@ -416,7 +416,7 @@ def _parts_of(run: LoggedRun) -> tuple[tuple[_Part, ...], ...]:
 
 
 def _times_under(run: LoggedRun, terms: Sequence[TermFit]) -> tuple[FloatArray, FloatArray]:
-    """(stages, micro-batches) forward and backward seconds: as those of the profile that `apply_terms` returns."""
+    """Price (stages, micro-batches) forward and backward, as those of the profile that `apply_terms` returns."""
     own, host = _factors(terms)
     total = np.zeros((2, len(run.stages), len(run.work)))
     for seconds, parts in zip(total.transpose(1, 0, 2), _parts_of(run), strict=True):

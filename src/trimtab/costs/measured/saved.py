@@ -57,7 +57,7 @@ def _unlike_tiers(saved: Profile, target: Profile) -> str | None:
 
 
 def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: Profile) -> Profile:
-    """`target` with the seconds of `saved`: each coefficient times what the formulas say the plan's degrees change.
+    """Give `target` the seconds of `saved`: each coefficient times what the formulas say the plan's degrees change.
 
     `base` and `target` are the formulas at the degrees of `saved` and of the plan, `linkless` those of the plan with
     links that take no time. A coefficient without traffic between devices becomes saved x linkless / base, and the
@@ -101,7 +101,7 @@ def carry_seconds(saved: Profile, *, base: Profile, target: Profile, linkless: P
 
 
 def carry_bytes(saved: Profile, *, base: Profile, target: Profile, linkless: Profile) -> Profile:
-    """`target` with the bytes that `saved` counted: each coefficient times what the formulas say the degrees change.
+    """Give `target` the bytes that `saved` counted: each coefficient times what the formulas say the degrees change.
 
     `base` and `target` are the formulas at the degrees of `saved` and of the plan; in `base` and in `linkless` (those
     of the plan, with links that take no time) no weights are gathered. Kept and sent bytes become saved x target /
@@ -141,7 +141,7 @@ def carry_bytes(saved: Profile, *, base: Profile, target: Profile, linkless: Pro
 
 
 def carry_probed_bytes(saved: Profile, carried: Profile, *, base: Profile) -> Profile:
-    """`carried`, whose bytes are the formulas' at the plan's degrees, with the bytes that `saved` was measured to hold.
+    """Give `carried`, whose bytes are the formulas' at the plan's degrees, the bytes that were measured in `saved`.
 
     `base` are the formulas at the degrees of `saved`. Kept bytes and state become measured x carried / base; of the
     transients, which hold what no formula prices, the difference measured - base is added. At the degrees of
@@ -209,7 +209,7 @@ def _shift(saved: Terms, base: Terms, target: Terms) -> Terms:
 
 
 def _carry_transient(saved: Terms, base: LayerCost, target: LayerCost, linkless: LayerCost) -> Terms:
-    """Scaled; and what `target` gathers on top of `linkless`. Nothing stays nothing."""
+    """Scale; and add what `target` gathers on top of `linkless`. Nothing stays nothing."""
     if not saved:
         return ()
     scaled = _scale(saved, _most_moment(base), _most_moment(linkless))

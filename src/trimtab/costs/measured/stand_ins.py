@@ -161,7 +161,7 @@ def _count(flops: int) -> None:
 
 
 def fuse_kernels(module: Any) -> None:
-    """RMSNorms and gated activations of `module` become single kernels, as Liger's are.
+    """Make single kernels of RMSNorms and gated activations of `module`, as Liger's are.
 
     A norm keeps its input and one fp32 number for each row, a gate its two inputs and not the activation between.
     Instances are changed, never classes. LayerNorm is one kernel already.

@@ -205,7 +205,7 @@ def time_layer(
     those: Sequence[Run],
     options: TimingOptions,
 ) -> tuple[Timing, ...]:
-    """`module`, layer `number` of `real` or a part of it, on what the layer is handed in each of the runs.
+    """Time `module`, layer `number` of `real` or a part of it, on what the layer is handed in each of the runs.
 
     Sizes take turns, so that a machine that slows down for a while slows all of them.
     """

@@ -125,7 +125,7 @@ class KindModel:
 
 @contextmanager
 def refusing(model: ModelSpec) -> Iterator[None]:
-    """Whatever the model's own code raises on a step becomes one sentence."""
+    """Make one sentence of whatever the model's own code raises on a step."""
     try:
         yield
     except (TrimtabError, AssertionError, torch.OutOfMemoryError):
@@ -151,7 +151,7 @@ def count_pairs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, 
 
 
 def _find_idle(model: ModelSpec, chosen: Sequence[int]) -> dict[str, str]:
-    """Blocks that need not be real, each with the earlier one that stands for it; those that change their rows are."""
+    """Find blocks that need not be real, and the earlier one that stands for each; those that change rows are."""
     first = {model.layers[i].alike: model.layers[i].name for i in reversed(chosen)}
     return {
         x.name: first[x.alike]
@@ -305,7 +305,7 @@ def build_model(
 
 
 def runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
-    """Steps with images of about each size in patches, for towers and projector; with each size in words for the rest.
+    """Yield steps with images of each size in patches, for towers and projector; with each size in words for the rest.
 
     A pack is a sample and a second of one token, so that there is a mask where attention needs one: the mask of
     several samples costs what it costs one, and all its pairs are computed. A model whose forward wants an image is

@@ -268,7 +268,7 @@ def _fit(
 def _fit_transient(
     layer: LayerSpec, settings: CostSettings, number: int, probes: Sequence[Probe], kept: Terms, again: Terms
 ) -> Terms:
-    """Transient bytes as a line through the sizes: the larger of backward's, and of forward's above what is kept.
+    """Fit transient bytes as a line through the sizes: the larger of backward's, and of forward's above what is kept.
 
     `again`, what the layer computed again in `probes`, is subtracted: the sum of a stage counts it for each layer that
     is recomputed. Two sizes settle only two coefficients, so a pair of rows then costs what is kept for it (SDPA's
@@ -364,7 +364,7 @@ def traced_profile(
 
 
 def _ungroup(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-    """New groups: the first layer of a tower may hold more than those that were like it."""
+    """Return new groups: the first layer of a tower may hold more than those that were like it."""
     groups: dict[tuple[object, ...], int] = {}
     # of like layers only the tiers may differ now
     return tuple(replace(x, group=groups.setdefault((x.group, x.tiers), len(groups))) for x in layers)

@@ -108,7 +108,7 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
 
 
 def _grouped(a: Any, b: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """Rows times width of the result times width of the product's inner side; groups share the rows, or the inner."""
+    """Multiply rows, width of the result and width of the product's inner side; groups share the rows, or the inner."""
     return (
         2 * int(a.shape[-1]) * (prod(out_val.shape) if a.dim() == 2 and b.dim() == 3 else int(prod(out_val.shape[-2:])))
     )
@@ -277,7 +277,7 @@ class _Recorder:
 
     @contextmanager
     def watch(self, place: int, module: nn.Module) -> Iterator[None]:
-        """Hooks on `module` while the context lasts: its calls, and the gradients that enter and leave it."""
+        """Hook on to `module` while the context lasts: its calls, and the gradients that enter and leave it."""
         handles = [
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: self._enter(place, args, kwargs), with_kwargs=True
@@ -407,7 +407,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 @contextmanager
 def checkpointed(module: nn.Module, random_state: Callable[[], Tensor]) -> Iterator[None]:
-    """`module` under non-reentrant checkpointing while the context lasts; its hooks stay outside.
+    """Put `module` under non-reentrant checkpointing while the context lasts; its hooks stay outside.
 
     `random_state` makes a tensor of a random-number state's size: one lives with each call, one more while it is
     computed again, as those do that torch makes where no dispatch mode sees it.

@@ -84,7 +84,7 @@ class Batches:
         self._rows: dict[tuple[_Arrangement, int], int] = {}
 
     def make(self, times: int, num_text: int, *, multiple: int = 1, copies: int = 1) -> Batch:
-        """`times` the smallest images, and `num_text` words around them; more, for a `multiple` of tokens in a row.
+        """Make `times` the smallest images, `num_text` words around them; more, for a `multiple` of tokens in a row.
 
         `copies`: so many images of that size, where `has_grid`.
         """
@@ -100,7 +100,7 @@ class Batches:
         )
 
     def make_text(self, num_tokens: int) -> Batch | None:
-        """So many words and no image, arranged as `make` arranged its first batch; None: its forward wants an image."""
+        """Make so many words and no image, as `make` arranged its first batch; None: its forward wants an image."""
         assert self._chosen is not None, "asked for after `make`"
         alone = replace(self._chosen, images=None, samples=False)
         batch = self._put(alone, 1, num_tokens - (alone.axes is not None), 1)
@@ -128,7 +128,7 @@ class Batches:
         )
 
     def _arrangements(self) -> Iterator[_Arrangement]:
-        """Likeliest first: with images, packed, with types; at last only text."""
+        """Yield the likeliest first: with images, packed, with types; at last only text."""
         axes: list[int | None] = [None]
         if self.packed:
             asks = hasattr(getattr(self.model, "model", self.model), "get_rope_index")

@@ -91,7 +91,7 @@ def read_block(module: Any, *, causal: bool, window: int | None) -> BlockShape:
 
 
 def is_matmul(module: Any) -> bool:
-    """Linear layers, convolutions, and routers that hold a bare matrix; not tables of embeddings."""
+    """Return whether it is a linear layer, a convolution or a router with a bare matrix; no table of embeddings."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dim() < 2 or isinstance(module, nn.Embedding):
         return False
@@ -182,7 +182,7 @@ def _child(part: Any, names: tuple[str, ...]) -> Any:
 
 
 def _attribute(part: Any, name: str) -> Any:
-    """Return the attribute of the module, or else of its configuration; one that differs by layer raises."""
+    """Return the attribute of the module, or else of its configuration; None where it differs by layer."""
     value = getattr(part, name, None)
     if value is not None:
         return value
@@ -219,7 +219,7 @@ def _match_mlp(linears: list[Any], hidden: int, *, quick: bool) -> MlpSpec | Non
 
 
 def _find_experts(module: Any) -> _Experts | None:
-    """Experts as matrices of three dimensions with one router next to them; the innermost module that holds two."""
+    """Find experts as matrices of three dimensions with a router next to them; the innermost module that holds two."""
     for part in reversed(list(module.modules())):
         convolutions = {id(x.weight) for x in part.modules() if isinstance(x, (nn.Conv1d, nn.ConvTranspose1d))}
         stacked = {

@@ -47,7 +47,7 @@ def make_weightless(module: Any, *, without: Collection[str] = ()) -> None:
 
 
 def choose_kernels(config: Any, *, experts: Literal["grouped_mm", "batched_mm"]) -> None:
-    """Run attention and experts by operations that fake tensors know; `run_operation` knows `grouped_mm` too."""
+    """Choose for attention and experts operations that fake tensors know; `run_operation` knows `grouped_mm` too."""
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = experts
     if "flash" in str(getattr(config, "_attn_implementation", None)):
@@ -68,7 +68,7 @@ def make_real(module: Any, device: torch.device, *, without: Collection[str] = (
 def _fill(
     module: Any, make: Callable[[nn.Parameter], nn.Parameter], device: torch.device, without: Collection[str]
 ) -> None:
-    """Parameters that `make` gives, one for all modules that share it, and zeros for buffers."""
+    """Set parameters that `make` gives, one for all modules that share it, and zeros for buffers."""
     made: dict[int, nn.Parameter] = {}
     left = tuple(f"{name}." for name in without)
     for path, part in module.named_modules():
@@ -197,7 +197,7 @@ class Watch:
         return self.now
 
     def _find_unread(self, result: Any) -> None:
-        """Units that no gradient of the features would reach; of a list all in front of one that is reached are."""
+        """Find units that no gradient of the features would reach; of a list, all before a reached one are reached."""
         named = [getattr(result, x, None) for x in ("pooler_output", "deepstack_features")]
         given = tree_leaves([x for x in named if x is not None] or getattr(result, "to_tuple", lambda: result)())
         todo: list[Any] = [x.grad_fn for x in given if isinstance(x, Tensor) and x.grad_fn is not None]
@@ -335,7 +335,7 @@ def _as_made_by(path: str, value: Any) -> Any:
 
 
 def _cache_bytes(given: Any) -> int:
-    """Bytes of all tensors in the caches among a layer's arguments, each layer's part of them an object of its own."""
+    """Count the bytes of all tensors in the caches among a layer's arguments; each layer's part is an object."""
     total, todo = 0, [x for x in tree_leaves(given) if hasattr(x, "get_seq_length")]
     while todo:
         part = todo.pop()
@@ -355,7 +355,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def kind_of(module: Any) -> tuple[object, ...]:
-    """Equal for modules built alike: they return tensors of the same sizes."""
+    """Return what is equal for modules built alike: they return tensors of the same sizes."""
     parts = tuple((name, type(x).__name__) for name, x in module.named_modules())
     return (type(module), parts, tuple(tuple(x.shape) for x in module.parameters()))
 

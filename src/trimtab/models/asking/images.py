@@ -88,7 +88,7 @@ class Looker:
         return Seen(segments=tuple(segments[:each]), tokens=tokens // copies, text=fold_runs(texts, soft))
 
     def segments(self, output: Mapping[str, Any], *, clip: bool = False) -> list[int]:
-        """Patches of every input of the tower: by the grids that the processor wrote, else by the shapes of pixels."""
+        """Count patches of every input of the tower: by the grids of the processor, else by the shapes of pixels."""
         kinds = _CLIP if clip else _PIXELS
         pixels = [value for key, value in output.items() if kinds.search(key)]
         shapes = [s for x in pixels for t in tensors_in(x) for s in self._shapes(t, one=isinstance(x, Tensor))]
@@ -146,7 +146,7 @@ class Looker:
         raise failed
 
     def _ways(self, kind: str, token: str, count: int) -> Iterator[tuple[Any, ...]]:
-        """(kind, where pixels lie, prompt, images nested by sample, other arguments); the one that worked first."""
+        """Yield (kind, pixels' place, prompt, images nested by sample, other arguments); first the one that worked."""
         known = self._found.get((kind, count))
         if known is not None:
             yield known

@@ -48,7 +48,7 @@ class ImageSource:
                 yield number
 
     def draw(self, choice: int, times: int, *, copies: int = 1) -> Values:
-        """`times` the smallest images: a larger grid of patches (`copies` of it: so many images), or more images."""
+        """Draw `times` the smallest images: a larger grid of patches (`copies`: so many images), or more images."""
         found = next(x for i, x in enumerate(self._calls(times)) if i == choice)
         return found if copies == 1 else {name: torch.cat([x] * copies) for name, x in found.items()}
 
@@ -77,7 +77,7 @@ def reads_images(model: Any) -> bool:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without the warnings of calls that are only tried."""
+    """Silence the warnings of calls that are only tried."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -147,7 +147,7 @@ def text_calls(model: Any, num_tokens: int) -> Iterator[Values]:
 
 
 def image_calls(model: Any, units: list[Unit], encode: Any, *, side: int = 16, times: int = 1) -> Iterator[Values]:
-    """Keyword arguments of `get_image_features`, or of a tower: what processors give, by the names that are taken.
+    """Yield arguments of `get_image_features`, or of a tower: what processors give, by the names that are taken.
 
     Where patches come next to a grid, one image of about `side`^2 x `times` patches; else `times` images of the
     configuration's size.
@@ -294,7 +294,7 @@ def _tiles(model: Any, s: _Shape, taken: set[str]) -> Iterator[Values]:
 
 
 def _bare(s: _Shape) -> Iterator[Values]:
-    """Patches of one image with nothing next to them: their numbers in a row, or frames of pixels, channels last."""
+    """Yield patches of one image with nothing else: their numbers in a row, or frames of pixels, channels last."""
     for width in s.values:
         yield {"pixel_values": s.patches(width)[None]}
     one = (s.frames, s.patch, s.patch, s.channels)
@@ -308,7 +308,7 @@ def other_words(model: Any, num: int) -> Values:
 
 
 def _patch_values(units: list[Unit]) -> tuple[int, ...]:
-    """Numbers of one patch, as the first matrix of the vision tower takes them, or of its parts before the blocks."""
+    """Shape the numbers of one patch, as the vision tower's first matrix takes them, or its parts before the blocks."""
     parts = [x for x in units if x.tower == "vision" and x.module is not None]
     firsts = [next((x for x in part.module.modules() if is_matmul(x)), None) for part in parts]
     return tuple(dict.fromkeys(int(x.weight[0].numel()) for x in firsts if x is not None))[:4]

@@ -125,7 +125,7 @@ def as_published(layer: LayerSpec, config: InternVLChatConfig) -> LayerSpec:
 
 
 def chat_config(fields: Mapping[str, Any]) -> InternVLChatConfig:
-    """Transformers' configuration of a published config.json; `ConfigError` if it has no class for the text model."""
+    """Make Transformers' configuration of a published config.json; `ConfigError` without a class of the text model."""
     for switch in ("use_backbone_lora", "use_llm_lora"):
         if fields.get(switch):
             raise ConfigError(f"{switch} is {quote(fields[switch])}: merge the adapters and set it to 0")
@@ -188,7 +188,7 @@ def forget_published_names(model: Any) -> None:
 
 
 def _asked(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what names code, kernels or number formats: those are said to the loader."""
+    """Leave out what names code, kernels or number formats: the loader gets those."""
     return {key: value for key, value in fields.items() if key != "model_type" and not UNASKED.fullmatch(key)}
 
 

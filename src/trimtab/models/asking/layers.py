@@ -244,7 +244,7 @@ def _seen(unit: Unit, passes: Passes) -> _Seen:
 
 
 def _is_plain(shape: BlockShape, seen: _Seen) -> bool:
-    """Whether the formulas' products and pairs are those that ran; without a pass, whether every weight is explained.
+    """Return whether the formulas' products and pairs ran; without a pass, whether every weight is explained.
 
     What attention and MLP leave unexplained is one matrix more that each row meets: gates, routers, side inputs.
     """
@@ -273,7 +273,7 @@ def _is_plain(shape: BlockShape, seen: _Seen) -> bool:
 
 
 def _measure(unit: Unit, shape: BlockShape, seen: _Seen) -> MeasuredWork:
-    """Lines and parabolas through what ran: rows in their own term, pairs of fused attention in that of squares."""
+    """Fit lines and parabolas through what ran: rows in their own term, pairs of fused attention in that of squares."""
     if unit.tower == "audio":
         return MeasuredWork(forward_flops=(0.0,) * NUM_WORK_TERMS, kept_bytes=(0.0,) * NUM_WORK_TERMS)
     a, ran, T = shape.attention, seen.ran, float(seen.base)
@@ -374,7 +374,7 @@ def seen_cache(layer: LayerSpec, passes: Passes) -> CacheSpec | None:
 
 
 def with_extras(layers: Sequence[LayerSpec], extra: Mapping[str, int]) -> list[LayerSpec]:
-    """`layers` with those bytes; what is in none goes with the first layer around it, of a decoder the first block."""
+    """Give `layers` those bytes; what is in none goes with the first layer around it, of a decoder the first block."""
     names = {x.name for x in layers}
     sizes = dict.fromkeys(names, 0)
     companions: dict[str, list[str]] = {}

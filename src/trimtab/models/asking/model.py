@@ -108,7 +108,7 @@ def check_size(module: Any) -> None:
 
 
 def _check_depth(section: Mapping[str, Any], path: str) -> None:
-    """Lists of blocks are made one by one, so that a mistyped depth would take hours."""
+    """Refuse a mistyped depth: lists of blocks are made one by one, and it would take hours."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             _check_depth(value, f"{path}{key}.")

@@ -44,7 +44,7 @@ class AnyTokenizer(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
     """Bytes as words, and one special token for each that a processor names: of the text only images are counted."""
 
     def __init__(self, named: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """`named`: tokens by name, as tokenizer_config.json gives them."""
+        """Take `named`: tokens by name, as tokenizer_config.json gives them."""
         self._named = {k: str(v.get("content")) if isinstance(v, Mapping) else str(v) for k, v in named.items() if v}
         self.makes_up = True  # a token for each name that is asked for, and not only for those that are given
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -157,7 +157,7 @@ def _part(name: str, folder: str, files: Mapping[str, Mapping[str, Any]]) -> Any
 
 
 def _without_code(value: Any) -> Any:
-    """Fields that name neither code nor a font: times that Ernie draws on frames change no size."""
+    """Keep fields that name neither code nor a font: times that Ernie draws on frames change no size."""
     if isinstance(value, Mapping):
         kept = {key: _without_code(x) for key, x in value.items() if key not in ("auto_map", "font_path")}
         return {**kept, "draw_on_frames": False} if "draw_on_frames" in kept else kept

@@ -34,7 +34,7 @@ class Unit:
 
 
 def split_units(model: Any) -> list[Unit]:
-    """Units in module order; `num_params` sum up to the model's, a shared weight counted once, where it comes first."""
+    """List units in module order; `num_params` sum up to the model's, a shared weight counts where it comes first."""
     roots = _Roots.of(model)
     found: list[Unit] = []
     counted: set[int] = set()

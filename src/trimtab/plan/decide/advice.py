@@ -166,7 +166,7 @@ def _largest_part(samples: SampleTable) -> SampleTable:
 
 
 def _smaller(samples: SampleTable) -> SampleTable:
-    """Half as many patches in every image, and as many fewer tokens as they make."""
+    """Put half as many patches in every image, and as many fewer tokens as they make."""
     half = samples.num_patches // 2
     return replace(
         samples,
@@ -228,7 +228,7 @@ def find_tips(
 def _speed_elsewhere(
     model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, priced: Priced
 ) -> float | None:
-    """Samples a second of the setting on that cluster, in packs as large as now or half as large; None: none fits."""
+    """Return samples a second of the setting on that cluster, in packs as now or half as large; None: none fits."""
     dims, own = priced.setting.dims, priced.options
     fixed = {name: getattr(dims, name) for name in ("dp", "pp", "tp", "cp", "ep", "etp")}
     plain = {"zero_stage": own.zero_stage, "schedule": own.schedule, "num_chunks": own.num_chunks}

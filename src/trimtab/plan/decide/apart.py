@@ -150,7 +150,7 @@ class _Tower:
         return sum(max(0.0, float(work @ np.array(tier.saved_bytes))) for tier in self.tiers)
 
     def moment(self, work: FloatArray) -> float:
-        """Bytes on top of them while it computes: of one layer, with its own activations where they are recomputed."""
+        """Count bytes on top of them while it computes: of one layer, with its own activations if recomputed."""
         moment = max(float(work @ np.array(layer.transient_bytes)) for layer in self.layers)
         if any(any(x.extra_backward_s) for x in self.tiers):
             moment += max(float(work @ np.array(layer.tiers[0].saved_bytes)) for layer in self.layers)
@@ -220,7 +220,7 @@ def is_trained(case: Case) -> bool:
 
 
 def bubble_bounds_s(case: Case, stages: Sequence[Stage]) -> tuple[float, float]:
-    """Seconds that no epoch takes less whose images are encoded while the pipeline waits, on all devices of a replica.
+    """Bound the seconds of an epoch whose images are encoded while the pipeline waits, on all devices of a replica.
 
     No step is shorter than all work shared evenly, nor than the pipeline without a tower between images of the first
     micro-batch and the backward of those of the last. Second: where packs of text alone run first and last in steps

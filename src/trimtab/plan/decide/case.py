@@ -127,7 +127,7 @@ class Case:
 
     @cached_property
     def problem(self) -> SplitProblem:
-        """Time at the mean pack, memory at the largest pack that the limits allow."""
+        """State the split: time at the mean pack, memory at the largest pack that the limits allow."""
         # memory by what the limits allow, not by the packs that came out: other epochs pack otherwise
         work_max = limit_work(
             self.work if self.extremes is None else self.extremes,
@@ -191,7 +191,7 @@ def pair_sentences(case: Case) -> list[str]:
 
 
 def tower_cuts(model: ModelSpec) -> frozenset[int]:
-    """Cuts in front of the last layer of vision tower and projector: what is shared is whole, on the first stage."""
+    """List cuts before the last layer of vision tower and projector: what is shared is whole, on the first stage."""
     return frozenset(range(1, max(model.indices("vision") + model.indices("projector"), default=0) + 1))
 
 

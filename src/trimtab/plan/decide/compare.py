@@ -119,7 +119,7 @@ def compare_variants(
     elsewhere: Sequence[SettingEstimate] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Variant, ...]:
-    """Baseline, then with balanced packs, then balanced stages, then the plan: each adds one decision.
+    """Run the baseline, then with balanced packs, then balanced stages, then the plan: each adds one decision.
 
     Where ranks share images, that is the last one, and the rows above are those of the case without it; a tower on
     devices of its own follows the baseline, for its pipelines were never meant to hold it.
@@ -293,7 +293,7 @@ def _of_size(case: Case, baseline: Baseline, balanced: _Balanced, size: float, m
 
 
 def _switch(run: Run, recompute: RecomputeMode) -> Run:
-    """Everything that can be recomputed, or nothing, whether it fits or not; "auto": as it is."""
+    """Recompute everything that can be, or nothing, whether it fits or not; "auto": as it is."""
     if recompute == "auto":
         return run
     stages = tuple(replace(stage, recompute=()) for stage in run.stages)
@@ -327,7 +327,7 @@ def _batched(
     samples: SampleTable,
     samples_work: FloatArray,
 ) -> Run:
-    """Batches of about `size` samples, so many a step that steps hold as many samples as the plan's; stages to come."""
+    """Make batches of about `size` samples, so many that a step holds the plan's samples; stages to come."""
     # 1. packs or batches, as the host makes them
     problem, options, dp = case.problem, case.options, case.setting.dims.dp
     limits = (case.setting.max_patches, case.setting.max_tokens)

@@ -133,7 +133,7 @@ def draw_epoch(
 
 
 def share_exactly(total: int, shares: FloatArray) -> IntArray:
-    """Whole numbers that add up to `total`, each within one of its share (largest remainders, first of equals)."""
+    """Find whole numbers that add up to `total`, each within one of its share (largest remainders, first of equals)."""
     exact = total * shares
     counts = np.floor(exact).astype(np.int64)
     order = np.lexsort((np.arange(len(shares)), counts - exact))

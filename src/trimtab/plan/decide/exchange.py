@@ -117,7 +117,7 @@ _DEALT_POOLS = 256  # spread over the data set, to see how much of a dispatch st
 
 
 def pool_packs(table: IntArray, decision: VisionDecision) -> IntArray:
-    """(calls, packs): the packs whose images are shared in one call, -1 for an empty slot; calls step by step."""
+    """List (calls, packs) the packs whose images are shared in one call, -1 for an empty slot; calls step by step."""
     num_steps, dp, num_microbatches = table.shape
     k = decision.pooling
     # ranks of dp share across packs of one micro-batch; those of tp and cp hold the same pack

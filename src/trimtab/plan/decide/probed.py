@@ -230,7 +230,7 @@ def _more(layer: LayerCost, num_bytes: float) -> LayerCost:
 
 
 def _regroup(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-    """New groups: layers of one kind may have been changed differently on different stages."""
+    """Return new groups: layers of one kind may have been changed differently on different stages."""
     groups: dict[tuple[object, ...], int] = {}
     return tuple(
         replace(x, group=groups.setdefault((x.group, x.tiers, x.transient_bytes), len(groups))) for x in layers
@@ -238,5 +238,5 @@ def _regroup(layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
 
 
 def _unsaid(assumptions: Sequence[str]) -> tuple[str, ...]:
-    """Without what an earlier probe said."""
+    """Leave out what an earlier probe said."""
     return tuple(sentence for sentence in assumptions if not sentence.startswith(ABOUT_BYTES))

@@ -105,7 +105,7 @@ class ChosenSetting:
 
     @property
     def error(self) -> float:
-        """So much of the fastest's speed may be given up for a simpler setting."""
+        """Return how much of the fastest's speed may be given up for a simpler setting."""
         return CHOICE_ERROR if self.prefer == "simplest" else EQUAL
 
     @property

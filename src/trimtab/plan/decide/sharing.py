@@ -288,7 +288,7 @@ def _ms(seconds: float) -> float:
 
 
 def _constant_s(profile: Profile) -> float:
-    """Forward and backward of vision tower and projector on a micro-batch of no size: kernels, weights read once."""
+    """Time vision tower and projector on a micro-batch of no size, both ways: kernels, weights read once."""
     layers = (layer for layer in profile.layers if layer.tower != "language")
     return sum(layer.forward_s[MICROBATCHES] + layer.backward_s[MICROBATCHES] for layer in layers)
 

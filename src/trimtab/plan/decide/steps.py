@@ -364,7 +364,7 @@ def group_tried(
 
 
 def refuse_over(options: PlanOptions, dims: ParallelDims, samples_per_pack: float) -> PartitionError | None:
-    """Why filled packs of so many samples make steps far above the batch that was asked for; None: they do not."""
+    """Say why filled packs of so many samples make steps far above the batch asked for; None: they do not."""
     if options.global_batch is None or dims.dp * samples_per_pack <= _MOST_OVER * options.global_batch:
         return None
     return PartitionError(
@@ -382,7 +382,7 @@ def fill_epoch(
     limits: tuple[int, int],
     cost: FloatArray,
 ) -> PackResult:
-    """Packs within the limits, as full as can be; steps of equal length where their number of packs was left open."""
+    """Fill packs within the limits, as full as can be; steps are of equal length where their packs were left open."""
     packed = pack_samples(
         pad_documents(samples, dims),
         limits=limits,

@@ -92,7 +92,7 @@ def joins_samples(attention: Attention) -> bool:
 
 
 def join_samples(work: FloatArray) -> FloatArray:
-    """`work` (..., T) of packs where `joins_samples`: the pairs between a pack's samples are computed, and kept."""
+    """Square the tokens of `work` (..., T) where `joins_samples`: pairs between a pack's samples are computed too."""
     joined = work.copy()
     joined[..., TOKENS_SQ] = work[..., TOKENS] ** 2
     return joined
@@ -260,7 +260,7 @@ Apart = Phases | Lanes
 
 
 def stage_link(cluster: ClusterSpec) -> float:
-    """Bytes per second between stages: neighbours are taken to lie on different nodes, where there are several."""
+    """Return bytes per second between stages: neighbours lie on different nodes, where there are several."""
     return cluster.slowest_link_bytes_per_s * Efficiency().link
 
 

@@ -200,7 +200,7 @@ def _over_memory(found: ReloadedPlan) -> Iterator[str]:
 
 
 def _old_claims(found: ReloadedPlan) -> Iterator[str]:
-    """Figures and summary of other decisions than the plan's; not looked at where another version computed them."""
+    """Yield figures and summary of other decisions than the plan's; not looked at where another version made them."""
     plan, case = found.plan, found.case
     if plan.created_by != f"trimtab {__version__}":
         return
@@ -233,7 +233,7 @@ def _differences(place: str, said: Any, true: Any) -> Iterator[str]:
 
 
 def _divided_tower(found: ReloadedPlan) -> Iterator[str]:
-    """Ranks that share images encode with the whole tower, which a plan then keeps on its first stage."""
+    """Refuse a divided tower: ranks that share images need it whole, on the plan's first stage."""
     vision = found.case.vision
     if vision is None or len(found.stages) == 1:
         return

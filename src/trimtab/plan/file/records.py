@@ -184,7 +184,7 @@ class PlannedRecords(Sequence[Any]):
         index_dir: Path | None = None,
         media_roots: Sequence[Path | None] | None = None,
     ) -> None:
-        """`files` are those that were sized, in the same order; their line starts are found once, and with `index_dir`
+        """Take `files` that were sized, in the same order; their line starts are found once, and with `index_dir`
         kept there for later runs (8 bytes a sample). `media_roots` are the folders that image paths of each start from.
         """
         refuse_other_files(samples, files)

@@ -59,7 +59,7 @@ def read_samples(plan: Plan, folder: Path) -> SampleTable:
 
 
 def cover_problems(plan: Plan, epoch: Epoch, packed: PackResult) -> Iterator[str]:
-    """Unless every sample is in a pack as often as it is drawn, or left out as oversize, and every pack in one slot."""
+    """Find samples not packed as often as drawn nor left out as oversize, and packs that are not in one slot."""
     packing, table, mixture = packed.packing, packed.schedule.table, plan.inputs.data.mixture
     often = "more often than the weights draw them" if mixture else "more than once"
     if epoch.sources != mixture:

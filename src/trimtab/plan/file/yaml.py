@@ -161,7 +161,7 @@ def _plain(value: Any, *, name: str, in_list: bool = False) -> Any:
 
 
 def read_file(path: Path | str, what: str, *, wrote: str) -> tuple[str, str]:
-    """Path and text of a file of this kind ("plan"), or of `plan.yaml` in a folder; `wrote` is the command for it."""
+    """Read path and text of a file of this kind ("plan"), or of `plan.yaml` in a folder; `wrote` is its command."""
     refuse_type(what, path, Path | str, f"the path of a {what}.yaml")
     path = Path(path)
     path = path / f"{what}.yaml" if path.is_dir() else path
@@ -195,7 +195,7 @@ def plan_folder(path: Path) -> Path:
 
 
 def unknown_keys(path: Path | str) -> list[str]:
-    """Places of keys in a plan that nothing reads: `load_plan` warns of them, `check_plan` takes them for mistakes."""
+    """List places of keys that nothing reads: `load_plan` warns of them, `check_plan` takes them for mistakes."""
     origin, text = read_file(path, "plan", wrote="trimtab plan")
     unknown: list[str] = []
     plan_from_yaml(text, origin=origin, unknown=unknown)
@@ -226,7 +226,7 @@ _ABOVE_ZERO = (
 
 
 def _read_number(place: str, kind: Any, value: float, problems: list[str]) -> float:
-    """Numbers of a plan: all are finite and none is negative, and what others are divided by is not 0."""
+    """Read a number of a plan: it is finite and not negative, and not 0 where others are divided by it."""
     name = place.rpartition(".")[2]
     if name not in _CHECKED_ELSEWHERE and not 0 <= value <= sys.float_info.max:
         problems.append(f"{place} is {str(value)[:40]}, not a finite number of 0 or more")

@@ -64,7 +64,7 @@ class PlanBatchSampler(Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int | None:
-        """None: packs differ in size.
+        """Return None: packs differ in size.
 
         Accelerate asks for it where it is about to divide them among the ranks a second time, which would lose
         all but one in dp of them silently (accelerate 1.15, `BatchSamplerShard`).

@@ -142,7 +142,7 @@ def ask_format(config: Any) -> PackFormat:
 
 
 def _names_tokens(core: Any, config: Any) -> bool:
-    """Whether the configuration has the tokens by which the model places an image: thinkers by themselves lack some."""
+    """Return whether the configuration has the tokens that place an image: thinkers by themselves lack some."""
     placing = getattr(core, "get_rope_index", None)
     read = re.findall(r"config\.(\w+_token_id)", inspect.getsource(placing)) if placing is not None else ()
     return all(getattr(config, name, None) is not None for name in read)
@@ -172,7 +172,7 @@ def model_classes(config: Any) -> tuple[Any, Any]:
 
 
 def has_state(config: Any) -> bool:
-    """Whether a layer of the text model carries a state along the row: its kind says so, or its code convolves."""
+    """Return whether a layer of the text model has a state along the row: its kind says so, or its code convolves."""
     from transformers import MODEL_MAPPING, masking_utils
 
     masks = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
@@ -239,7 +239,7 @@ class VideoReader:
 
 
 def alike_videos(key: str, parts: list[Tensor]) -> list[Tensor]:
-    """`parts`, which can be joined: a model that takes videos as (videos, frames, ...) takes none of other lengths."""
+    """Return `parts`, and refuse videos of several lengths for a model that takes them as (videos, frames, ...)."""
     lengths = sorted({part.shape[1] for part in parts}) if "videos" in key and parts[0].dim() > 4 else []
     if len(lengths) > 1:
         raise UnsupportedPlanError(

@@ -40,7 +40,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def sharded(model: nn.Module) -> bool:
-    """FSDP, FSDP2, ZeRO-3 or the meta device: no rank can run the model by itself."""
+    """Return whether it is under FSDP, FSDP2, ZeRO-3 or on the meta device: no rank can run the model by itself."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         return True
     return any(p.is_meta or type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in model.parameters())
@@ -48,7 +48,7 @@ def sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Inside: evaluation, no TF32. Afterwards modes, precision and random numbers are as before."""
+    """Switch to evaluation, without TF32. Afterwards modes, precision and random numbers are as before."""
     training = {module: module.training for module in model.modules()}
     device = device_of(model)
     devices = [device] if device.type != "cpu" else []
@@ -121,13 +121,13 @@ def draw_samples(model: Any, family: PackFormat) -> list[dict[str, Any]]:
 
 
 def _noisy(images: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """Other pixels in images of the same sizes."""
+    """Draw other pixels in images of the same sizes."""
     drawn = {k: torch.randn(v.shape, generator=generator) for k, v in images.items() if v.is_floating_point()}
     return {key: value + drawn[key] if key in drawn else value for key, value in images.items()}
 
 
 def cut_sample(sample: ProcessedSample, max_tokens: int) -> ProcessedSample:
-    """Text after the last image is cut; images stay whole."""
+    """Cut text after the last image; images stay whole."""
     rows = (sample.token_types > 0).nonzero()
     end = max(max_tokens, int(rows[-1]) + 2 if len(rows) and sample.images else 0)
     return replace(
@@ -204,7 +204,7 @@ def _place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def run_backward(model: nn.Module, batch: Batch, weights: Tensor, *, what: str) -> tuple[Tensor, Gradients]:
-    """Logits, and the gradients of their sum weighted by `weights` (of the first entries); no `.grad` is written."""
+    """Return logits, and gradients of their sum weighted by `weights` (of the first entries); no `.grad` is written."""
     leaves: list[Tensor] = []
     length = batch["input_ids"].shape[1]
 
@@ -409,7 +409,7 @@ class _Check:
 
 
 def _gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return that of the worst parameter; the floor leaves out gradients that are rounding alone (biases of keys)."""
+    """Return the worst parameter's error; the floor leaves out gradients that are rounding alone (biases of keys)."""
     largest = max((float(g.norm()) for g in expected.values()), default=0.0)
     return max(
         (relative_error(found[n].float(), g.float(), floor=1e-3 * largest) for n, g in expected.items() if n in found),

@@ -203,7 +203,7 @@ class PackOrder:
         return -(-(self.tables.num_places - cursor.packs_done) // self.packs_per_step)
 
     def microbatches(self, rank: int, cursor: Cursor) -> Iterator[list[int]]:
-        """Sample rows of each micro-batch of one rank, from `cursor` to the end of its epoch; [] is an empty pack."""
+        """Yield sample rows of each micro-batch of one rank, from `cursor` to its epoch's end; [] is an empty pack."""
         for number in range(self.num_microbatches_left(cursor)):
             place = cursor.packs_done + (cursor.microbatches_done + number) * self.dp + rank
             pack = self.pack_at(cursor.epoch, place)

@@ -211,7 +211,7 @@ def _tower_problems(layout: PipelineLayout, layers: Mapping[str, Unit]) -> list[
 
 
 def _ownership_problems(layout: PipelineLayout, model: nn.Module) -> list[str]:
-    """Weights that three ranks share would train on unequal sums."""
+    """List weights that three ranks share: they would train on unequal sums."""
     several = [devices for _, devices in _shared(model, layout)]
     if len(several) > 1 or any(len(devices) > 2 for devices in several):
         return [

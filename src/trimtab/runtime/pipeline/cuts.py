@@ -69,7 +69,7 @@ class SizeRules:
             ]
 
     def foretell(self, name: str, quantities: Mapping[str, int]) -> Shape | None:
-        """None: what was seen does not tell it."""
+        """Predict the shape; None where what was seen does not settle it."""
         shape = []
         for rules in self._rules.get(name, [[]]):
             sizes = {_apply(rule, quantities) for rule in rules}
@@ -112,7 +112,7 @@ class Way:
 
     @cached_property
     def place(self) -> dict[str, int]:
-        """Return the stage of each layer in the plan; image features are made where their last layer is."""
+        """Return the place of each layer in the plan's order; image features are made where their last layer is."""
         # a call that is no layer of the plan runs where the last of what it reads is made
         found = {name: i for i, name in enumerate(self.layers)}
         written = dict(found)
@@ -259,7 +259,7 @@ class Cuts:
         return found
 
     def _problems(self, way: Way) -> list[str]:
-        """Sentences on what would have to cross a cut of the layout and cannot: backwards, or no layer's output."""
+        """List what would have to cross a cut of the layout and cannot: backwards, or no layer's output."""
         found = []
         # modules that read what a later stage makes
         for call in way.trace.calls:

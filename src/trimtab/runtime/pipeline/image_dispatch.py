@@ -93,7 +93,7 @@ class ImageDispatch:
     _features: dict[int, Encoded] = field(default_factory=dict)
 
     def expect(self, microbatches: Sequence[Batch]) -> None:
-        """Before each step; collective over the group. A rank that disagrees raises on all of them."""
+        """Prepare each step; collective over the group. A rank that disagrees raises on all of them."""
         self._calls.clear()
         self._features.clear()
         if not microbatches:  # let go of what a step left
@@ -126,7 +126,7 @@ class ImageDispatch:
         return self._features.pop(microbatch, None)
 
     def finish(self, microbatch: int) -> None:
-        """Behind each backward: the last one of a call runs the tower's own, on every rank of the group."""
+        """Finish each backward: the last one of a call runs the tower's own, on every rank of the group."""
         call = self._calls[microbatch // self.num_pooled]
         call.waiting.discard(microbatch)
         if call.waiting or call.rows is None:
@@ -136,7 +136,7 @@ class ImageDispatch:
         call.rows, call.leaves = None, []
 
     def _run(self, call: _Call, first: int) -> None:
-        """Pixels out, this rank's share through the tower, rows back."""
+        """Send pixels, run this rank's share through the tower, and get rows back."""
         rank, pool = self.control.rank, call.pool
         own = None if call.inputs is None else call.inputs.to(self.device)
         received = move_images(own, self.template, pool, rank=rank, group=self.group)
@@ -194,7 +194,7 @@ class ImageDispatch:
         return inputs
 
     def _check_form(self, inputs: Sequence[VisionInputs]) -> None:
-        """Rows travel into buffers made like the family's smallest image: they have to be alike on every rank."""
+        """Check that rows are alike on every rank: they travel into buffers made like the family's smallest image."""
         for image in inputs:
             for part, like in zip(image.parts, self.template.parts, strict=True):
                 if part.rows.dtype != like.rows.dtype or part.rows.shape[1:] != like.rows.shape[1:]:

@@ -61,7 +61,7 @@ class PackedStage(PipelineStage):
         return self.module.cuts.wires(self.module.stop, batch)
 
     def expect(self, microbatches: Sequence[Batch]) -> None:
-        """Before each step: its micro-batches."""
+        """Take the micro-batches of a step before it runs."""
         self.clear_runtime_states()
         for left in (self.received, self.sent, self.gradients, self.later, self.bwd_cache):
             left.clear()  # of a step that failed, or of stage 0, which hands no gradients on
@@ -72,13 +72,13 @@ class PackedStage(PipelineStage):
     # -- what schedules set up once: nothing, since shapes differ -----------------------------------------------------
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
-        """Shapes come with `expect`."""
+        """Do nothing: shapes come with `expect`."""
 
     def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
-        """Shapes come with `expect`."""
+        """Do nothing: shapes come with `expect`."""
 
     def _pre_metadata_inference_backup(self) -> None:
-        """Since nothing is inferred, no buffer changes: torch 2.15 keeps a copy of each, and fails on expanded ones."""
+        """Keep no copies, for no buffer changes: torch 2.15 copies each buffer here, and fails on expanded ones."""
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ def sum_over_ranks(parameters: Sequence[nn.Parameter], group: Any) -> None:
 
 
 def exchange_tied(tied: TiedWeight, group: Any) -> None:
-    """Both halves become their sum: this rank's plus the peer's, the same bits on either side."""
+    """Make both halves their sum: this rank's plus the peer's, the same bits on either side."""
     parameter = tied.parameter
     if not parameter.requires_grad:
         return
@@ -272,7 +272,7 @@ class Pipeline:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(self, microbatches: Sequence[Batch], *, denominator: Tensor | float | None = None) -> StepResult:
-        """Forward and backward of a step's micro-batches, as `PackedCollator` makes them.
+        """Run forward and backward of a step's micro-batches, as `PackedCollator` makes them.
 
         Every rank of a pipeline gives the same micro-batches: all of them need the ids and sizes. Whatever `grad` held
         is dropped; afterwards it is d loss / d parameter over all micro-batches and data-parallel ranks (summed: the
@@ -344,7 +344,7 @@ class Pipeline:
 
     @property
     def image_load(self) -> ImageLoad | None:
-        """Return that of the latest step, on the ranks that share images; None elsewhere."""
+        """Return the load of images of the latest step, on the ranks that share images; None elsewhere."""
         return None if self.images is None else self.images.load
 
     # -- what it holds ------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class ReplicaTower:
     _sent: list[int] | None = None  # versions of the first rank's parameters when they were sent; None: never
 
     def expect(self, microbatches: Sequence[Batch]) -> None:
-        """Before each step: encode its images, in whose graph the step's gradients are kept. Collective."""
+        """Encode the images of a step before it, in whose graph the step's gradients are kept. Collective."""
         self._rows, self._leaves = None, []
         self._features.clear()
         self._send_weights()
@@ -81,10 +81,10 @@ class ReplicaTower:
         return self._features.pop(microbatch, None)
 
     def finish(self, microbatch: int) -> None:
-        """Nothing: the tower's backward runs once, after all micro-batches."""
+        """Do nothing: the tower's backward runs once, after all micro-batches."""
 
     def finish_step(self) -> None:
-        """After the pipeline's backwards: those of the tower, and their sum on the first rank. Collective."""
+        """Run the tower's backwards after the pipeline's, and sum them on the first rank. Collective."""
         rows, self._rows = self._rows, None
         if rows is None or not rows.requires_grad:
             return
@@ -139,7 +139,7 @@ class ReplicaTower:
                 self._features[number] = name_rows(features, leaf, mine, kinds)
 
     def _send_weights(self) -> None:
-        """Parameters of the first rank that changed since they were sent, to the copies.
+        """Send the first rank's parameters that changed since the last time to the copies.
 
         An optimizer may write where no version counts it: what is trained is sent whenever gradients are on.
         """

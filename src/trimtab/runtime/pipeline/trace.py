@@ -58,7 +58,7 @@ class Encoded:
 
 
 def feature_name(kind: str, column: int) -> str:
-    """Name image features, 0, and those of DeepStack layers, as one tensor across a cut."""
+    """Return the name of a column of features across a cut: 0 is the image's, 1 and more are DeepStack layers'."""
     return f"{kind} features" + (f" {column}" if column else "")
 
 
@@ -151,7 +151,7 @@ def parameters_of(layer: nn.Module | nn.Parameter) -> list[nn.Parameter]:
 
 
 def _shell(module: nn.Module, device: torch.device) -> Any:
-    """Same class and fields, so that code around it that asks for its type, kind or dtype gets the same answers."""
+    """Return one of the same class and fields, so that code that asks for its type or dtype gets the same answers."""
     shell = module.__class__.__new__(module.__class__)
     nn.Module.__init__(shell)
     fresh = set(vars(shell))
@@ -319,7 +319,7 @@ class Tracer:
         return made.clone(memory_format=torch.contiguous_format) if self._trace.writes else made
 
     def _run(self, path: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Layers that are built and called alike return alike: they are run once."""
+        """Run once those layers that are built and called alike: they return alike."""
         given, spec = tree_flatten([args, kwargs])
         plain = not any(isinstance(x, MutableMapping) for x in (*args, *kwargs.values()))  # it may be written into
         sizes = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x)[:80] for x in given)
@@ -333,7 +333,7 @@ class Tracer:
         return self._made[key]
 
     def _note_inside(self, path: str, args: Any, kwargs: dict[str, Any]) -> None:
-        """Tensors that the layer left in what it was given, for others to read."""
+        """Note tensors that the layer left in what it was given, for others to read."""
         for leaf in tensors_in((args, kwargs)):
             if isinstance(leaf, FakeTensor) and id(leaf) not in self._inside:
                 self._inside[id(leaf)] = (leaf, path)

@@ -155,7 +155,7 @@ def _cover(model: nn.Module, keys: Mapping[str, DeviceKey]) -> Iterator[tuple[st
 
 
 def _called_past(model: nn.Module) -> set[str]:
-    """Models around other models or around the embedding: `self.model.visual(...)`, `get_input_embeddings()(...)`."""
+    """Find models around models or around the embedding: `self.model.visual(...)`, `get_input_embeddings()(...)`."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     return _around(
         name for name, module in model.named_modules() if isinstance(module, PreTrainedModel) or module is embedding
@@ -244,7 +244,7 @@ PIXELS = "pixel_values"  # and pixel_values_videos: what only the vision tower r
 
 
 def hook_units(model: Any, placed: DeviceUnits, stored: Mapping[str, StoredTensor]) -> None:
-    """Hooks for `placed` on a model whose weights already lie where it says; weights to be streamed in host memory.
+    """Put hooks for `placed` on a model whose weights already lie where it says; weights to be streamed in host memory.
 
     `stored`: tensors of the model that stay on disk and are read each time they are needed.
     """
@@ -357,5 +357,5 @@ class Meeting(TorchFunctionMode):
 
 
 def _has_a_place(x: Any) -> bool:
-    """Scalars of the host go with any tensor."""
+    """Return whether it has a place: scalars of the host go with any tensor."""
     return isinstance(x, torch.Tensor) and (x.dim() > 0 or x.device.type != "cpu")

@@ -131,7 +131,7 @@ _LARGEST = 10**7  # ten times the largest vocabulary; positions, which may be mo
 
 
 def read_config(folder: Path, attention: str | None = None) -> Any:
-    """Transformers' configuration of a folder, whose own code never runs; `attention`: its `attn_implementation`.
+    """Read Transformers' configuration of a folder, whose code never runs; `attention`: its `attn_implementation`.
 
     `ConfigError` where Transformers has no class for it.
     """
@@ -237,7 +237,7 @@ class StoredNames:
         return found
 
     def of_tensors(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Tensors that the model takes as they are stored, by its names; those that it puts together or splits not."""
+        """List tensors that the model takes as they are stored, by its names; not those that it joins or splits."""
         found = {}
         for name, tensor in stored.items():
             own, converter = rename_source_key(name, self._renamings, self._converters, self._prefix, self._tensors)

@@ -94,7 +94,7 @@ def load_placed(
 
 
 def move_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs of a loaded model where they cross the fewest links: tokens and masks on the device of its head, so that
+    """Move inputs of a loaded model where they cross few links: tokens and masks to the device of its head, so that
     logits stay there; pixels as they are, as they go to the vision tower.
 
     Use it before `generate` on a model that `load_placed` spread over GPUs. docs/howto-serve.md shows it.
@@ -128,7 +128,7 @@ def _load(
     dtype: torch.dtype,
     offload_folder: Path | None,
 ) -> Any:
-    """Transformers renames and converts what the files hold, and places it; the files themselves it does not open."""
+    """Load by Transformers, which renames, converts and places what the files hold; it does not open them."""
     generation: dict[str, Any] = {}
     if (folder / "generation_config.json").is_file():
         generation["generation_config"] = read_generation(folder)

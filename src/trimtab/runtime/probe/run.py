@@ -46,7 +46,7 @@ FULL = "everything recomputed"
 
 
 def measure_full(bench: Bench) -> tuple[DeviceProbe, ...]:
-    """Everything recomputed, and what is left or missing."""
+    """Measure with everything recomputed what is left or missing."""
     stages = full_recompute(bench.case.setting.profile, bench.stages)
     found = []
     for pack in bench.batches:
@@ -97,7 +97,7 @@ def measure_kinds(bench: Bench, full: Sequence[DeviceProbe]) -> Iterator[KeptPro
 
 
 def _can_keep(case: Case, full: DeviceProbe, layer: int, tier: str) -> bool:
-    """Whether the layer has the tier and, by the formulas, its device's memory lasts: else the probe would end."""
+    """Return whether the layer has the tier and its device's memory lasts by the formulas: else the probe ends."""
     cost = case.setting.profile.layers[layer]
     if cost.tier(tier) is None:
         return False

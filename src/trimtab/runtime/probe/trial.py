@@ -155,7 +155,7 @@ class ProbedRank:
 def run_trial(
     rank: ProbedRank, choice: Mapping[str, Granularity], batch: Batch, *, num_steps: int, update: bool = True
 ) -> Reading:
-    """Whole training steps of this micro-batch, over and over, with exactly `choice` recomputed; collective.
+    """Run whole training steps of this micro-batch, over and over, with exactly `choice` recomputed; collective.
 
     `choice` may name layers of other ranks. `update`: with the optimizer's step, whose learning rate the caller has set
     to 0. Raises `PlanError` on the rank whose device has not even the memory to run; torchrun then ends the others.
@@ -213,7 +213,7 @@ def gather_readings(reading: Reading, rank: ProbedRank) -> tuple[Reading, ...]:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error, or one that it came from, is an allocator's: torch's stages raise their own around it."""
+    """Return whether the error, or its cause, is an allocator's: torch's stages raise their own around it."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return True

@@ -158,7 +158,7 @@ def balanced(
 
 
 def _plan_of(path: Path) -> Plan | None:
-    """None: only tables (`trimtab pack`)."""
+    """Return the plan; None: only tables (`trimtab pack`)."""
     file = path if path.is_file() else path / "plan.yaml"
     return load_plan(file) if file.is_file() else None
 
@@ -311,7 +311,7 @@ def _problems_of_plan(own_model: Any, decided: Plan) -> Iterator[str]:
 
 
 def _is_changed(model: nn.Module) -> bool:
-    """Adapters, packed weights and shards: parameters are then no longer those of the configuration."""
+    """Return whether adapters, packed weights or shards change parameters, so that they differ from the config's."""
     return sharded(model) or hasattr(model, "peft_config") or getattr(model, "is_quantized", False)
 
 

@@ -98,7 +98,7 @@ def _num_names(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _save(content: dict[str, Tensor], writer: HuggingFaceStorageWriter) -> None:
-    """Collective; what a disk refused any rank is raised on all of them, without what torch has wrapped it in."""
+    """Save; collective. What a disk refused any rank is raised on all, without what torch has wrapped it in."""
     try:
         save(content, storage_writer=writer)
     except CheckpointException as error:
@@ -424,7 +424,7 @@ def _header(settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: Devic
 
 
 def _peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes torch's allocator held on the device; on a CPU the process's own peak, all it loaded included."""
+    """Return the peak bytes of torch's allocator; on a CPU the process's own peak, all it loaded included."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

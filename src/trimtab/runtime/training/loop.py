@@ -182,7 +182,7 @@ class Run:
 
 
 def open_run(settings: TrainSettings, plan: Plan, ranks: Ranks, *, layout: PipelineLayout | None = None) -> Run:
-    """Data, model on its stages, optimizer and loader; collective. `layout` None: the plan's, for these ranks."""
+    """Open data, model on its stages, optimizer and loader; collective. `layout` None: the plan's, for these ranks."""
     device = ranks.device
     conversations = open_conversations(
         settings.plan, settings.model, settings.reading, data=list(settings.data) or None
@@ -241,7 +241,7 @@ def update(run: Run, settings: TrainSettings, step: int, num_steps: int, result:
 
 
 def refuse_useless(step: int, result: StepResult, norm: Tensor) -> None:
-    """Before the optimizer makes weights of it; the same on every rank."""
+    """Refuse it before the optimizer makes weights of it; the same on every rank."""
     if not result.denominator > 0:
         raise TrimtabError(f"no token of step {step} has a label: see which samples are read (fillers have none)")
     for what, value in (("loss", float(result.loss)), ("gradient norm", float(norm))):
@@ -401,7 +401,7 @@ def attention_of(plan: Plan, device: torch.device) -> AttentionImplementation:
 
 
 def autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
-    """Switch on bfloat16 products over the float32 weights, or nothing."""
+    """Return a context of bfloat16 products over the float32 weights, or of nothing."""
     if settings.dtype_on(device.type) == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)

@@ -125,7 +125,7 @@ class TrainSettings:
         return self.learning_rate * rate_factor(step, num_steps, self.warmup_steps, self.decay)
 
     def dtype_on(self, device_type: str) -> Dtype:
-        """Return that of products on "cpu" or "cuda". Few CPUs have bfloat16 products; others are five times slower."""
+        """Return the dtype of products on "cpu" or "cuda": few CPUs have bfloat16 products, others are 5 x slower."""
         return self.dtype or ("float32" if device_type == "cpu" else "bfloat16")
 
     def saves_at(self, step: int, num_steps: int) -> bool:

@@ -187,7 +187,7 @@ class SharedSampler(BatchSampler):
             yield from ([] for _ in range(len(step) - len(mine)))
 
     def _measure(self, steps: Sequence[Sequence[int]]) -> Iterator[None]:
-        """Before each step: the sizes of its rows are known. Ranks divide unknown rows among themselves; collective."""
+        """Measure the rows of a step before it, so that all sizes are known; ranks divide unknown rows; collective."""
         seen, unknown = set(self.sizes), []
         for rows in steps:
             unknown.append([row for row in dict.fromkeys(rows) if row not in seen])

@@ -113,7 +113,7 @@ def gather_rows(rows: Tensor, layout: RowLayout, group: Any) -> Tensor:
 
 
 def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: Any) -> Tensor:
-    """Rows `wanted[rank]` of the batch, in that order, from the rows this rank made; every rank knows all of `wanted`.
+    """Fetch rows `wanted[rank]` of the batch, in that order, from the ranks that made them; all ranks know `wanted`.
 
     One all-to-all forward and one backward. A row several ranks want gets the sum of their gradients, added in the
     order of ranks.
@@ -132,7 +132,7 @@ def route_rows(rows: Tensor, layout: RowLayout, wanted: list[IntArray], group: A
 
 
 def move_rows(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """Rows to other ranks, `sent[r]` of them to rank r in order; no gradient flows back."""
+    """Send rows to other ranks, `sent[r]` of them to rank r in order; no gradient flows back."""
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
@@ -168,7 +168,7 @@ class _RouteRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[Tensor], received: list[int], places: Tensor, group: Any) -> Tensor:
-        """Own rows `send[r]` go to rank r, `received[r]` come from it; of those arriving row i goes to `places[i]`."""
+        """Send own rows `send[r]` to rank r, and receive `received[r]` from it; row i of those goes to `places[i]`."""
         ctx.send, ctx.received, ctx.places, ctx.group, ctx.num_rows = send, received, places, group, len(rows)
         sent = [len(ids) for ids in send]
         arrived = move_rows(rows.index_select(0, torch.cat(send)), sent, received, group)

@@ -200,7 +200,7 @@ class Heartbeat:
         return embeddings if zero is None else embeddings + zero.to(embeddings)
 
     def run_missing(self, after: Kind | None) -> Tensor | None:
-        """Kinds this rank lacks, up to the next one it holds; `after` is the kind that was just encoded."""
+        """Run kinds this rank lacks, up to the next one it holds; `after` is the kind that was just encoded."""
         zero: Tensor | None = None
         kinds = list(self.functions)
         start = 0 if after is None or after not in kinds else kinds.index(after) + 1

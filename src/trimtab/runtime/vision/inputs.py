@@ -245,7 +245,7 @@ _BESIDE = re.compile(r"(image|video|pixel|high_res|tile|spatial|target|merge)_|n
 
 
 def find_family(config: Any, encode: Callable[..., Any] | None = None) -> Family:
-    """Asked of `encode`, the function's function; None: of what the configuration's model class has."""
+    """Find the family of `encode`, the function's function; None: that of the configuration's model class."""
     try:
         return ask_family(config, encode or _encoder_of(config))
     except TrimtabError as error:

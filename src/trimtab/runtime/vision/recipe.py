@@ -128,7 +128,7 @@ def prepare_local_vision_inputs(
 
 
 def gather_vision_embeddings(local_embeddings: Tensor, dp_group: Any = None, all_counts: Sequence[int] = ()) -> Tensor:
-    """Embeddings of all ranks in order, `all_counts[r]` rows from rank r; the backward adds up all ranks' gradients.
+    """Gather embeddings of all ranks in order, `all_counts[r]` rows from rank r; backward adds up all gradients.
 
     Where every rank has the whole loss and parameters are averaged, that sum is the recipe's scale by `dp_size`.
     `dp_group` None, or of one rank: the embeddings as they are.
