@@ -232,6 +232,15 @@ def packing_note(details: PlanDetails) -> str:
     return note
 
 
+_DIVIDED = " Not shared, tensor parallelism divides the tower; shared, every rank holds it whole."
+ABOUT_GROUPS = {
+    "replica": " Every device encodes before and after the pipeline, which holds no tower.",
+    "own": " The tower's devices are stage 0, the first row of the timeline.",
+    "tp": _DIVIDED,
+    "tp_cp": _DIVIDED,
+}
+
+
 def vision_table(found: VisionEstimate) -> Table:
     """Return what sharing the images changes on the slowest rank, and on the one that holds most."""
     tower, without = found.tower_ms / 1e3, found.tower_without_ms / 1e3
