@@ -395,6 +395,9 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _settings(details),
         timelines(details),
         memory_bars(details),
+        section("Grids of the vision tower", plan_tables.FORMS_NOTE, on_page(plan_tables.forms_table(details)))
+        if details.plan.estimates.forms
+        else "",
         _vision_section(details),
         _stages(details),
         section("OmniBal's search", plan_tables.SEARCHED_NOTE, on_page(plan_tables.searched_table(details)))
