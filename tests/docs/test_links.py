@@ -8,14 +8,14 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 QUESTIONS = {
     "What do I gain against the run I have?": ("plan.md", "The comparison"),
-    "How do I use it with my Trainer?": ("howto-trainer.md", "With a plan"),
+    "My Trainer waits for images: what do I add?": ("howto-trainer.md", "My Trainer"),
     "Does my model work?": ("tables/model-support.md", "Which models are supported, and how far"),
     "How must my data look?": ("howto-data.md", "Formats"),
     "Are the gradients still right?": ("training-loop.md", "Is it exact for my model?"),
-    "My run is out of memory: what do I change?": ("howto-out-of-memory.md", "My memory error"),
+    "Does my 26B fit on 8 x 24 GiB, and what do I change if not?": ("howto-out-of-memory.md", "My memory error"),
     "What does Megatron need from the plan?": ("howto-megatron.md", "Megatron-Core"),
-    "How far can I trust the seconds?": ("costs.md", "How sure"),
-    "How do I serve on two unequal GPUs?": ("howto-serve.md", "My GPUs for serving"),
+    "How sure is the step time?": ("costs.md", "How sure"),
+    "What do I pass to vLLM?": ("howto-serve.md", "vLLM and SGLang"),
     "How do I resume on another number of ranks?": ("train.md", "Ranks, checkpoints, lost ranks"),
 }
 

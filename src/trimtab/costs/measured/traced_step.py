@@ -108,7 +108,7 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
 
 
 def _grouped(a: Any, b: Any, *_: Any, out_val: Any, **__: Any) -> int:
-    """Multiply rows, width of the result and width of the product's inner side; groups share the rows, or the inner."""
+    """Count FLOPs: rows by width of the result by width of the inner side; groups share the rows, or the inner."""
     return (
         2 * int(a.shape[-1]) * (prod(out_val.shape) if a.dim() == 2 and b.dim() == 3 else int(prod(out_val.shape[-2:])))
     )
