@@ -8,8 +8,10 @@ import pytest
 from sample_sets import png_of
 
 from refusals import refused
+from trimtab.address import Allowed
 from trimtab.errors import ImageError
-from trimtab.samples.media import MAX_PIXELS, image_size
+from trimtab.samples.media import MAX_PIXELS, MediaFolder, image_size
+from trimtab.samples.problems import BadRecordError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow draws the test images")
 from PIL import ImageOps  # noqa: E402
@@ -212,3 +214,13 @@ def test_every_truncation_is_found(tmp_path, name):
         assert size_or_refusal(data[:cut], "ignore") is None, cut
         with written(tmp_path, data[:cut]) as file:
             assert size_or_refusal(file.fileno(), "ignore") is None, cut
+
+
+@pytest.mark.parametrize("name", ["folder", "pipe"])
+def test_what_is_no_regular_file_is_a_bad_record_to_every_reader(tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    media = MediaFolder(tmp_path, allowed=Allowed(), exif="ignore")
+    for read in (media.image_size, media.read):
+        with refused(BadRecordError, name):
+            read(name)

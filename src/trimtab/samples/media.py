@@ -367,11 +367,7 @@ class MediaFolder:
         if isinstance(video, bytes):
             return io.BytesIO(video)
         if not video.startswith("data:"):
-            fd = self._descriptor(video, "video")
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                os.close(fd)
-                raise BadRecordError("video", f"{_named(video)} is a folder or a device: name a regular file")
-            return os.fdopen(fd, "rb")
+            return os.fdopen(self._descriptor(video, "video"), "rb")
         try:
             return io.BytesIO(_data_url_bytes(video))
         except ImageError as error:
@@ -399,12 +395,16 @@ class MediaFolder:
         path = os.path.join(self._root, name)  # noqa: PTH118 (Path costs three times the header)
         try:
             fd = self._open(path, name)
-            self._seen[path] = _stamp(os.fstat(fd))
-            return fd
+            found = os.fstat(fd)
         except (OSError, ValueError) as error:
             if isinstance(error, OSError):
                 self._seen[path] = ""
             raise unreadable_media(f"{kind} {shorten(name)}", "opened", self._root, error) from None
+        self._seen[path] = _stamp(found)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(fd)
+            raise BadRecordError(kind, f"{kind} {shorten(name)} is a folder or a device: name a regular file")
+        return fd
 
     def _fetched(self, address: str, kind: str) -> int:
         """Return an open file with the content of an address, which goes when it is closed."""
