@@ -1,9 +1,13 @@
 """Needs torch and Transformers: every layer's parameters equal those of the real model, built on the meta device."""
 
+import json
+
 import pytest
 import torch
+from PIL import Image
 from real_parameters import assert_same_parameters, build, owner_of
 from tiny_models import BARE, ODD_CONFIGS, as_saved, describe_here, make_tiny_model, odd_config, preprocessor_of
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe, read_config
@@ -37,6 +41,77 @@ def test_what_is_shipped_is_what_transformers_answers(name):
     for part in ("tied", "vocab_size", "forbidden_cuts", "forbidden_cut_reason", "joined_cuts"):
         assert getattr(asked, part) == getattr(shipped, part), part
     assert set(asked.notes[1:]) <= set(shipped.notes)
+
+
+# -- folders as people have them ------------------------------------------------------------------------------------
+
+QWEN, GEMMA = read_config("Qwen2.5-VL-7B"), read_config("Gemma3-4B")
+CUT = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+CUT |= {"size": {"shortest_edge": 3136, "longest_edge": 1003520}}
+SMALLER = {**CUT, "size": {"shortest_edge": 3136, "longest_edge": 200704}}
+OF_GEMMA = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 896, "width": 896}}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024, "intermediate_size": 3072}
+TEXT = {"model_type": "qwen3", **HEADS, "num_hidden_layers": 28, "vocab_size": 151936, "tie_word_embeddings": True}
+OLD_TEXT = {**TEXT, **HEADS, "model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
+OLD_TOWER = {"depth": 4, "embed_dim": 1280, "hidden_size": 1024, "num_heads": 16, "patch_size": 14}
+RAW = {  # config.json, the other files
+    "the first file alone": (QWEN, {"preprocessor": CUT}),
+    "the newer file alone": (QWEN, {"processor": {"image_processor": SMALLER}}),
+    "both files, and they differ": (QWEN, {"preprocessor": CUT, "processor": {"image_processor": SMALLER}}),
+    "the newer file without images": (QWEN, {"preprocessor": SMALLER, "processor": {"size": {"longest_edge": 3136}}}),
+    "pixels at the top": (QWEN, {"preprocessor": {**CUT, "min_pixels": 784, "max_pixels": 100352}}),
+    "tied outside, not inside": ({**QWEN, "tie_word_embeddings": True}, {"preprocessor": CUT}),
+    "tied inside alone": (
+        {k: v for k, v in QWEN.items() if k != "tie_word_embeddings"}
+        | {"text_config": {**QWEN["text_config"], "tie_word_embeddings": True}},
+        {"preprocessor": CUT},
+    ),
+    "short positions": (
+        {**QWEN, "text_config": {**QWEN["text_config"], "max_position_embeddings": 512}},
+        {"preprocessor": CUT},
+    ),
+    "bitsandbytes": ({**QWEN, "quantization_config": {"load_in_4bit": True}}, {"preprocessor": CUT}),
+    "AWQ": ({**QWEN, "quantization_config": {"quant_method": "awq", "bits": 4}}, {"preprocessor": CUT}),
+    "GPTQ": ({**QWEN, "quantization_config": {"quant_method": "gptq", "bits": 4}}, {"preprocessor": CUT}),
+    "FP8": ({**QWEN, "quantization_config": {"quant_method": "fp8"}}, {"preprocessor": CUT}),
+    "Gemma, two lengths": ({**GEMMA, "mm_tokens_per_image": 256}, {"preprocessor": OF_GEMMA}),
+    "fields of the text model outside": (
+        {**OLD_TEXT, "vision_config": {**OLD_TOWER, "spatial_merge_size": 2}},
+        {"preprocessor": CUT},
+    ),
+    "a text model": (TEXT, {}),
+    "generation and adapter files": (QWEN, {"preprocessor": CUT, "generation": {"max_length": 9}, "adapter": {"r": 8}}),
+}
+
+
+@pytest.mark.parametrize("case", RAW)
+def test_a_folder_as_it_comes_is_what_is_built_and_what_its_processor_makes(case, tmp_path):
+    config, files = RAW[case]
+    for name, content in {"": config, **files}.items():
+        text = json.dumps(content, default=dict)
+        (tmp_path / f"{name}_config.json".removeprefix("_")).write_text(text)
+    spec = describe(tmp_path)
+    real = AutoConfig.from_pretrained(tmp_path)
+    kind = AutoModelForImageTextToText if files else AutoModelForCausalLM
+    with torch.device("meta"):
+        built = kind.from_config(real)
+    assert spec.num_params == sum(x.numel() for x in built.parameters())
+    assert bool(spec.tied) == (built.get_input_embeddings().weight is built.get_output_embeddings().weight)
+    assert (spec.stored_as is None) == ("quantization_config" not in config)
+    said = config.get("text_config", config).get("max_position_embeddings")
+    assert spec.max_positions == said
+    assert said in (None, real.get_text_config().max_position_embeddings)
+    if not files:
+        return
+    processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    for size in ((1920, 1080), (100, 60), (333, 2000)):
+        made, counts = processor(images=Image.new("RGB", size), return_tensors="pt"), spec.image_rule.count(*size)
+        if "image_grid_thw" in made:
+            assert counts.patches == int(made["image_grid_thw"].prod())
+            assert counts.tokens == counts.patches // processor.merge_size**2
+        else:
+            assert (counts.patches, counts.tokens) == (64 * 64, real.mm_tokens_per_image)
+            assert made["pixel_values"].shape[-1] == 64 * real.vision_config.patch_size
 
 
 # -- what the layers do: order, rows, windows -----------------------------------------------------------------------

@@ -27,6 +27,7 @@ from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.options import PlanOptions, VisionChoice
+from trimtab.report.html import html_report
 from trimtab.specs import LayerCost, Stage, recomputing
 
 PIPELINE = dataclasses.replace(
@@ -316,6 +317,22 @@ def test_bridge_gets_both_grids_and_other_frameworks_refuse(tmp_path):
     write_plan(make_plan(describe("Qwen3.5-27B"), samples, parse_cluster("24xH100-80GB"), more), tmp_path)
     with pytest.raises(UnsupportedPlanError, match="tower_devices=2"):
         export_plan(reload_plan(tmp_path), find_target("megatron-bridge"))
+
+
+def test_every_form_that_was_simulated_has_its_row(apart, tmp_path):
+    for made, names in ((apart, ["one-grid", "replica"]), (plan_of("own"), ["one-grid", "own"])):
+        forms = made.plan.estimates.forms
+        assert [x.form for x in forms] == names
+        for x in forms:
+            assert x.bound_s is None or x.bound_s <= x.epoch_s
+            assert 0 < x.busy_share < 1
+        assert forms[1].epoch_s == pytest.approx(made.variants[-1].epoch_s, rel=1e-3)
+        assert (forms[1].tower_gib is None) == (forms[1].form != "own")
+        page = html_report(made)
+        assert all(x.hosts in page for x in forms)
+        write_plan(made, tmp_path)
+        read_back(made, tmp_path)
+    assert plan_of("one-grid").plan.estimates.forms == ()
 
 
 # Encoding in the bubbles.

@@ -271,6 +271,13 @@ def test_small_models_of_the_tests_are_whole():
 
 
 QWEN = dict(read_config("Qwen2.5-VL-7B"))
+
+
+def compressed(*weights):
+    groups = {str(i): {"weights": {"type": kind, "num_bits": bits}} for i, (kind, bits) in enumerate(weights)}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
 FORMATS = [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bnb-nf4"),
     ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "bnb-nf4-double"),
@@ -280,6 +287,13 @@ FORMATS = [
     ({"quant_method": "gptq", "bits": 8}, "gptq-8"),
     ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
     ({"quant_method": "hqq"}, "hqq"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
+    (compressed(("float", 8)), "fp8"),
+    (compressed(("int", 4)), "awq"),
+    (compressed(("float", 4)), "compressed-tensors"),
+    (compressed(("float", 8), ("int", 4)), "compressed-tensors"),
+    ({"quant_method": "compressed-tensors", "config_groups": [1]}, "compressed-tensors"),
 ]
 
 

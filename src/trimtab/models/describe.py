@@ -43,12 +43,25 @@ def stored_format(quantised: object) -> str:
         if quantised.get("load_in_8bit"):
             return "bnb-int8"
         return "bnb-nf4-double" if quantised.get("bnb_4bit_use_double_quant") else "bnb-nf4"
+    if method == "modelopt" and quantised.get("quant_algo") == "FP8":
+        return "fp8"
+    if method == "compressed-tensors":
+        return _compressed_format(quantised)
     bits = quantised.get("bits", quantised.get("w_bit", 4))
     if method in ("awq", "gptq") and bits == 4:
         return "awq"
     if method in ("fp8", "fbgemm_fp8"):
         return "fp8"
     return f"{method}-{bits}" if method in ("awq", "gptq") else method
+
+
+def _compressed_format(quantised: Mapping[str, Any]) -> str:
+    """Return the format of weights that all groups share; towers that `ignore` does not list are taken as listed."""
+    groups = quantised.get("config_groups")
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    kinds = {(x.get("type"), x.get("num_bits")) for x in weights if isinstance(x, Mapping)}
+    known: dict[tuple[Any, Any], str] = {("float", 8): "fp8", ("int", 4): "awq"}
+    return known.get(kinds.pop(), "compressed-tensors") if len(kinds) == 1 else "compressed-tensors"
 
 
 def _is_bitsandbytes(quantised: Mapping[str, Any]) -> bool:

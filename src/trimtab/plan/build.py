@@ -12,7 +12,14 @@ from trimtab.errors import PartitionError, PlanError, join_problems, refuse_type
 from trimtab.files import write_atomically, written_together
 from trimtab.options import VisionGroup
 from trimtab.partition.assess import SplitResult
-from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, tied_settings
+from trimtab.plan.decide.advice import (
+    describe_tie,
+    explain_misfit,
+    find_tips,
+    form_estimates,
+    tied_settings,
+    vision_sentences,
+)
 from trimtab.plan.decide.case import MemoryBudget, pack_case, pair_sentences
 from trimtab.plan.decide.compare import compare_variants, explain_losses
 from trimtab.plan.decide.epoch import Epoch, open_epoch
@@ -117,13 +124,14 @@ def make_plan(
         settings=tried.listed,
         setting_error=tried.error,
         tips=tips,
+        forms=form_estimates(settled.vision),
         assumptions=(
             *epoch.notes,
             *batch_assumption(cluster, asked, options, len(rows)),
             *tried.sentences(),
             *describe_tie(tied, tips),
             *(found.sentences() if within is None else (_NARROWED,)),
-            *settled.vision.sentences(),
+            *vision_sentences(settled.vision),
             *explain_losses(variants),
             *model.notes,
             band_sentence(setting.profile, model, case.problem.work_mean, cluster),
@@ -284,7 +292,9 @@ def _settle_open(
             continue
         settled += [] if one is None else [one]
     gaining = [x for x in settled[1:] if x.vision.best.case.vision is not None and x.vision.best.epoch_s <= limit_s]
-    return min([settled[0], *gaining], key=lambda x: x.vision.best.epoch_s)
+    best = min([settled[0], *gaining], key=lambda x: x.vision.best.epoch_s)
+    every = tuple(split for x in (grid, *settled) for split in x.vision.tried)
+    return replace(best, vision=replace(best.vision, elsewhere=every))
 
 
 def _on_one_grid(chosen: ChosenSetting) -> ChosenSetting:

@@ -168,6 +168,21 @@ class TipEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FormEstimate:
+    """The fastest that was found of one form of the tower's grid."""
+
+    form: str  # as `--set towers=` takes it
+    setting: str
+    devices: int  # in use
+    epoch_s: float
+    bound_s: float | None  # of equal packs and even shares that wait for nothing; null: no bound is known
+    busy_share: float  # of the devices' time that is in layers, each computed once
+    peak_gib: float  # of the fullest device
+    tower_gib: float | None  # of a device of the tower's own; null: it has none
+    hosts: str  # who runs it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
     time_error: float  # relative half-width of every time below
     memory_error: float  # of the expected bytes below: 5 % of devices need more, 5 % less
@@ -182,6 +197,7 @@ class Estimates:
     misfit_chance: float | None = None  # that it needs more than it has
     step_p95_ms: float | None = None  # that one step in 20 takes, or more; null: an older plan
     vision_data_parallel: VisionEstimate | None = None
+    forms: tuple[FormEstimate, ...] = ()  # of the tower's grid, the single one first; none: no other was simulated
     searched: tuple[SearchedSplit, ...] = ()
     settings: tuple[SettingEstimate, ...] = ()  # this plan's first, then the fastest others; none: nothing was open
     setting_error: float = 0.0  # of the ratio of two of them: so much speed may be given up for a simpler one

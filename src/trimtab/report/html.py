@@ -395,6 +395,9 @@ def html_report(details: PlanDetails, *, run: RunLog | None = None) -> str:
         _settings(details),
         timelines(details),
         memory_bars(details),
+        section("Grids of the vision tower", plan_tables.FORMS_NOTE, on_page(plan_tables.forms_table(details)))
+        if details.plan.estimates.forms
+        else "",
         _vision_section(details),
         _stages(details),
         section("OmniBal's search", plan_tables.SEARCHED_NOTE, on_page(plan_tables.searched_table(details)))
@@ -532,10 +535,5 @@ def _vision_section(details: PlanDetails) -> str:
     )
     if "cp" in decision.group:
         note += " Not shared, every rank of cp encodes all images of the packs that they share."
-    if decision.group == "replica":
-        note += " Every device encodes before and after the pipeline, which holds no tower."
-    if decision.group == "own":
-        note += " The tower's devices are stage 0, the first row of the timeline."
-    if decision.group in ("tp", "tp_cp"):
-        note += " Not shared, tensor parallelism divides the tower; shared, every rank holds it whole."
+    note += plan_tables.ABOUT_GROUPS.get(decision.group, "")
     return section("Images shared among ranks", note, on_page(plan_tables.vision_table(found)))

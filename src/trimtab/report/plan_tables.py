@@ -232,6 +232,15 @@ def packing_note(details: PlanDetails) -> str:
     return note
 
 
+_DIVIDED = " Not shared, tensor parallelism divides the tower; shared, every rank holds it whole."
+ABOUT_GROUPS = {
+    "replica": " Every device encodes before and after the pipeline, which holds no tower.",
+    "own": " The tower's devices are stage 0, the first row of the timeline.",
+    "tp": _DIVIDED,
+    "tp_cp": _DIVIDED,
+}
+
+
 def vision_table(found: VisionEstimate) -> Table:
     """Return what sharing the images changes on the slowest rank, and on the one that holds most."""
     tower, without = found.tower_ms / 1e3, found.tower_without_ms / 1e3
@@ -253,6 +262,38 @@ def vision_table(found: VisionEstimate) -> Table:
     return Table(title="Images shared among ranks", columns=columns, rows=rows)
 
 
+FORMS_NOTE = (
+    "The fastest that was found of each grid that the vision tower may have. Bound: equal packs, images shared evenly, "
+    "nothing waits. In layers: the devices' time that computes a layer once; the rest is encoding again, cutting the "
+    "tower, recompute, updates and waiting."
+)
+
+
+def forms_table(details: PlanDetails) -> Table:
+    """Return a row for each form of the tower's grid that was simulated, this plan's marked."""
+    rows, decision = details.plan.estimates.forms, details.plan.decisions.vision_data_parallel
+    taken = "one-grid" if decision is None else decision.group
+    scale = time_scale(row.epoch_s for row in rows)
+    figures = numeric("Devices", f"Epoch,\n{scale.unit}", f"Bound,\n{scale.unit}", "In\nlayers", "Memory,\nGiB")
+    return Table(
+        title="Grids of the vision tower",
+        columns=(Column("Form", look="named"), *figures, Column("Runs with", look="meaning")),
+        rows=[
+            (
+                Cell(text=row.form, below=row.setting),
+                str(row.devices),
+                scale.number(row.epoch_s),
+                "" if row.bound_s is None else scale.number(row.bound_s),
+                percent(row.busy_share),
+                f"{row.peak_gib:.1f}" + ("" if row.tower_gib is None else f", tower {row.tower_gib:.1f}"),
+                row.hosts,
+            )
+            for row in rows
+        ],
+        marked=next((i for i, row in enumerate(rows) if row.form == taken), None),
+    )
+
+
 MAX_STAGE_ROWS = 16
 
 
@@ -265,6 +306,8 @@ def print_plan(details: PlanDetails, console: Console) -> None:
         tables.append((searched_table(details), SEARCHED_NOTE))
     if decision is not None and found is not None:
         tables.append((vision_table(found), f"Over {vision_words(decision)}."))
+    if details.plan.estimates.forms:
+        tables.append((forms_table(details), FORMS_NOTE))
     tables.append((packing_table(details), packing_note(details)))
     for table, note in tables:
         console.print()

@@ -338,11 +338,8 @@ class MediaFolder:
             content = _carried(image)
             if content is not None:
                 return image_size(content, exif=self._exif)
-            fd = self._descriptor(image)
-            try:
-                return image_size(fd, exif=self._exif)
-            finally:
-                os.close(fd)
+            with os.fdopen(self._descriptor(image), "rb") as file:
+                return image_size(file.fileno(), exif=self._exif)
         except ImageError as error:
             raise _bad_image(image, error) from None
 

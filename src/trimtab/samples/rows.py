@@ -74,8 +74,8 @@ def part_video(part: Mapping[str, object]) -> Video | None:
         if own:
             raise BadRecordError(
                 "type",
-                f"a content part asks for its own sampling ({', '.join(own)}): leave it out, give --fps or --set "
-                "num_frames",
+                f"a content part asks for its own sampling ({', '.join(own)}): leave it out, give --set fps "
+                "or --set num_frames",
             )
         return video
     return None

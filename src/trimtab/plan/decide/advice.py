@@ -1,4 +1,4 @@
-"""Advice: what makes a plan fit where nothing does, and what would tip a choice between settings that are a tie."""
+"""Advice: what makes a plan fit where nothing does, what would tip a tie, and what grids of the tower would change."""
 
 from __future__ import annotations
 
@@ -7,19 +7,32 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from trimtab.balance.images import tower_seconds
 from trimtab.errors import PartitionError, PlanError
 from trimtab.lora import Lora
 from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.stages import split_stages
+from trimtab.plan.decide.apart import bubble_bounds_s
 from trimtab.plan.decide.case import MemoryBudget
+from trimtab.plan.decide.groups import over_tp
 from trimtab.plan.decide.members import Member, list_members
 from trimtab.plan.decide.search import choose_setting, price_member, tried_case
 from trimtab.plan.decide.setting import CHOICE_ERROR, ChosenSetting, Priced, parallel_dims
-from trimtab.plan.decide.work import select_rows
+from trimtab.plan.decide.sharing import undivided_tower
+from trimtab.plan.decide.towers import (
+    MUST_GAIN,
+    SharedSplit,
+    VisionChosen,
+    label_of,
+    least_epoch_s,
+    pass_terms,
+    work_of,
+)
+from trimtab.plan.decide.work import IMAGE_TERMS, Lanes, select_rows
 from trimtab.plan.options import PlanOptions
-from trimtab.plan.plan import TipEstimate
+from trimtab.plan.plan import FormEstimate, TipEstimate
 from trimtab.specs import ClusterSpec, ModelSpec, SampleTable
-from trimtab.units import format_bytes, format_degrees
+from trimtab.units import GIB, format_bytes, format_degrees, format_number, format_seconds, round_digits
 
 _MOST_SAMPLES = 512  # of the data that changes are tried on; the largest are among them
 _MOST_TIED = 3
@@ -244,3 +257,140 @@ def describe_tie(tied: Sequence[Priced], tips: Sequence[TipEstimate]) -> tuple[s
     tipping = [f"{tip.changed} ({tip.fastest}, {100 * tip.ahead:.1f} % ahead)" for tip in tips if tip.fastest != taken]
     said.append(f"It would tip with {'; '.join(tipping)}." if tipping else "No change that was tried tips it.")
     return tuple(said)
+
+
+# -- grids of the tower ----------------------------------------------------------------------------------------------
+
+
+def vision_sentences(chosen: VisionChosen) -> tuple[str, ...]:
+    """Say what was found of the tower's grids; nothing where nothing was asked for."""
+    about = []
+    if len(chosen.tried) > 1:
+        said = [f"{label_of(x.case)} {format_seconds(x.epoch_s)}" for x in chosen.tried]
+        about.append(f"Sharing the images was simulated over the whole data set: {', '.join(said)}.")
+        about.append(describe_losses(chosen.tried[0]))
+    elif chosen.least is not None:
+        label, bound_s = chosen.least
+        gain = chosen.tried[0].epoch_s / bound_s - 1
+        about.append(
+            f"No form of sharing the images was simulated: shared evenly {label}, the least bound, they would gain "
+            f"{gain:.1%} of an epoch, and {MUST_GAIN - 1:.0%} is asked for. " + describe_losses(chosen.tried[0])
+        )
+    if chosen.ruled_out:
+        about.append(f"Sharing the images was not possible everywhere: {'; '.join(chosen.ruled_out)}.")
+    vision = chosen.best.case.vision
+    if vision is not None and vision.estimate.sizes_known < 1:
+        about.append(
+            f"The sizes of single images are known for {vision.estimate.sizes_known:.1%} of the patches; in "
+            "samples of three or more unlike images they are spread as log-normal sizes of such sums are: "
+            "`trimtab size` records them."
+        )
+    if vision is not None and vision.decision.group == "replica":
+        about.append(ABOUT_REPLICA)
+    if vision is not None and vision.decision.group == "own":
+        about.append(_about_own(chosen.best))
+    if vision is not None and over_tp(vision.decision.group):
+        tp = chosen.best.case.setting.dims.tp
+        about.append(f"Each of {tp} tensor-parallel ranks holds vision tower and projector whole.")
+    return tuple(about)
+
+
+ABOUT_REPLICA = (
+    "The tower is on every device of a replica and encodes before and after the pipeline. `trimtab train` runs it, at "
+    "tp 1; LoongForge (--enable-full-hetero-dp) and MindSpeed-MM (--hetero-parallel) share whole micro-batches so, "
+    "which is less even."
+)
+
+
+def _about_own(taken: SharedSplit) -> str:
+    """Say which devices the tower has, and what each device of the run and of the cluster trains."""
+    case = taken.case
+    assert case.vision is not None
+    dims, own, there = case.setting.dims, case.vision.decision.degree, case.cluster.num_devices
+    decoder = dims.dp * dims.pp * dims.tp * dims.cp
+    rate, used = len(case.packing.indices) / taken.epoch_s, decoder + own
+    idle = f"; {there - used} are idle" if used < there else ""
+    return (
+        f"The tower is on {own} devices of its own, the decoder on {decoder} others{idle}: "
+        f"{format_number(rate / used)} samples/s for each device in use, {format_number(rate / there)} for each of the "
+        "cluster. Megatron-Bridge runs it (MegatronMIMO), and `trimtab train` with tp 1, where the tower has "
+        f"{dims.dp} devices."
+    )
+
+
+def describe_losses(grid: SharedSplit) -> str:
+    """Say what of the single grid's devices a grid of the tower's own could free, and what their bubbles could hold."""
+    plain, dims = grid.case.without_vision(), grid.case.setting.dims
+    images = plain.work[:, IMAGE_TERMS]
+    cost = tower_seconds(plain.setting.profile)
+    # device-seconds of an epoch: of the tower on all its devices, whole, and of everything
+    tower = float(cost.of_images(images).sum()) * dims.tp * dims.cp
+    once = float(tower_seconds(undivided_tower(plain)).of_images(images).sum())
+    layers = plain.setting.profile.layers
+    busy = (
+        sum(float((plain.work @ (np.array(x.forward_s) + np.array(x.backward_s))).sum()) for x in layers)
+        * dims.tp
+        * dims.cp
+    )
+    devices_s = grid.epoch_s * dims.dp * dims.pp * dims.tp * dims.cp
+    again, cut = tower * (1 - 1 / dims.cp), max(0.0, tower / dims.cp - once)
+    return (
+        f"Of the devices' time on one grid, {again / devices_s:.1%} encodes images again on other ranks of cp, "
+        f"{cut / devices_s:.1%} is lost by cutting the tower over tp, and {max(0.0, 1 - busy / devices_s):.1%} is "
+        f"waiting, recompute and updates.{_about_bubbles(grid)}"
+    )
+
+
+def _about_bubbles(grid: SharedSplit) -> str:
+    """Say what encoding while the pipeline waits could reach; nothing where it never waits, or holds no tower."""
+    if grid.case.setting.dims.pp == 1 or grid.case.vision is not None:
+        return ""
+    as_it_is, ordered = bubble_bounds_s(grid.case, grid.found.split.stages)
+    text = f", {format_seconds(ordered)} with packs of text alone first and last" if ordered < 0.999 * as_it_is else ""
+    return f" Encoded in its bubbles, which nothing does, an epoch would take {format_seconds(as_it_is)} or more{text}."
+
+
+_HOSTS = {
+    "one-grid": "all",
+    "replica": "trimtab train; by whole micro-batches LoongForge, MindSpeed-MM",
+    "own": "megatron-bridge (MegatronMIMO), trimtab train",
+    "dp": "trimtab train, trimtab.vision",
+}
+
+
+def form_estimates(chosen: VisionChosen) -> tuple[FormEstimate, ...]:
+    """Return the fastest that was found of each form, the single grid first; none where no other was simulated."""
+    fastest = dict[str, SharedSplit]()
+    for one in (*chosen.tried, *chosen.elsewhere):
+        name = "one-grid" if one.case.vision is None else one.case.vision.decision.group
+        if name not in fastest or one.epoch_s < fastest[name].epoch_s:
+            fastest[name] = one
+    return tuple(_form_estimate(name, one) for name, one in fastest.items()) if len(fastest) > 1 else ()
+
+
+def _form_estimate(name: str, one: SharedSplit) -> FormEstimate:
+    plain, dims = one.case.without_vision(), one.case.setting.dims
+    whole = undivided_tower(plain)
+    # device-seconds of each layer once, the tower as if one device held it whole: what no form can save
+    language = [x for x in one.case.setting.profile.layers if x.tower == "language"]
+    once_s = float(tower_seconds(whole).of_images(plain.work[:, IMAGE_TERMS]).sum())
+    once_s += float((plain.work @ pass_terms(language)).sum()) * dims.tp * dims.cp
+    lanes = one.case.apart if isinstance(one.case.apart, Lanes) else None
+    devices = dims.dp * dims.pp * dims.tp * dims.cp + (0 if lanes is None else lanes.num_devices)
+    bound_s = None
+    if lanes is None:
+        group = None if one.case.vision is None else one.case.vision.decision.group
+        terms = pass_terms([x for x in whole.layers if x.tower != "language"])
+        bound_s = least_epoch_s(one.case.setting, one.case.options, group, work_of(plain), terms)
+    tower = None if lanes is None else lanes.memory(one.case.problem).total_bytes
+    return FormEstimate(
+        form=name,
+        setting=f"{format_degrees(dims)}, {label_of(one.case)}",
+        devices=devices,
+        epoch_s=round_digits(one.epoch_s),
+        bound_s=None if bound_s is None else round_digits(bound_s),
+        busy_share=round(once_s / (devices * one.epoch_s), 4),
+        peak_gib=round_digits(one.found.split.peak_bytes / GIB),
+        tower_gib=None if tower is None else round_digits(tower / GIB),
+        hosts=_HOSTS.get(name, "trimtab.vision"),
+    )

@@ -16,29 +16,26 @@ from typing import Literal, cast
 
 import numpy as np
 
-from trimtab.balance.images import tower_seconds
 from trimtab.errors import PartitionError, PlanError, join_problems
 from trimtab.options import VisionGroup
-from trimtab.plan.decide.apart import bubble_bounds_s
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting
 from trimtab.plan.decide.groups import (
     decision_problems,
     exchange_of,
     group_degree,
     groups_of,
-    over_tp,
     reduction_of,
 )
 from trimtab.plan.decide.members import least_step_s
 from trimtab.plan.decide.search import choose_setting
 from trimtab.plan.decide.setting import Priced, profile_setting
-from trimtab.plan.decide.sharing import share_vision, undivided_tower
+from trimtab.plan.decide.sharing import share_vision
 from trimtab.plan.decide.stages import SplitChoice, choose_split, epoch_s
-from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, Phases, pad_documents
+from trimtab.plan.decide.work import MICROBATCHES, PATCHES, Phases, pad_documents
 from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.plan.plan import ScheduleDecision, VisionDecision
 from trimtab.specs import ClusterSpec, FloatArray, LayerCost, ModelSpec, ParallelDims, SampleTable
-from trimtab.units import format_bytes, format_number, format_seconds
+from trimtab.units import format_bytes
 
 _GOOD_ENOUGH = 1.005  # of the shortest epoch: then the smaller pool
 MUST_GAIN = 1.02
@@ -65,45 +62,7 @@ class VisionChosen:
     tried: tuple[SharedSplit, ...]  # the one without sharing first
     ruled_out: tuple[str, ...] = ()  # why others were not tried, or do not fit
     least: tuple[str, float] | None = None  # of the forms whose bound gains too little: the least one, its epoch
-
-    def sentences(self) -> tuple[str, ...]:
-        """Return sentences for the plan's reader; none where nothing was asked for."""
-        about = []
-        if len(self.tried) > 1:
-            said = [f"{_label(x.case)} {format_seconds(x.epoch_s)}" for x in self.tried]
-            about.append(f"Sharing the images was simulated over the whole data set: {', '.join(said)}.")
-            about.append(describe_losses(self.tried[0]))
-        elif self.least is not None:
-            label, bound_s = self.least
-            gain = self.tried[0].epoch_s / bound_s - 1
-            about.append(
-                f"No form of sharing the images was simulated: shared evenly {label}, the least bound, they would gain "
-                f"{gain:.1%} of an epoch, and {MUST_GAIN - 1:.0%} is asked for. " + describe_losses(self.tried[0])
-            )
-        if self.ruled_out:
-            about.append(f"Sharing the images was not possible everywhere: {'; '.join(self.ruled_out)}.")
-        vision = self.best.case.vision
-        if vision is not None and vision.estimate.sizes_known < 1:
-            about.append(
-                f"The sizes of single images are known for {vision.estimate.sizes_known:.1%} of the patches; in "
-                "samples of three or more unlike images they are spread as log-normal sizes of such sums are: "
-                "`trimtab size` records them."
-            )
-        if vision is not None and vision.decision.group == "replica":
-            about.append(ABOUT_REPLICA)
-        if vision is not None and vision.decision.group == "own":
-            about.append(_about_own(self.best))
-        if vision is not None and over_tp(vision.decision.group):
-            tp = self.best.case.setting.dims.tp
-            about.append(f"Each of {tp} tensor-parallel ranks holds vision tower and projector whole.")
-        return tuple(about)
-
-
-ABOUT_REPLICA = (
-    "The tower is on every device of a replica and encodes before and after the pipeline. `trimtab train` runs it, at "
-    "tp 1; LoongForge (--enable-full-hetero-dp) and MindSpeed-MM (--hetero-parallel) share whole micro-batches so, "
-    "which is less even."
-)
+    elsewhere: tuple[SharedSplit, ...] = ()  # at other settings than the best single grid's
 
 
 def choose_vision(
@@ -149,7 +108,7 @@ def choose_vision(
             ruled_out += problems
             continue
         if is_open:
-            bound_s = least_epoch_s(case.setting, case.options, group, _rank_work(case), whole)
+            bound_s = least_epoch_s(case.setting, case.options, group, work_of(case), whole)
             if bound_s > limit_s:
                 own = f"over {group} {group_degree(group, case.setting.dims)}", bound_s
                 least = min(least or own, own, key=lambda x: x[1])
@@ -161,8 +120,8 @@ def choose_vision(
                 split = choose_split(shared, search=not is_open)
                 _refuse_moment(shared, split)
             except PartitionError as error:
-                misfits.append(f"{_label(shared)}: {error}")
-                ruled_out.append(f"{_label(shared)} does not fit the memory, or leaves too few cuts")
+                misfits.append(f"{label_of(shared)}: {error}")
+                ruled_out.append(f"{label_of(shared)} does not fit the memory, or leaves too few cuts")
                 continue
             tried.append(SharedSplit(case=shared, found=split, epoch_s=epoch_s(shared, split.split.stages)))
     # what was asked for and cannot be is refused; of what was open the best stands
@@ -210,8 +169,8 @@ def least_epoch_s(
     pooled = 1 if group is None or dims.pp > 1 else min(M, _MAX_POOLED)
     share[MICROBATCHES] = 1.0 / (M if group == "replica" else pooled)
     # what runs in the pipeline, and what before and after it
-    divided = _terms([x for x in profile.layers if x.tower != "language"])
-    language_s = float(pack @ _terms([x for x in profile.layers if x.tower == "language"]))
+    divided = pass_terms([x for x in profile.layers if x.tower != "language"])
+    language_s = float(pack @ pass_terms([x for x in profile.layers if x.tower == "language"]))
     tower_s = float(share @ (divided if group in (None, "dp", "cp") else whole))
     inside_s = language_s if group == "replica" else language_s + tower_s
     step_s = least_step_s(inside_s, M, dims.pp, options) + (M * tower_s if group == "replica" else 0.0)
@@ -227,7 +186,7 @@ class RankWork:
     num_steps: float
 
 
-def _rank_work(case: Case) -> RankWork:
+def work_of(case: Case) -> RankWork:
     steps, dp, _ = case.schedule.table.shape
     packs = case.schedule.table
     return RankWork(of_epoch=case.work[packs[packs >= 0]].sum(axis=0) / dp, num_steps=float(steps))
@@ -243,10 +202,10 @@ def rank_work(model: ModelSpec, samples: SampleTable, priced: Priced) -> RankWor
 def whole_tower(model: ModelSpec, cluster: ClusterSpec, options: PlanOptions) -> FloatArray:
     """Return (len(WORK_TERMS),) seconds of forward and backward of vision tower and projector on one device."""
     profile = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices))
-    return _terms([x for x in profile.layers if x.tower != "language"])
+    return pass_terms([x for x in profile.layers if x.tower != "language"])
 
 
-def _terms(layers: Sequence[LayerCost]) -> FloatArray:
+def pass_terms(layers: Sequence[LayerCost]) -> FloatArray:
     return np.asarray(np.sum([[x.forward_s, x.backward_s] for x in layers], axis=(0, 1)), np.float64)
 
 
@@ -320,7 +279,7 @@ def _decision(
     )
 
 
-def _label(case: Case) -> str:
+def label_of(case: Case) -> str:
     if case.vision is None:
         return "not shared"
     decision = case.vision.decision
@@ -396,8 +355,8 @@ def _seconds_a_sample(
     whole = profile_setting(model, cluster, options, ParallelDims(dp=cluster.num_devices))
     work = samples.work(token_window=model.token_window).sum(axis=0) / len(samples)
     work[MICROBATCHES] = 0.0
-    tower = _terms([x for x in whole.layers if x.tower != "language"])
-    return float(work @ tower) / cluster.num_devices, float(work @ _terms(whole.layers)) / cluster.num_devices
+    tower = pass_terms([x for x in whole.layers if x.tower != "language"])
+    return float(work @ tower) / cluster.num_devices, float(work @ pass_terms(whole.layers)) / cluster.num_devices
 
 
 def _without_images(samples: SampleTable) -> SampleTable:
@@ -492,51 +451,3 @@ def split_own(case: Case, num_devices: int) -> tuple[SharedSplit, ...]:
     if not found:
         raise misfit
     return tuple(found)
-
-
-def _about_own(taken: SharedSplit) -> str:
-    """Say which devices the tower has, and what each device of the run and of the cluster trains."""
-    case = taken.case
-    assert case.vision is not None
-    dims, own, there = case.setting.dims, case.vision.decision.degree, case.cluster.num_devices
-    decoder = dims.dp * dims.pp * dims.tp * dims.cp
-    rate, used = len(case.packing.indices) / taken.epoch_s, decoder + own
-    idle = f"; {there - used} are idle" if used < there else ""
-    return (
-        f"The tower is on {own} devices of its own, the decoder on {decoder} others{idle}: "
-        f"{format_number(rate / used)} samples/s for each device in use, {format_number(rate / there)} for each of the "
-        "cluster. Megatron-Bridge runs it (MegatronMIMO), and `trimtab train` with tp 1, where the tower has "
-        f"{dims.dp} devices."
-    )
-
-
-def describe_losses(grid: SharedSplit) -> str:
-    """Say what of the single grid's devices a grid of the tower's own could free, and what their bubbles could hold."""
-    plain, dims = grid.case.without_vision(), grid.case.setting.dims
-    images = plain.work[:, IMAGE_TERMS]
-    cost = tower_seconds(plain.setting.profile)
-    # device-seconds of an epoch: of the tower on all its devices, whole, and of everything
-    tower = float(cost.of_images(images).sum()) * dims.tp * dims.cp
-    once = float(tower_seconds(undivided_tower(plain)).of_images(images).sum())
-    layers = plain.setting.profile.layers
-    busy = (
-        sum(float((plain.work @ (np.array(x.forward_s) + np.array(x.backward_s))).sum()) for x in layers)
-        * dims.tp
-        * dims.cp
-    )
-    devices_s = grid.epoch_s * dims.dp * dims.pp * dims.tp * dims.cp
-    again, cut = tower * (1 - 1 / dims.cp), max(0.0, tower / dims.cp - once)
-    return (
-        f"Of the devices' time on one grid, {again / devices_s:.1%} encodes images again on other ranks of cp, "
-        f"{cut / devices_s:.1%} is lost by cutting the tower over tp, and {max(0.0, 1 - busy / devices_s):.1%} is "
-        f"waiting, recompute and updates.{_about_bubbles(grid)}"
-    )
-
-
-def _about_bubbles(grid: SharedSplit) -> str:
-    """Say what encoding while the pipeline waits could reach; nothing where it never waits, or holds no tower."""
-    if grid.case.setting.dims.pp == 1 or grid.case.vision is not None:
-        return ""
-    as_it_is, ordered = bubble_bounds_s(grid.case, grid.found.split.stages)
-    text = f", {format_seconds(ordered)} with packs of text alone first and last" if ordered < 0.999 * as_it_is else ""
-    return f" Encoded in its bubbles, which nothing does, an epoch would take {format_seconds(as_it_is)} or more{text}."

@@ -30,6 +30,7 @@ from trimtab.plan.plan import (
     DataInput,
     Decisions,
     Estimates,
+    FormEstimate,
     Inputs,
     MixedSource,
     ModelInput,
@@ -119,6 +120,7 @@ def assemble_plan(
     settings: tuple[SettingEstimate, ...] = (),
     setting_error: float = 0.0,
     tips: tuple[TipEstimate, ...] = (),
+    forms: tuple[FormEstimate, ...] = (),
 ) -> PlanDetails:
     """The plan of a decided case, and its tables: their bytes are hashed here and written by `write_plan`."""
     tables = case_tables(case)
@@ -131,6 +133,7 @@ def assemble_plan(
         settings=settings,
         setting_error=setting_error,
         tips=tips,
+        forms=forms,
     )
     plan = Plan(
         plan_version=PLAN_VERSION,

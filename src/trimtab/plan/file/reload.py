@@ -283,5 +283,6 @@ def replan(found: ReloadedPlan, stages: Sequence[Stage], *, forbidden_cuts: froz
         settings=plan.estimates.settings,
         setting_error=plan.estimates.setting_error,
         tips=plan.estimates.tips,
+        forms=plan.estimates.forms,
         assumptions=(*(said for said in plan.assumptions if not said.startswith(ABOUT_SPLIT)), note),
     )
