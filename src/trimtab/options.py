@@ -119,20 +119,20 @@ def option_problems(options: Any) -> list[str]:
         if option is None or value is None:
             continue
         known, least, most = literals_of(hint), option.least, option.most
-        asked = f"{option.named(name)} {value!r} was asked for"
+        named = option.named(name)
         number = _number_type(hint)
         if number is not None and (isinstance(value, bool) or not isinstance(value, number)):
             whole = "whole " if number is Integral else ""
-            problems.append(f"{asked}, which is a {type(value).__name__}: give a {whole}number")
+            problems.append(f"{named} must be a {whole}number, not {value!r} ({type(value).__name__})")
             continue
         if known and value not in known:
-            problems.append(f"{asked}: choose one of {', '.join(known)}")
+            problems.append(f"{named} must be one of {', '.join(known)}, not {value!r}")
         elif least is not None and not value >= least:  # nan too
-            problems.append(f"{asked}: give {least} or more")
+            problems.append(f"{named} must be at least {least}, not {value!r}")
         elif most is not None and not value <= most:
-            problems.append(f"{asked}: give {most} or less")
+            problems.append(f"{named} must be at most {most}, not {value!r}")
         elif least is not None and isinstance(value, int) and value > _MOST:
-            problems.append(f"{asked}, which no run has: give at most {_MOST}")
+            problems.append(f"{named} must be at most {_MOST}, not {value!r}")
     return problems
 
 

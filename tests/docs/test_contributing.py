@@ -52,7 +52,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("from trimtab.cli.app import app; app(['options', 'plan'])", "warm_steps=N"),
         ("from trimtab.cli.app import app; app(['export', '--help'])", "Print My framework's settings for PLAN."),
-        ("from trimtab import PlanOptions; PlanOptions(warm_steps=0)", "warm_steps 0 was asked for"),
+        ("from trimtab import PlanOptions; PlanOptions(warm_steps=0)", "warm_steps must be at least 1, not 0"),
     ],
 )
 def test_the_diffs_of_the_page_do_what_it_says(changed: Path, code: str, expected: str) -> None:

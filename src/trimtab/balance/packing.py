@@ -335,7 +335,7 @@ def check_costs(column: FloatArray) -> None:
 
 def find_problems(fill: float | None, oversize: str, **counts: float) -> list[str]:
     """Return what is wrong with settings that all packers have in common; `counts` must be 1 or more."""
-    problems = [f"{name} {value} packs nothing: give 1 or more" for name, value in counts.items() if value < 1]
+    problems = [f"{name} must be at least 1, not {value}" for name, value in counts.items() if value < 1]
     if oversize not in OVERSIZE:
         problems.append(f"oversize {oversize!r} is unknown: choose one of {', '.join(OVERSIZE)}")
     if fill is not None and not 0.5 <= fill <= 1.0:

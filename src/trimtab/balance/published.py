@@ -38,7 +38,7 @@ def pack_isf(
     """
     filters = default_filters(limits) if filters is None else filters
     if iterations < 1:
-        raise PackingError(f"ISF with {iterations} iterations packs nothing: give 1 or more (the paper uses 10)")
+        raise PackingError(f"iterations must be at least 1, not {iterations} (the paper uses 10)")
     if len(filters) != len(limits) or any(not 0 < f <= q for f, q in zip(filters, limits, strict=True)):
         raise PackingError(f"ISF filters {filters} for limits {limits}: give one per limit, above 0, not above it")
     # each iteration keeps the packs that pass a filter; the last one all

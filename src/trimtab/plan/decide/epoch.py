@@ -166,13 +166,13 @@ def _refuse_names(sizes: dict[str, int], weights: Weights, num_drawn: int | None
         if name not in given
     ]
     problems += [
-        f"source {name!r} was to have weight {given[name]:g}, and none of its samples is left: give it 0"
+        f"source {name!r} has weight {given[name]:g} and no sample left: give it weight 0"
         for name, size in sizes.items()
         if size == 0 and given.get(name, 0) > 0
     ]
     # an epoch of some samples, each drawn a thousand times at most
     if num_drawn is not None and num_drawn < 1:
-        problems.append(f"{num_drawn} samples were to be drawn, which is no epoch: draw 1 or more")
+        problems.append(f"num_drawn must be at least 1, not {num_drawn}")
     most = _MOST_REPEATS * sum(sizes.values())
     if num_drawn is not None and num_drawn > most:
         problems.append(f"{num_drawn} samples were to be drawn of {sum(sizes.values())}: draw up to {most:,}")
