@@ -126,11 +126,7 @@ def write_plan_of(
     plain: dict[str, Any] = {"schedule": "1F1B", "zero_stage": 1}
     most = {"max_patches": int(sized.table.num_patches.max()), "max_tokens": int(sized.table.num_tokens.max())}
     details = trimtab.make_plan(
-        spec,
-        sized.table,
-        trimtab.parse_cluster(cluster),
-        PlanOptions(**plain | most | options),
-        origin=origin_of(data),
+        spec, sized.table, trimtab.parse_cluster(cluster), PlanOptions(**plain | most | options), origin=origin_of(data)
     )
     trimtab.write_plan(details, folder / "plan")
     return sized

@@ -151,7 +151,7 @@ def test_the_archive_holds_the_handler_and_every_key_of_the_recipe(folder: Path,
     assert {key: setup[key] for key in kept} == {key: RECIPE[key] for key in kept}
     assert (setup["model_path"], setup["runs_on"]) == (str(folder), {})
     assert sorted(x.name for x in (tmp_path / "store").iterdir()) == [
-        *("config.properties", "model-config.yaml", "setup_config.json", "tiny.mar", "torchserve_handler.py"),
+        *("config.properties", "model-config.yaml", "setup_config.json", "tiny.mar", "torchserve_handler.py")
     ]
 
 

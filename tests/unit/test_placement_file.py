@@ -99,11 +99,7 @@ TWO_IMAGES = Workload(batch=4, images=((1024, 1024),) * 2)
 
 def compared(machine) -> list[Assessed]:
     found = assess_map(
-        MODEL,
-        machine,
-        TWO_IMAGES,
-        split_model_map(MODEL, len(machine.gpus)),
-        rule="InternVL split_model(0.5)",
+        MODEL, machine, TWO_IMAGES, split_model_map(MODEL, len(machine.gpus)), rule="InternVL split_model(0.5)"
     )
     return [found, Assessed(rule="Accelerate auto", placement=None, problems=("accelerate is not installed",))]
 

@@ -177,15 +177,7 @@ def test_layers_come_by_tier_in_ranges():
 
 
 def test_a_frozen_tower_and_tensor_parallelism_are_named():
-    found = trainer_lines(
-        decide(
-            TIED,
-            by_counts(TIED, 12),
-            dims=ParallelDims(tp=2),
-            frozen_towers=("vision",),
-        ),
-        None,
-    )
+    found = trainer_lines(decide(TIED, by_counts(TIED, 12), dims=ParallelDims(tp=2), frozen_towers=("vision",)), None)
     assert "activation_checkpointing" in str(found.also)
     assert any("tp_plan='auto'" in w and " 2" in w for w in found.warnings)
     (other,) = trainer_lines(decide(TIED, by_counts(TIED, 12)), None).warnings
