@@ -10,6 +10,7 @@ import pytest
 from placement_cases import small_model
 
 from refusals import refused
+from trimtab import describe, place
 from trimtab.adapters.servers import (
     Recipe,
     StageCounts,
@@ -19,10 +20,8 @@ from trimtab.adapters.servers import (
     read_recipe,
 )
 from trimtab.errors import ConfigError, UnsupportedPlanError
-from trimtab.models.describe import describe
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload, machine_of
-from trimtab.placement.place import place
 from trimtab.units import GIB
 
 WORK = Workload(images=((1024, 1024),))

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trimtab.models.describe import describe
+from trimtab import describe, place
 from trimtab.placement.machine import Workload, parse_machine
-from trimtab.placement.place import place
 from trimtab.placement.placed import Assessed, assess_map, split_model_map
 from trimtab.plan.file.placement import load_placement, placement_file, write_placement
 from trimtab.plan.file.yaml import record_to_yaml

@@ -9,14 +9,13 @@ import yaml
 
 from export_cases import by_counts, cut, decide, first_block, make_model
 from refusals import refused
+from trimtab import Lora, ModelSpec, ParallelDims, RecomputeChoice, Stage
 from trimtab.adapters import deepspeed
 from trimtab.adapters.deepspeed import deepspeed_runs
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.huggingface import TARGETS
 from trimtab.adapters.running import Exported
 from trimtab.errors import UnsupportedPlanError
-from trimtab.lora import Lora
-from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 MODEL = make_model(4, 6)  # layers 1 to 4 are vision blocks, 5 the projector, 6 the embedding, 7 to 12 decoder blocks
 
