@@ -60,7 +60,18 @@ def _modules_in(text: str) -> set[str]:
     found = set()
     for module, names in re.findall(r"from (trimtab[\w.]*) import (\([^)]*\)|[^\n]*)", text):
         found |= {module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))}
+    found |= {home for name, home in _homes().items() if name in found}
     return found | set(re.findall(r"import (trimtab[\w.]*)", text))
+
+
+@cache
+def _homes() -> dict[str, str]:
+    """Public name -> the module that has it, as stubs say."""
+    return {
+        f"{_module_of(stub)}.{name}": home
+        for stub in SOURCE.rglob("*.pyi")
+        for home, name in re.findall(r"from (trimtab[\w.]*) import \w+ as (\w+)", stub.read_text())
+    }
 
 
 def _module_of(file: Path) -> str:

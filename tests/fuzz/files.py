@@ -14,21 +14,15 @@ import numpy as np
 from PIL import Image
 from tests.fuzz.damage import damaged, reshaped
 
-from trimtab.balance.packing import pack_samples
+from trimtab import PlanOptions, SampleTable, TrimtabError, check_plan, describe, pack_samples, size_samples
 from trimtab.costs.devices import parse_cluster, read_device
 from trimtab.costs.measured.fitted import FORMAT, read_runs
 from trimtab.costs.profile import load_profile, profile_bytes, profile_model
-from trimtab.errors import TrimtabError
-from trimtab.models.describe import describe
 from trimtab.models.description import description_bytes
 from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.placement import load_placement
-from trimtab.plan.options import PlanOptions
 from trimtab.samples.lengths import read_lengths
 from trimtab.samples.records import read_records
-from trimtab.samples.size import size_samples
-from trimtab.specs import SampleTable
 from trimtab.typed_json import parse_yaml
 
 Try = Callable[[int], None]

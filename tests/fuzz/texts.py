@@ -14,15 +14,14 @@ from typing import Any
 
 from tests.fuzz.damage import damaged, reshaped
 
+from trimtab import TrimtabError, describe
 from trimtab.adapters.launch_files import from_megatron
 from trimtab.cli.data import parse_filters
 from trimtab.cli.describe import read_size
 from trimtab.costs.devices import parse_cluster, parse_node_link
 from trimtab.demo import train_tokenizer
-from trimtab.errors import TrimtabError
 from trimtab.limited import MEMORY_BYTES, STEP_CPU_S, limit_process
 from trimtab.lora import parse_lora
-from trimtab.models.describe import describe
 from trimtab.options import SpecialTokens
 from trimtab.placement.machine import parse_images, parse_machine
 from trimtab.plan.options import GivenRun, parse_baseline, parse_share, parse_weights

@@ -214,13 +214,7 @@ def test_mimo_takes_both_grids():
     """Its own classes check ours: no gaps, dp that divide, the micro-batch of all ranks."""
     model = describe("Qwen3.5-27B")
     own = VisionDecision(
-        group="own",
-        degree=2,
-        exchange="send",
-        pooling=1,
-        rule="balanced",
-        objective="time",
-        reduction=None,
+        group="own", degree=2, exchange="send", pooling=1, rule="balanced", objective="time", reduction=None
     )
     stages = stages_between((0, model.indices("language", "block")[30], len(model.layers)))
     dims = ParallelDims(dp=4, pp=2, tp=2)

@@ -14,11 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.costs.devices import parse_cluster
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan
-from trimtab.plan.file.figures import PlanDetails
-from trimtab.plan.options import PlanOptions
+from trimtab import PlanDetails, PlanOptions, describe, make_plan, parse_cluster
 from trimtab.report.html import html_report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))

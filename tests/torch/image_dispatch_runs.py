@@ -15,11 +15,10 @@ from tiny_packs import TinyPacks
 from refusals import refused
 from trimtab.balance.images import keep_at_home, share_images
 from trimtab.errors import TrimtabError, UnsupportedPlanError
-from trimtab.plan.layout import PipelineLayout
-from trimtab.runtime.pipeline.build import build_pipeline
 from trimtab.runtime.pipeline.image_dispatch import read_images
 from trimtab.runtime.pipeline.pipeline import Pipeline
 from trimtab.runtime.vision.inputs import find_family, join_inputs, tower_flops
+from trimtab.torch import PipelineLayout, build_pipeline
 
 
 def run_all(rank: int, families: str) -> None:

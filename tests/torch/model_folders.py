@@ -19,12 +19,9 @@ from sample_sets import SPECIAL, write_tokenizer
 from tiny_models import ODD_CONFIGS, as_saved
 
 import trimtab
-from trimtab.models.describe import describe
+from trimtab import PlanOptions, SizingResult, describe
+from trimtab.models import VideoOptions, clip_rule_of
 from trimtab.models.families import MARKUPS
-from trimtab.models.images.asked import clip_rule_of
-from trimtab.options import VideoOptions
-from trimtab.plan.options import PlanOptions
-from trimtab.samples.table import SizingResult
 
 READ = yaml.safe_load(Path(__file__).with_name("small_models.yaml").read_text(encoding="utf-8"))["folders"]
 CASES: dict[str, str] = {family: x.get("case", family) for family, x in READ.items()}
@@ -126,11 +123,7 @@ def write_plan_of(
     plain: dict[str, Any] = {"schedule": "1F1B", "zero_stage": 1}
     most = {"max_patches": int(sized.table.num_patches.max()), "max_tokens": int(sized.table.num_tokens.max())}
     details = trimtab.make_plan(
-        spec,
-        sized.table,
-        trimtab.parse_cluster(cluster),
-        PlanOptions(**plain | most | options),
-        origin=origin_of(data),
+        spec, sized.table, trimtab.parse_cluster(cluster), PlanOptions(**plain | most | options), origin=origin_of(data)
     )
     trimtab.write_plan(details, folder / "plan")
     return sized

@@ -10,15 +10,14 @@ import torch
 from shrunk_models import make_shrunk
 from tiny_models import describe_here, preprocessor_of
 
+from trimtab import ModelSpec, place
 from trimtab.errors import PartitionError
 from trimtab.models.asking.batches import Batches
 from trimtab.models.asking.units import split_units
 from trimtab.models.images.rules import UnsettledRule
 from trimtab.placement.bytes import DeviceKey, modules_of, parts_of
 from trimtab.placement.machine import Gpu, Machine, Workload
-from trimtab.placement.place import place
 from trimtab.placement.placed import Placement
-from trimtab.specs import ModelSpec
 
 FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava", "llava_next", "llava_onevision"),

@@ -12,17 +12,13 @@ from tiny_models import ODD_CONFIGS, as_saved, odd_config, preprocessor_of
 from widget_model import Widget, WidgetConfig
 
 from refusals import refused
-from trimtab import ask
+from trimtab import PlanOptions, ask, describe, make_plan, profile_model
 from trimtab.costs.devices import DEVICES, parse_cluster
-from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, PartitionError
 from trimtab.models import asking
 from trimtab.models.asking import model
 from trimtab.models.asking.model import complete, describe_fields, describe_model
-from trimtab.models.describe import describe
 from trimtab.models.description import description_bytes
-from trimtab.plan.build import make_plan
-from trimtab.plan.options import PlanOptions
 from trimtab.specs import WORK_TERMS, ParallelDims, SampleTable
 
 # -- folders as save_pretrained writes them ---------------------------------------------------------------------------

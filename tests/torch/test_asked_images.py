@@ -111,10 +111,7 @@ SMALL = {**OLD, "size": {"shortest_edge": 3136, "longest_edge": 200704}}
 FILES = {
     "preprocessor_config.json": {"preprocessor_config.json": LARGE},
     "processor_config.json": {"processor_config.json": {"image_processor": SMALL}},
-    "both, the newer nested": {
-        "preprocessor_config.json": LARGE,
-        "processor_config.json": {"image_processor": SMALL},
-    },
+    "both, the newer nested": {"preprocessor_config.json": LARGE, "processor_config.json": {"image_processor": SMALL}},
     "both, the newer not nested": {
         "preprocessor_config.json": SMALL,
         "processor_config.json": {"processor_class": "Qwen2_5_VLProcessor", "size": {"longest_edge": 3136}},

@@ -9,9 +9,8 @@ from accelerate.utils.modeling import check_device_map
 from tiny_models import BARE, ODD_CONFIGS, describe_here, preprocessor_of
 from transformers.integrations.accelerate import expand_device_map
 
-from trimtab.models.describe import describe
+from trimtab import describe, place
 from trimtab.placement.machine import Gpu, Machine, Workload, machine_of
-from trimtab.placement.place import place
 from trimtab.placement.placed import assess_map
 from trimtab.runtime.placing.load import auto_map, build_on_meta, max_memory
 from trimtab.units import GIB

@@ -13,20 +13,17 @@ import pytest
 from shrunk_models import shrink
 from tiny_models import ODD_CONFIGS, as_saved, describe_here, make_config, preprocessor_of
 
+from trimtab import ModelSpec, ParallelDims, TrimtabError, place, profile_model
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.measured.timed_model import KindModel
-from trimtab.costs.profile import profile_model
-from trimtab.errors import TrimtabError
 from trimtab.models.asking.model import describe_fields
 from trimtab.models.describe import describe, image_rule, read_config
 from trimtab.models.families import FAMILIES, family_of
 from trimtab.placement.machine import Workload, machine_of
-from trimtab.placement.place import place
 from trimtab.runtime.data.collate import filler_sample
 from trimtab.runtime.data.formats import pack_format
 from trimtab.runtime.vision.inputs import find_family
-from trimtab.specs import ModelSpec, ParallelDims
 from trimtab.units import GIB
 
 

@@ -11,15 +11,14 @@ from test_recompute_memory import BY_VALUE, transient_bytes
 from test_traced import profile_of
 
 from refusals import refused
+from trimtab import Lora, profile_model
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.activations import kept_when
 from trimtab.costs.formula.adapters import adapt_layer
 from trimtab.costs.formula.layers import Gradients, cost_layer
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.measured.stand_ins import AdaptedLinear
-from trimtab.costs.profile import profile_model
 from trimtab.errors import UnsupportedPlanError
-from trimtab.lora import Lora
 from trimtab.runtime.training.loop import add_adapters, merged
 from trimtab.specs import LayerSpec, ParallelDims
 

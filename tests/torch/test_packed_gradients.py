@@ -18,11 +18,10 @@ from tiny_packs import CASES, Sample, TinyPacks, alone, make_tiny_packs, trainer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
+from trimtab import Schedule, balanced
 from trimtab.adapters.data_files import order_packs
 from trimtab.balance.schedule import schedule_packs
 from trimtab.runtime.data.collate import PackedCollator, packed_loss, step_denominator
-from trimtab.runtime.training.balanced import balanced
-from trimtab.specs import Schedule
 
 DP, ACCUMULATION, RELATIVE = 2, 2, 1e-5
 PACKS: list[list[list[int]]] = [[[0, 2], [1, 5]], [[3, 4, 6], []]]  # [rank][micro-batch]: one text-only, one empty

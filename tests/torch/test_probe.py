@@ -16,13 +16,11 @@ from rich.console import Console
 
 import trimtab
 from refusals import refused
+from trimtab import check_plan, load_profile, write_plan
 from trimtab.cli.profile import print_probe
 from trimtab.costs.measured.traced_step import trace_step
-from trimtab.costs.profile import load_profile
 from trimtab.errors import PlanError, TrimtabError, UnsupportedPlanError
-from trimtab.plan.build import write_plan
 from trimtab.plan.decide.probed import with_profile
-from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.options import VisionChoice

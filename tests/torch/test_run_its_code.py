@@ -14,9 +14,8 @@ from widget_model import Widget, WidgetConfig
 
 from refusals import refused
 from trimtab.errors import ConfigError, UnknownModelError
-from trimtab.models.asking.model import describe_model
+from trimtab.models import describe_model, save_description
 from trimtab.models.describe import describe
-from trimtab.models.description import save_description
 
 CODE = Path(__file__).with_name("widget_model.py")
 AUTO_MAP = {"AutoConfig": "modeling_own.WidgetConfig", "AutoModelForImageTextToText": "modeling_own.Widget"}

@@ -16,9 +16,8 @@ from transformers import LlamaConfig
 
 from refusals import refused
 from trimtab.errors import PlanError, SampleError
-from trimtab.runtime.data.collate import PackedCollator
-from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.specs import SampleTable
+from trimtab.torch import PackedCollator, PlanBatchSampler, PlanDataLoader, PlanDataset
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,9 @@ import transformers
 from train_runs import load_tensors, run_on_ranks, settings_of, values_of, write_run, write_variant
 
 from refusals import refused
+from trimtab import ReadingOptions, load_plan
 from trimtab.errors import ConfigError, PlanError, SampleError, TrimtabError
-from trimtab.options import ReadingOptions
 from trimtab.plan.file.reload import load_details
-from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.runs import compare_times, read_run_log, read_run_of
 from trimtab.report.html import html_report
 from trimtab.report.run import run_lines

@@ -18,8 +18,7 @@ pytest.importorskip("transformers", minversion="5", reason="holds the families' 
 from drawn_images import draw_several_images
 from shrunk_models import make_shrunk
 
-from trimtab.balance.cost import LinearCost
-from trimtab.errors import TrimtabError
+from trimtab import LinearCost, TrimtabError
 from trimtab.runtime.vision.hooks import find_functions
 from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, find_family, tower_flops
 

@@ -12,15 +12,14 @@ from refusals import refused
 
 pytest.importorskip("transformers", minversion="5", reason="holds the models that functions are made in")
 
-from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
 from trimtab.runtime.vision import apply as callback
 from trimtab.runtime.vision.agreement import differing_ranks, fingerprint
-from trimtab.runtime.vision.apply import encode_pooled
 from trimtab.runtime.vision.exchange import lay_out_rows, zigzag_rows
 from trimtab.runtime.vision.hooks import KINDS, Heartbeat
 from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, Part, VisionInputs, join_inputs
 from trimtab.runtime.vision.outputs import read_features, touch, write_features
+from trimtab.vision import encode_pooled, share_images
 
 
 def inputs_of(rows: list[int]) -> VisionInputs:

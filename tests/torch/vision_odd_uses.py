@@ -11,8 +11,7 @@ from rounding import BOUNDS, assert_close
 from vision_runs import Case, make_case, make_rank_case, shard, sum_over_ranks
 
 from refusals import refused
-from trimtab.balance.cost import LinearCost
-from trimtab.errors import TrimtabError
+from trimtab import LinearCost, TrimtabError
 from trimtab.runtime.vision import exchange
 from trimtab.runtime.vision.apply import VisionDataParallel, verify_vision_dp, vision_dp, vision_heartbeat
 

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab import Packing, PlanDetails, SampleTable, Schedule, check_plan
 from trimtab.files import write_atomically
 from trimtab.plan.decide.steps import even_steps
-from trimtab.plan.file.check import check_plan
-from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import pack_contents
-from trimtab.specs import Packing, SampleTable, Schedule
 
 
 def tile_samples(num_samples: int = 600, seed: int = 0) -> SampleTable:

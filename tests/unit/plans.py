@@ -4,14 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.costs.devices import parse_cluster
+from trimtab import describe, load_plan, make_plan, parse_cluster, size_samples, write_plan
 from trimtab.files import fingerprint_file
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile, Plan
-from trimtab.samples.size import size_samples
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan_v1_0.yaml"
 

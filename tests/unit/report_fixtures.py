@@ -9,10 +9,7 @@ import numpy as np
 from plan_cases import tile_samples
 from rich.console import Console
 
-from trimtab.costs.devices import parse_cluster
-from trimtab.models.describe import describe
-from trimtab.partition.simulate import Timeline
-from trimtab.plan.build import make_plan
+from trimtab import Timeline, describe, make_plan, parse_cluster
 from trimtab.plan.file.figures import PlanDetails, describe_variant
 from trimtab.plan.options import PlanOptions, PlanOrigin
 from trimtab.plan.plan import DataFile

@@ -9,13 +9,10 @@ import pytest
 from plan_cases import read_back
 from vision_cases import CLUSTER, OPTIONS, QWEN, image_samples, table_of
 
+from trimtab import PlanDetails, check_plan, describe, make_plan, parse_cluster, simulate, write_plan
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import export_plan
-from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError, UnsupportedPlanError
-from trimtab.models.describe import describe
-from trimtab.partition.simulate import simulate
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.apart import bubble_bounds_s, tower_alone, without_tower
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.compare import _columns
@@ -23,8 +20,6 @@ from trimtab.plan.decide.exchange import feature_values
 from trimtab.plan.decide.stages import epoch_s
 from trimtab.plan.decide.towers import MUST_GAIN, decoder_only
 from trimtab.plan.decide.work import rank_step_s, times_of
-from trimtab.plan.file.check import check_plan
-from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.report.html import html_report

@@ -7,17 +7,12 @@ import numpy as np
 import pytest
 from plan_cases import tile_samples
 
+from trimtab import PlanDetails, check_plan, describe, make_plan, parse_cluster, simulate, write_plan
 from trimtab.balance.packing import MOST_LIMIT, pack_samples
 from trimtab.cli.plan import _narrowed
-from trimtab.costs.devices import parse_cluster
-from trimtab.models.describe import describe
-from trimtab.partition.simulate import simulate
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide import compare
 from trimtab.plan.decide.compare import explain_losses
 from trimtab.plan.decide.work import rank_step_s
-from trimtab.plan.file.check import check_plan
-from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.options import Baseline, PlanOptions, parse_baseline
 from trimtab.report.html import html_report

@@ -191,10 +191,7 @@ def test_a_named_server_leads_on_to_itself_alone(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(record)
     with (
         served(tmp_path) as (private, asked),
-        served(tmp_path, moved={"/pic.png": f"//localhost:{private}/pic.png"}) as (
-            port,
-            _,
-        ),
+        served(tmp_path, moved={"/pic.png": f"//localhost:{private}/pic.png"}) as (port, _),
     ):
         address = f"http://127.0.0.1:{port}/a.jsonl"
         with refused(SampleError, "--allow-remote"):

@@ -8,15 +8,10 @@ import pytest
 from plan_cases import read_back, tile_samples
 
 from refusals import refused
-from trimtab.costs.devices import parse_cluster
+from trimtab import PlanDetails, PlanOptions, check_plan, describe, make_plan, parse_cluster, write_plan
 from trimtab.errors import PackingError, PlanError
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.file.check import check_plan
-from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import load_details
 from trimtab.plan.file.yaml import plan_to_yaml
-from trimtab.plan.options import PlanOptions
 
 MODEL = describe("InternVL-Chat-V1-5")
 CLUSTER = parse_cluster("32xA100-80GB")

@@ -11,13 +11,10 @@ from plan_cases import tile_samples
 from plans import origin_of
 
 from refusals import refused
-from trimtab.costs.devices import parse_cluster
+from trimtab import PlanOptions, describe, make_plan, parse_cluster, write_plan
 from trimtab.errors import PlanError
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.check import check_plan, verify_plan
 from trimtab.plan.file.yaml import load_plan, name_table, plan_to_yaml
-from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import RecomputeDecision
 
 MODEL = describe("InternVL-Chat-V1-5")

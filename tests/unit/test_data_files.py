@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from plans import size_and_plan
 
 from refusals import refused
+from trimtab import Schedule, describe, size_samples
 from trimtab.adapters.data_files import (
     open_records,
     order_packs,
@@ -23,11 +24,8 @@ from trimtab.adapters.data_files import (
     write_nested_packs,
 )
 from trimtab.errors import PlanError, SampleError
-from trimtab.models.describe import describe
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
-from trimtab.samples.size import size_samples
 from trimtab.samples.sources import find_sources
-from trimtab.specs import Schedule
 
 pytest.importorskip("PIL", reason="the demo draws its data set: pip install 'trimtab[data]'")
 pytest.importorskip("tokenizers", reason="the demo builds a tokenizer: pip install 'trimtab[data]'")

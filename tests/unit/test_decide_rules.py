@@ -9,13 +9,11 @@ import pytest
 from cost_models import small_model
 from vision_cases import QWEN, image_samples, table_of
 
+from trimtab import Lora, ParallelDims, SampleTable, Schedule, parse_cluster, split_stages
 from trimtab.balance.images import share_images, tower_bytes, tower_seconds
-from trimtab.costs.devices import parse_cluster
 from trimtab.costs.profile import mean_seconds, profile_model
-from trimtab.lora import Lora
 from trimtab.partition.published import even_stages
 from trimtab.partition.simulate import StageTimes
-from trimtab.partition.stages import split_stages
 from trimtab.plan.decide import advice
 from trimtab.plan.decide.advice import describe_tie, explain_misfit, find_tips, possible_changes, tied_settings
 from trimtab.plan.decide.case import Case, MemoryBudget, Setting, pack_case, pair_sentences, tower_cuts
@@ -44,7 +42,6 @@ from trimtab.plan.decide.steps import (
 from trimtab.plan.decide.work import in_lockstep, limit_work, rank_step_s, steps_of
 from trimtab.plan.options import PlanOptions, parse_baseline
 from trimtab.plan.plan import SettingEstimate, TipEstimate, VisionDecision
-from trimtab.specs import ParallelDims, SampleTable, Schedule
 
 MODEL, CLUSTER = small_model(), parse_cluster("8xA100-80GB")
 ALIKE = SampleTable.of(np.full(100, 1000), np.full(100, 500))

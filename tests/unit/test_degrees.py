@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cost_models import small_model, text_block, vision_block
 
+from trimtab import PlanDetails, PlanOptions, check_plan, describe, make_plan, write_plan
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import decided
 from trimtab.costs.devices import DEVICES, parse_cluster
@@ -19,15 +20,10 @@ from trimtab.costs.formula.flops import layer_matmuls
 from trimtab.costs.formula.layers import Gradients, all_to_all_s, cost_layer
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import shares_of
-from trimtab.models.describe import describe
 from trimtab.options import Dispatcher, same_fields
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.setting import link_rates, parallel_dims
 from trimtab.plan.decide.work import pad_documents
-from trimtab.plan.file.check import check_plan
-from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import reload_plan
-from trimtab.plan.options import PlanOptions
 from trimtab.specs import WORK_TERMS, ClusterSpec, LayerSpec, MlpSpec, ParallelDims, SampleTable
 
 A100 = DEVICES["A100-80GB"]

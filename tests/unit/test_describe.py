@@ -14,17 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusals import refused
+from trimtab import Lora, PlanOptions, make_plan, profile_model
 from trimtab.costs.devices import DEVICES, parse_cluster
-from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError
-from trimtab.lora import Lora
 from trimtab.models.describe import read_config, stored_format
 from trimtab.models.description import find_same, read_shipped, shipped_models
 from trimtab.models.images.rules import with_limits
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload
-from trimtab.plan.build import make_plan
-from trimtab.plan.options import PlanOptions
 from trimtab.specs import LayerSpec, ModelSpec, SampleTable
 from trimtab.units import GIB
 

@@ -3,13 +3,10 @@
 import pytest
 from plan_cases import tile_samples
 
+from trimtab import PlanOptions, describe, load_plan, make_plan, write_plan
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
-from trimtab.models.describe import describe
 from trimtab.placement.machine import parse_machine
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.file.reload import find_cluster
-from trimtab.plan.file.yaml import load_plan
-from trimtab.plan.options import PlanOptions
 from trimtab.units import GIB
 
 

@@ -10,6 +10,7 @@ import pytest
 from placement_cases import small_model
 
 from refusals import refused
+from trimtab import describe, place
 from trimtab.adapters.servers import (
     Recipe,
     StageCounts,
@@ -19,10 +20,8 @@ from trimtab.adapters.servers import (
     read_recipe,
 )
 from trimtab.errors import ConfigError, UnsupportedPlanError
-from trimtab.models.describe import describe
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload, machine_of
-from trimtab.placement.place import place
 from trimtab.units import GIB
 
 WORK = Workload(images=((1024, 1024),))
@@ -151,7 +150,7 @@ def test_the_archive_holds_the_handler_and_every_key_of_the_recipe(folder: Path,
     assert {key: setup[key] for key in kept} == {key: RECIPE[key] for key in kept}
     assert (setup["model_path"], setup["runs_on"]) == (str(folder), {})
     assert sorted(x.name for x in (tmp_path / "store").iterdir()) == [
-        *("config.properties", "model-config.yaml", "setup_config.json", "tiny.mar", "torchserve_handler.py"),
+        *("config.properties", "model-config.yaml", "setup_config.json", "tiny.mar", "torchserve_handler.py")
     ]
 
 

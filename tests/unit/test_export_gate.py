@@ -16,20 +16,17 @@ import pytest
 import yaml
 from plan_cases import tile_samples
 
+from trimtab import PlanOptions, describe, make_plan, parse_cluster, write_plan
 from trimtab.adapters.frameworks import FRAMEWORKS, find_target
 from trimtab.adapters.launch_files import from_megatron
 from trimtab.adapters.megatron_check import flag_values
 from trimtab.adapters.running import Exported, export_plan, fit_plan
 from trimtab.balance.packing import PackResult
-from trimtab.costs.devices import parse_cluster
 from trimtab.errors import UnsupportedPlanError
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import MemoryBudget, make_case
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import mean_step_s, rank_bytes
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
-from trimtab.plan.options import PlanOptions
 
 MODEL = describe("Qwen2.5-VL-3B")
 Said = dict[str, Any]

@@ -7,18 +7,13 @@ import pytest
 from plan_cases import tile_samples
 
 from refusals import refused
+from trimtab import PlanOptions, check_plan, describe, make_plan, parse_cluster, split_stages, write_plan
 from trimtab.adapters.deepspeed import deepspeed_runs
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import Exported, cost_of_running, export_plan, fit_plan
-from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, UnsupportedPlanError
-from trimtab.models.describe import describe
-from trimtab.partition.stages import split_stages
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.stages import Expressible, best_expressible, epoch_s, overfull_ranks, relative_time
-from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
-from trimtab.plan.options import PlanOptions
 from trimtab.specs import stages_between
 from trimtab.units import format_bytes
 

@@ -7,13 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trimtab.costs.devices import parse_cluster
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan
+from trimtab import PlanOptions, SampleTable, describe, make_plan, parse_cluster
 from trimtab.plan.decide.work import select_rows
-from trimtab.plan.options import PlanOptions
 from trimtab.samples.lengths import read_lengths
-from trimtab.specs import SampleTable
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))

@@ -9,6 +9,7 @@ from cost_models import embed, small_model, text_block, vision_block
 from partition_cases import ONE, constant, layer, profile_of
 
 from refusals import refused
+from trimtab import Lora, split_stages, stage_times
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.activations import kept_by_layer
 from trimtab.costs.formula.host import HOSTS, OTHER_LAYERS
@@ -16,12 +17,9 @@ from trimtab.costs.formula.layers import Gradients, cost_layer
 from trimtab.costs.formula.settings import CostSettings, settings_of
 from trimtab.costs.profile import host_share, mean_seconds, pass_seconds, profile_model, stage_seconds
 from trimtab.errors import PartitionError
-from trimtab.lora import Lora
 from trimtab.partition.assess import SplitProblem
 from trimtab.partition.layer_table import layer_table
 from trimtab.partition.published import rank_cuts
-from trimtab.partition.simulate import stage_times
-from trimtab.partition.stages import split_stages
 from trimtab.specs import MlpSpec, ParallelDims, RecomputeChoice, Stage
 
 H100 = DEVICES["H100-80GB"]

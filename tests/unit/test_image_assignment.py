@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.balance.cost import LinearCost
+from trimtab import LinearCost, ParallelDims, describe, find_device, profile_model
 from trimtab.balance.images import keep_at_home, lower_bound, share_images, tower_bytes, tower_seconds
-from trimtab.costs.devices import find_device
-from trimtab.costs.profile import profile_model
-from trimtab.models.describe import describe
-from trimtab.specs import ParallelDims
 
 COSTS = st.lists(st.floats(0, 1e6, allow_nan=False), max_size=40)
 

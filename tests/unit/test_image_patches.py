@@ -16,12 +16,11 @@ pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
 
 from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
 
+from trimtab import SampleTable, size_samples
 from trimtab.errors import SampleError
 from trimtab.plan.decide.work import select_rows
 from trimtab.samples.lengths import read_lengths
-from trimtab.samples.size import size_samples
 from trimtab.samples.table import SizingResult, load_table, save_sizing, table_bytes, table_from_bytes
-from trimtab.specs import SampleTable
 
 
 def table_of(images: list[list[int]]) -> SampleTable:

@@ -29,14 +29,7 @@ from image_configs import (
 from refusals import refused
 from trimtab.errors import ConfigError, ImageError
 from trimtab.models.describe import describe, image_rule, image_rule_or_reason
-from trimtab.models.images.rules import (
-    AnyRes,
-    FixedImage,
-    SmartResize,
-    tell_apart,
-    with_limits,
-    write_rule,
-)
+from trimtab.models.images.rules import AnyRes, FixedImage, SmartResize, tell_apart, with_limits, write_rule
 from trimtab.specs import ImageRule
 
 HUGE = 10**9  # of refusals.yaml, as `without`

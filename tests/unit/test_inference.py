@@ -4,14 +4,12 @@ import pytest
 from placement_cases import small_model
 
 from refusals import refused
+from trimtab import ModelSpec, place, profile_model
 from trimtab.costs.devices import DEVICES
-from trimtab.costs.profile import profile_model
 from trimtab.errors import ConfigError, ImageError, PartitionError
 from trimtab.models.describe import describe, image_rule, read_config
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import QUANTS, Gpu, Machine, Workload, count_batch
-from trimtab.placement.place import place
-from trimtab.specs import ModelSpec
 from trimtab.units import GIB
 
 IMAGE = ((112, 112),)

@@ -2,10 +2,9 @@
 
 import pytest
 
+from trimtab import GivenRun, describe
 from trimtab.adapters.launch_files import completed, from_megatron, megatron_flags
 from trimtab.errors import PlanError
-from trimtab.models.describe import describe
-from trimtab.plan.options import GivenRun
 
 MODEL = describe("Qwen2.5-VL-7B")  # 32 vision blocks, 28 of language
 FLAGS = (

@@ -8,6 +8,7 @@ import pytest
 from cost_models import small_model
 from partition_cases import assess_stages
 
+from trimtab import ParallelDims, profile_model
 from trimtab.costs.bands import TIME_ERROR
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.host import HOSTS
@@ -20,9 +21,7 @@ from trimtab.costs.measured.fitted import (
     predict_step,
     read_runs,
 )
-from trimtab.costs.profile import profile_model
 from trimtab.plan.runs import profile_from_logs, simulate_logged
-from trimtab.specs import ParallelDims
 
 A100 = DEVICES["A100-80GB"]
 MODEL = small_model()  # 3 vision blocks, 4 language blocks

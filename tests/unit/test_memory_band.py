@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 from plan_cases import tile_samples
 
+from trimtab import PlanOptions, Profile, describe, make_plan, parse_cluster, profile_model
 from trimtab.costs.bands import COUNTED_ERROR, FORMULAS_ERROR, OUTSIDE, SLACK, memory_band
-from trimtab.costs.devices import parse_cluster
-from trimtab.costs.profile import profile_model
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan
 from trimtab.plan.decide.case import MemoryBudget
-from trimtab.plan.options import PlanOptions
-from trimtab.specs import Profile
 
 CLUSTER = parse_cluster("16xA100-80GB")
 

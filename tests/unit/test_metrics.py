@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trimtab import Packing, SampleTable, Schedule, pack_samples, report_packing
 from trimtab.balance.metrics import (
     counted_columns,
     dist_ratio,
@@ -15,9 +16,7 @@ from trimtab.balance.metrics import (
     shuffle_chi2,
     utilisation,
 )
-from trimtab.balance.packing import pack_samples, report_packing
 from trimtab.balance.pair import match_pairs
-from trimtab.specs import Packing, SampleTable, Schedule
 
 
 def make_case():

@@ -5,10 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from trimtab.balance.packing import pack_samples, report_packing
+from trimtab import SampleTable, pack_samples, report_packing
 from trimtab.plan.decide.omnibal import isf_iterations, pack_apart, paper_limits, search_limits
 from trimtab.plan.decide.work import select_rows
-from trimtab.specs import SampleTable
 
 
 def table(tiles, tokens, source=None):

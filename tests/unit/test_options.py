@@ -149,9 +149,7 @@ def test_what_a_plan_keeps_of_its_options_comes_back() -> None:
     packing = {"order": "sorted", "oversize": "alone", "method": "isf", "seed": 5, "max_patches": 7, "max_tokens": 9}
     cluster = {"memory_bytes": 2**34, "risk": 0.2}
     inputs = replace(
-        plan.inputs,
-        training=replace(plan.inputs.training, **training),
-        cluster=replace(plan.inputs.cluster, **cluster),
+        plan.inputs, training=replace(plan.inputs.training, **training), cluster=replace(plan.inputs.cluster, **cluster)
     )
     decisions = replace(plan.decisions, packing=replace(plan.decisions.packing, **packing))
     found = options_of(replace(plan, inputs=inputs, decisions=decisions))

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusals import refused
-from trimtab import compiled
+from trimtab import SampleTable, compiled
 from trimtab.balance import balanced, packing, stream, window
 from trimtab.balance.cost import PATCH_COST, TILE_COST, LinearCost, default_cost
 from trimtab.balance.packing import METHODS, PADDED_METHODS, pack_samples, report_packing
 from trimtab.balance.schedule import Groups, insert_singles, split_packs
 from trimtab.errors import PackingError
-from trimtab.specs import SampleTable
 
 
 def make_table(patches, tokens, *, source=None, unit="tiles", ids=None) -> SampleTable:

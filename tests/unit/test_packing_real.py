@@ -11,9 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from trimtab.balance.cost import LinearCost
-from trimtab.balance.packing import pack_samples, report_packing
-from trimtab.specs import SampleTable
+from trimtab import LinearCost, SampleTable, pack_samples, report_packing
 
 LENGTHS = Path(__file__).resolve().parents[2] / "bench" / "lengths.py"
 

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partition_cases import ONE, constant, layer, problem_of, profile_of, random_profile, with_tables
 
+from trimtab import RecomputeChoice, Stage, split_stages
 from trimtab.partition.assess import DeviceMemory, stage_bytes
 from trimtab.partition.schedules import BACKWARD, FORWARD, splits_backward
-from trimtab.partition.stages import split_stages
-from trimtab.specs import RecomputeChoice, Stage
 
 SCHEDULES = [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBH1", 1), ("ZBVZeroBubble", 2)]
 

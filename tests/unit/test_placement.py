@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from placement_cases import small_model
 
 from refusals import refused
+from trimtab import describe, place
 from trimtab.errors import PartitionError
-from trimtab.models.describe import describe
 from trimtab.placement.bytes import arrangements, device_bytes, inference_table, modules_of, parts_of, run_bytes
 from trimtab.placement.machine import Gpu, Machine, Workload, machine_of
-from trimtab.placement.place import place
 from trimtab.units import GIB, MIB
 
 WORK = Workload(batch=2, seq_len=30, max_new_tokens=5, images=((112, 112),))

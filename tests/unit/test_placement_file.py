@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trimtab.models.describe import describe
+from trimtab import describe, place
 from trimtab.placement.machine import Workload, parse_machine
-from trimtab.placement.place import place
 from trimtab.placement.placed import Assessed, assess_map, split_model_map
 from trimtab.plan.file.placement import load_placement, placement_file, write_placement
 from trimtab.plan.file.yaml import record_to_yaml
@@ -99,11 +98,7 @@ TWO_IMAGES = Workload(batch=4, images=((1024, 1024),) * 2)
 
 def compared(machine) -> list[Assessed]:
     found = assess_map(
-        MODEL,
-        machine,
-        TWO_IMAGES,
-        split_model_map(MODEL, len(machine.gpus)),
-        rule="InternVL split_model(0.5)",
+        MODEL, machine, TWO_IMAGES, split_model_map(MODEL, len(machine.gpus)), rule="InternVL split_model(0.5)"
     )
     return [found, Assessed(rule="Accelerate auto", placement=None, problems=("accelerate is not installed",))]
 

@@ -8,17 +8,11 @@ import pytest
 from plan_cases import tile_samples
 from report_fixtures import plan_text
 
-from trimtab.costs.devices import parse_cluster
+from trimtab import PlanDetails, PlanOptions, SampleTable, check_plan, describe, make_plan, parse_cluster, write_plan
 from trimtab.errors import PartitionError
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.advice import _smaller, possible_changes
-from trimtab.plan.file.check import check_plan
-from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import reload_plan
-from trimtab.plan.options import PlanOptions
 from trimtab.report.html import html_report
-from trimtab.specs import SampleTable
 
 SAMPLES = SampleTable.of(np.full(64, 1024), np.full(64, 500))
 

@@ -11,17 +11,12 @@ from hypothesis import strategies as st
 from plan_cases import read_back, tile_samples
 
 from refusals import refused
-from trimtab.costs.devices import parse_cluster
+from trimtab import PlanDetails, PlanOptions, SampleTable, describe, make_plan, parse_cluster, write_plan
 from trimtab.errors import PackingError, PlanError
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.epoch import draw_epoch, share_exactly
 from trimtab.plan.file.check import check_plan, refuse_broken
-from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import reload_plan, replan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
-from trimtab.plan.options import PlanOptions
-from trimtab.specs import SampleTable
 
 MODEL = describe("InternVL-Chat-V1-5")
 CLUSTER = parse_cluster("32xA100-80GB")

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from plan_cases import tile_samples
 
-from trimtab.costs.devices import parse_cluster
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan
-from trimtab.plan.options import GivenRun, PlanOptions
+from trimtab import GivenRun, PlanOptions, describe, make_plan, parse_cluster
 from trimtab.plan.predict import parse_stages, predict_run
 
 MODEL = describe("InternVL-Chat-V1-5")

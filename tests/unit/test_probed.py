@@ -9,14 +9,12 @@ from partition_cases import constant
 from plan_cases import tile_samples
 
 from refusals import refused
+from trimtab import PlanOptions, describe, make_plan, parse_cluster, write_plan
 from trimtab.costs.bands import SLACK, SLACK_ERROR
-from trimtab.costs.devices import parse_cluster
 from trimtab.costs.profile import profile_bytes, profile_from_bytes
 from trimtab.errors import PlanError
-from trimtab.models.describe import describe
 from trimtab.partition.published import full_recompute
 from trimtab.partition.stages import recompute_stages
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.probed import (
     DeviceProbe,
@@ -30,7 +28,6 @@ from trimtab.plan.decide.probed import (
 )
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
-from trimtab.plan.options import PlanOptions
 from trimtab.specs import LayerCost, ParallelDims, Profile
 from trimtab.units import GIB
 

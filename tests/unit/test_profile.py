@@ -8,10 +8,9 @@ import pytest
 from cost_models import small_model
 
 from refusals import refused
+from trimtab import ParallelDims, TrimtabError
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.profile import load_profile, profile_bytes, profile_from_bytes, profile_model, save_profile
-from trimtab.errors import TrimtabError
-from trimtab.specs import ParallelDims
 
 A100 = DEVICES["A100-80GB"]
 

@@ -9,14 +9,13 @@ import yaml
 
 from export_cases import by_counts, cut, decide, first_block, make_model
 from refusals import refused
+from trimtab import Lora, ModelSpec, ParallelDims, RecomputeChoice, Stage
 from trimtab.adapters import deepspeed
 from trimtab.adapters.deepspeed import deepspeed_runs
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.huggingface import TARGETS
 from trimtab.adapters.running import Exported
 from trimtab.errors import UnsupportedPlanError
-from trimtab.lora import Lora
-from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 MODEL = make_model(4, 6)  # layers 1 to 4 are vision blocks, 5 the projector, 6 the embedding, 7 to 12 decoder blocks
 
@@ -177,15 +176,7 @@ def test_layers_come_by_tier_in_ranges():
 
 
 def test_a_frozen_tower_and_tensor_parallelism_are_named():
-    found = trainer_lines(
-        decide(
-            TIED,
-            by_counts(TIED, 12),
-            dims=ParallelDims(tp=2),
-            frozen_towers=("vision",),
-        ),
-        None,
-    )
+    found = trainer_lines(decide(TIED, by_counts(TIED, 12), dims=ParallelDims(tp=2), frozen_towers=("vision",)), None)
     assert "activation_checkpointing" in str(found.also)
     assert any("tp_plan='auto'" in w and " 2" in w for w in found.warnings)
     (other,) = trainer_lines(decide(TIED, by_counts(TIED, 12)), None).warnings

@@ -8,20 +8,15 @@ import pytest
 import report_fixtures as fixtures
 
 from refusals import refused
-from trimtab.costs.devices import parse_cluster
+from trimtab import PlanOptions, SampleTable, check_plan, describe, make_plan, parse_cluster, write_plan
 from trimtab.costs.measured.fitted import TermFit, apply_terms
 from trimtab.errors import PlanError
 from trimtab.files import blake2b
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.work import steps_of
-from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan
-from trimtab.plan.options import PlanOptions
 from trimtab.plan.replan import learn_from, replan_rest
 from trimtab.plan.runs import RunLog, digest_of, read_log_of
 from trimtab.runtime.data.tables import Cursor, cursor_from_state, cursor_to_state, make_order, open_tables
-from trimtab.specs import SampleTable
 
 FACTORS = {"host": 1.6, "language": 1.25, "vision": 0.8}
 

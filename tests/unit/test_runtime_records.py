@@ -10,11 +10,10 @@ from plans import size_and_plan
 from sample_sets import PixelRule, talk, write_jsonl
 
 from refusals import refused
+from trimtab import SampleTable, size_samples
 from trimtab.errors import SampleError
 from trimtab.plan.file.records import PlannedRecords, open_records
-from trimtab.samples.size import size_samples
 from trimtab.samples.table import SizingResult, load_table, save_sizing, table_bytes
-from trimtab.specs import SampleTable
 
 
 def record(name: str) -> dict[str, object]:

@@ -11,15 +11,11 @@ from cost_models import small_model
 from plan_cases import tile_samples
 
 from refusals import refused
+from trimtab import PlanOptions, check_plan, describe, make_plan, profile_model, write_plan
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
 from trimtab.costs.measured.saved import carry_bytes, carry_seconds
-from trimtab.costs.profile import profile_model
 from trimtab.errors import PlanError, TrimtabError
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
-from trimtab.plan.file.check import check_plan
 from trimtab.plan.file.reload import load_details
-from trimtab.plan.options import PlanOptions
 from trimtab.specs import DeviceSpec, ParallelDims, Profile
 
 A100 = DEVICES["A100-80GB"]

@@ -21,19 +21,11 @@ def rows_of(schedule) -> np.ndarray:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(0, 90),
-    st.integers(1, 9),
-    st.integers(1, 4),
-    st.sampled_from(["random", "sorted"]),
-    st.integers(1, 4),
+    st.integers(0, 90), st.integers(1, 9), st.integers(1, 4), st.sampled_from(["random", "sorted"]), st.integers(1, 4)
 )
 def test_every_pack_has_one_slot_and_empty_ones_come_last(n, dp, num_microbatches, order, block_steps):
     schedule = schedule_packs(
-        make_columns(n),
-        dp=dp,
-        num_microbatches=num_microbatches,
-        order=order,
-        block_steps=block_steps,
+        make_columns(n), dp=dp, num_microbatches=num_microbatches, order=order, block_steps=block_steps
     )
     assert schedule.order == order
     assert schedule.table.shape == (-(-n // (dp * num_microbatches)), dp, num_microbatches)

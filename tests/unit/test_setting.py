@@ -7,16 +7,12 @@ import numpy as np
 import pytest
 from plan_cases import tile_samples
 
+from trimtab import PlanOptions, check_plan, describe, make_plan, parse_cluster, write_plan
 from trimtab.adapters.running import full_blocks
-from trimtab.costs.devices import parse_cluster
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import MemoryBudget
 from trimtab.plan.decide.search import choose_setting
 from trimtab.plan.decide.setting import ChosenSetting, complexity, profile_setting
 from trimtab.plan.decide.stages import Expressible
-from trimtab.plan.file.check import check_plan
-from trimtab.plan.options import PlanOptions
 from trimtab.plan.plan import SettingEstimate
 from trimtab.specs import ClusterSpec, ParallelDims, SampleTable
 

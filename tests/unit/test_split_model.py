@@ -6,10 +6,9 @@ from placement_cases import small_model
 import trimtab
 import trimtab.placement
 from refusals import refused
+from trimtab import describe, place
 from trimtab.errors import PartitionError
-from trimtab.models.describe import describe
 from trimtab.placement.machine import Workload, machine_of
-from trimtab.placement.place import place
 from trimtab.placement.placed import assess_map, split_model, split_model_map
 from trimtab.units import GIB
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from cost_models import embed, patches, projector, text_block, vision_block
 
+from trimtab import describe, profile_model
 from trimtab.costs.devices import DEVICES
 from trimtab.costs.formula.layers import Gradients, cost_layer
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import local_params
-from trimtab.costs.profile import profile_model
-from trimtab.models.describe import describe
 from trimtab.specs import ParallelDims, evaluate
 
 # vision block: h 64, 4 heads of 16, f 256; text block: h 128, 4 heads and 2 kv heads of 32, f 512, gated

@@ -8,18 +8,13 @@ import pytest
 from plan_cases import tile_samples
 
 from refusals import refused
+from trimtab import PlanDetails, PlanOptions, check_plan, describe, make_plan, parse_cluster, write_plan
 from trimtab.balance.packing import PackResult
-from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PartitionError, PlanError
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import MemoryBudget, Setting, pack_case
 from trimtab.plan.decide.epoch import open_epoch
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.steps import fill_slots, open_steps, share_tried
-from trimtab.plan.file.check import check_plan
-from trimtab.plan.file.figures import PlanDetails
-from trimtab.plan.options import PlanOptions
 from trimtab.specs import Packing, ParallelDims, SampleTable, Schedule
 
 MODEL = describe("InternVL-Chat-V1-5")

@@ -7,8 +7,7 @@ import pytest
 
 import trimtab
 import trimtab.placement
-from trimtab.plan.file.figures import PlanDetails
-from trimtab.samples.table import SizingResult
+from trimtab import PlanDetails, SizingResult
 from trimtab.units import GIB, format_bytes, format_count, format_seconds, parse_bytes
 
 

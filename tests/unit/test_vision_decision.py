@@ -14,25 +14,21 @@ from report_fixtures import plan_text
 from vision_cases import CLUSTER, OPTIONS, QWEN, TILES, image_samples, table_of, with_vision
 
 from refusals import refused
+from trimtab import PlanDetails, SampleTable, check_plan, make_plan, parse_cluster, write_plan
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import export_plan
 from trimtab.balance.images import share_images, share_pools
-from trimtab.costs.devices import parse_cluster
 from trimtab.errors import PlanError
-from trimtab.plan.build import make_plan, write_plan
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.exchange import feature_values, image_sizes
 from trimtab.plan.decide.sharing import share_vision
 from trimtab.plan.decide.stages import Expressible, best_expressible
 from trimtab.plan.decide.towers import MUST_GAIN
-from trimtab.plan.file.check import check_plan
-from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import load_details, options_of, reload_plan, replan
 from trimtab.plan.file.yaml import plan_to_yaml
 from trimtab.plan.options import PlanOptions, VisionChoice
 from trimtab.report.html import html_report
 from trimtab.report.table import time_scale
-from trimtab.specs import SampleTable
 
 
 @pytest.fixture(scope="module")

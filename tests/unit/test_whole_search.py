@@ -5,17 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trimtab.costs.devices import parse_cluster
+from trimtab import Lora, SampleTable, describe, make_plan, parse_cluster
 from trimtab.errors import PartitionError, PlanError
-from trimtab.lora import Lora
-from trimtab.models.describe import describe
-from trimtab.plan.build import make_plan
 from trimtab.plan.decide.case import MemoryBudget
 from trimtab.plan.decide.members import list_members
 from trimtab.plan.decide.search import choose_setting, price_members
 from trimtab.plan.decide.setting import parallel_dims
 from trimtab.plan.options import PlanOptions, VisionChoice
-from trimtab.specs import SampleTable
 
 NAMES = ("Qwen2.5-VL-3B", "Qwen2.5-VL-7B", "InternVL2-8B", "LLaVA-OneVision-7B", "InternVL3-1B")
 CLUSTERS = ("4xA100-80GB", "8xH100-80GB", "8xA100-80GB", "16xA100-80GB")

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import tile_samples
 
-from trimtab.balance.packing import pack_samples
-from trimtab.models.describe import describe
+from trimtab import Packing, SampleTable, describe, pack_samples
 from trimtab.plan.decide.work import (
     PATCHES,
     TOKENS,
@@ -17,7 +16,6 @@ from trimtab.plan.decide.work import (
     packed_work,
     padded_work,
 )
-from trimtab.specs import Packing, SampleTable
 
 
 def lengths(tiles: list[int], tokens: list[int]) -> SampleTable:

@@ -4,10 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from trimtab.costs.devices import parse_cluster
-from trimtab.models.describe import describe
+from trimtab import SampleTable, describe, parse_cluster
 from trimtab.plan.options import PlanOptions, VisionChoice
-from trimtab.specs import SampleTable
 
 QWEN, TILES = describe("Qwen2.5-VL-7B"), describe("InternVL-Chat-V1-5")
 CLUSTER = parse_cluster("8xH100-80GB")
