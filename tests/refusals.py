@@ -26,6 +26,7 @@ import pytest
 import yaml
 
 import trimtab
+import trimtab.errors
 
 SNAPSHOT = Path(__file__).with_suffix(".txt")
 MOST = 600  # characters of a sentence that are kept
