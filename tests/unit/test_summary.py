@@ -53,8 +53,9 @@ def test_the_fastest_setting_is_named_where_a_simpler_one_was_taken(plan: Plan) 
         "Fastest: dp 4 x pp 2 x tp 1, ZeRO-1, 1F1B, 3.0 % faster by prediction, within the error band of 5 %; this "
         "plan is simpler." in told
     )
-    estimates = replace(estimates, settings=(divided, ours))
-    assert "Fastest" not in summarise(plan.inputs, plan.decisions, estimates)
+    # the fastest was taken; or one that the price at mean packs does not know to be: it won on the epoch's own steps
+    for changed in ({"settings": (divided, ours)}, {"setting_error": 0.01}):
+        assert "Fastest" not in summarise(plan.inputs, plan.decisions, replace(estimates, **changed))
 
 
 def test_the_batch_is_the_one_that_was_asked_for_or_the_mean(plan: Plan) -> None:

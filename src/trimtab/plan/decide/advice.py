@@ -352,8 +352,8 @@ def _about_bubbles(grid: SharedSplit) -> str:
 
 _HOSTS = {
     "one-grid": "all",
-    "replica": "trimtab train; by whole micro-batches LoongForge, MindSpeed-MM",
-    "own": "megatron-bridge (MegatronMIMO), trimtab train",
+    "replica": "trimtab train",
+    "own": "megatron-bridge, trimtab train",
     "dp": "trimtab train, trimtab.vision",
 }
 

@@ -366,7 +366,9 @@ def _faster(estimates: Estimates) -> str:
     if fastest.samples_per_s <= ours.samples_per_s:
         return ""
     more = 100 * (fastest.samples_per_s / ours.samples_per_s - 1)
-    if more > 100 * estimates.setting_error:  # what was asked for is not the fastest
+    if more > 100 * estimates.setting_error:  # what was asked for is not the fastest, or won on the epoch's own steps
+        if estimates.vision_data_parallel is None:
+            return ""
         return f"Fastest: {fastest.label} with the tower on its grid, {more:.1f} % faster by prediction."
     return (
         f"Fastest: {fastest.label}, {more:.1f} % faster by prediction, within the error band of "
