@@ -477,6 +477,9 @@ def _settings(details: PlanDetails) -> str:
         return ""
     band = f"{100 * estimates.setting_error:g} % of the fastest"
     rule = f"The simplest of those within {band} was taken" if estimates.setting_error else "The fastest was taken"
+    fastest = max(row.samples_per_s for row in estimates.settings)
+    if fastest > (1 + estimates.setting_error) * estimates.settings[0].samples_per_s:
+        rule = "The one whose epoch, simulated on its own steps, is shortest was taken"
     note = (
         "Degrees, ZeRO stage and schedule, fastest first, at their mean packs and about as many samples a step. "
         f"{rule}: it is marked."

@@ -147,6 +147,8 @@ class ChosenSetting:
         more = "1 more does" if self.num_misfits == 1 else f"{self.num_misfits} more do"
         misfits = f"; {more} not fit" if self.num_misfits else ""
         rule = f"the simplest of those within {100 * self.error:g} % of the fastest"
+        if self.best.samples_per_s * (1 + self.error) < self.considered[0].samples_per_s:
+            rule = "the one whose epoch, simulated on its own steps, is shortest"
         return (
             f"Degrees, ZeRO and schedule are {self.best.estimate.label}: of {len(self.considered)} settings that fit, "
             f"{rule}{misfits}. Speeds at their mean packs stand under estimates.settings.",
