@@ -71,7 +71,7 @@ def counted_columns(sizes: IntArray, limits: tuple[int, ...], rounded_fill: floa
 
 
 def sum_columns(sizes: FloatArray) -> FloatArray:
-    """Sums of (n, D) columns, each added as NumPy adds: the same bits on every machine."""
+    """Return sums of (n, D) columns, each added as NumPy adds: the same bits on every machine."""
     return np.array([column.sum() for column in sizes.T])
 
 

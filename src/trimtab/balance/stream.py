@@ -251,7 +251,7 @@ def _samples_of(packs: Packs, p: int) -> IntArray:
 
 
 def next_fill(fill: float, highest: float, packs_carried: float, packed: PackedWindow) -> float:
-    """Looser after a window that carried much on, fuller again, up to `highest`, after one that held all."""
+    """Fill looser after a window that carried much on, fuller again, up to `highest`, after one that held all."""
     if packs_carried > MAX_CARRY * packed.num_wanted:
         return max(min(fill, LEAST_FULL), fill - LESS_FULL)
     return min(highest, fill + FULLER) if len(packed.left) == 0 else fill

@@ -300,7 +300,7 @@ def improve(
     state: UIntArray,
     scratch: Scratch,
 ) -> None:
-    """Rounds of pairwise sharing: sort the packs along one direction, pair the extremes, share each pair again.
+    """Run rounds of pairwise sharing: sort the packs along one direction, pair the extremes, share each pair again.
 
     The direction is each column in turn, then a random mix of all. The fullest column, which its limit holds, has no
     turn of its own. What two packs differ by is halved or better by

@@ -131,7 +131,7 @@ def uneven(
     out: Annotated[Path | None, typer.Option(help="Draw even and uneven stages into this HTML file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Layers for uneven pipeline stages by Pai-Megatron-Patch's notebook: FLOPs, split, memory, flags.
+    """Print layers for uneven pipeline stages by Pai-Megatron-Patch's notebook: FLOPs, split, memory, flags.
 
     The optimum in the same FLOPs is printed with it. `trimtab plan` decides by seconds and bytes of every layer.
     """

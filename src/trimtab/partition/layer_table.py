@@ -57,7 +57,7 @@ class LayerTable:
         return int(self.time.sum()) + len(self.time) * strongest
 
     def prefix(self, values: IntArray) -> list[Any]:
-        """Sums of (L, ...) over the layers before each allowed cut: (K + 1, ...)."""
+        """Return sums of (L, ...) over the layers before each allowed cut: (K + 1, ...)."""
         sums = np.zeros((len(values) + 1, *values.shape[1:]), np.int64)
         np.cumsum(values, axis=0, out=sums[1:])
         listed: list[Any] = sums[self.positions].tolist()

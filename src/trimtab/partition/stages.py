@@ -348,7 +348,7 @@ def _single_moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _joint_moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
-    """Runs of two or more neighbouring cuts by the same step."""
+    """Yield runs of two or more neighbouring cuts by the same step."""
     for i, j in itertools.combinations(range(num_cuts + 1), 2):
         if j - i > 1:
             for step in _STEPS:

@@ -397,7 +397,7 @@ class PlanOptions(RunOptions):
 
     @property
     def fills_packs(self) -> bool:
-        """Packs are filled up to their limits; a number of packs a step without a number of samples asks for it too."""
+        """Return whether packs are filled; a number of packs a step without a number of samples asks for it."""
         return self.steps == "filled" or (self.num_microbatches is not None and self.global_batch is None)
 
     @property

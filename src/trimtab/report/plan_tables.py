@@ -121,7 +121,7 @@ def settings_table(estimates: Estimates) -> Table:
 
 
 def searched_table(details: PlanDetails) -> Table:
-    """Splits that OmniBal's search simulated, as they were ranked; the exact optimum last."""
+    """List splits that OmniBal's search simulated, as they were ranked; the exact optimum last."""
     rows = details.plan.estimates.searched
     scale = time_scale(row.step_ms / 1e3 for row in rows if row.step_ms is not None)
     kept = tuple(stage.stop - stage.start for stage in details.variants[-1].stages)

@@ -73,7 +73,7 @@ def fit_seconds(work: FloatArray, seconds: FloatArray, formula: Sequence[float])
 
 
 def _bases(shape: FloatArray) -> tuple[FloatArray, ...]:
-    """Sets of directions, (k, len(WORK_TERMS)): each term alone; the constant and all others; all together."""
+    """Return sets of directions, (k, len(WORK_TERMS)): each term alone; the constant and all others; all together."""
     alone = np.diag(shape)[shape > 0]
     once = np.zeros_like(shape)
     once[0] = shape[0]

@@ -190,7 +190,7 @@ def fit_counts(
     kept: Sequence[Probe],
     recomputed: Sequence[Probe],
 ) -> tuple[KindCounts, ...]:
-    """Counts of each traced layer as coefficients of WORK_TERMS.
+    """Return the counts of each traced layer as coefficients of WORK_TERMS.
 
     `groups`: number of each traced layer -> the group of like layers that it stands for.
     `kept`: steps in which nothing was recomputed. Their bytes and FLOPs are sums of terms, so a fit leaves no rest; a

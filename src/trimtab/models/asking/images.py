@@ -227,7 +227,7 @@ def fold_runs(texts: list[str], soft: str) -> str | None:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts of every size asked for; where the request gives a whole `config`, also what all sizes have in common.
+    """Count every size asked for; where the request gives a whole `config`, also what all sizes have in common.
 
     Rows are patches, tokens, tiles, patches squared, and the number of their text from 1, the first of which is none.
     A size that the processor refuses has its sentence in place of a row.
@@ -364,7 +364,7 @@ def see_clip(looker: Looker, output: Mapping[str, Any], texts: list[str]) -> See
 
 
 def answer_clips(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts of every clip asked for: rows as those of images, with rows and columns of patches of its first input.
+    """Count every clip asked for: rows as those of images, with rows and columns of patches of its first input.
 
     The two are 0 where no grid says them. A clip that the processor refuses has its sentence in place of a row.
     """

@@ -161,7 +161,7 @@ class GlmSmartResize:
 
 
 def _one_rectangle(rows: int, columns: int, merge_size: int, window: int | None) -> ImageCounts:
-    """Counts of rows x columns merged patches that attend to each other, or within windows of window^2 of them.
+    """Return counts of rows x columns merged patches that attend to each other, or within windows of window^2 of them.
 
     Windows tile the rectangle from its top left corner; those that stick out keep only the patches inside, so with
     a = q window + r rows the sum over windows of (rows in it)^2 is the product of q window^2 + r^2 for either side.

@@ -70,7 +70,7 @@ def explain_misfit(
 
 
 def possible_changes(samples: SampleTable, cluster: ClusterSpec, options: PlanOptions) -> Iterator[Change]:
-    """Changes to try, those that cost least first; none that the target of the options does not have."""
+    """Yield changes to try, those that cost least first; none that the target of the options does not have."""
 
     def change(said: str, **fields: object) -> Change:
         changed = replace(options, **fields)  # type: ignore[arg-type]  # fields by name

@@ -164,7 +164,7 @@ class VisionDataParallel:
 
     @contextlib.contextmanager
     def _within(self) -> Iterator[None]:
-        """Calls of the replaced functions from here on are our own."""
+        """Mark that calls of the replaced functions from here on are our own."""
         before, self._inside = self._inside, True
         try:
             yield

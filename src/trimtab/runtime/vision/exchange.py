@@ -244,7 +244,7 @@ def _write_back(bucket: Sequence[Tensor], flat: Tensor) -> None:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of gradients of one dtype, about `BUCKET_BYTES` each."""
+    """Yield runs of gradients of one dtype, about `BUCKET_BYTES` each."""
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:
