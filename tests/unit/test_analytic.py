@@ -286,3 +286,4 @@ def test_products_that_tp_cuts_by_rows_are_summed(mlp, summed):
     weights = 10**9  # more than attention and MLP: what is left is one more product
     layer = replace(layer, mlp=replace(layer.mlp, **mlp), num_matmul_params=weights, num_params=weights)
     assert {p.name for p in layer_matmuls(layer, 2) if p.reduced} == summed
+    assert sum(p.in_width * p.out_width * p.visits for p in layer_matmuls(layer, 1)) == pytest.approx(weights)
