@@ -25,7 +25,7 @@ from trimtab.costs.formula.layers import COLLECTIVE_S, Gradients, cost_layer, fi
 from trimtab.costs.formula.settings import Attention, CostSettings
 from trimtab.costs.measured.timed import TimingOptions, measure_device, time_layer
 from trimtab.costs.measured.timed_fit import Timing, fit_seconds
-from trimtab.costs.measured.timed_model import Run, build_model, has_flash, runs
+from trimtab.costs.measured.timed_model import TimedRun, build_model, has_flash, runs
 from trimtab.costs.profile import group_layers
 from trimtab.models.describe import describe
 from trimtab.specs import DeviceSpec, LayerSpec, ModelSpec, ParallelDims, evaluate
@@ -143,7 +143,7 @@ def _shared(settings: CostSettings, tp: int) -> CostSettings:
     return dataclasses.replace(settings, dims=ParallelDims(tp=tp))
 
 
-def _points(formula: Formula, timings: Sequence[Timing], split: Sequence[Sequence[Run]]) -> list[dict[str, Any]]:
+def _points(formula: Formula, timings: Sequence[Timing], split: Sequence[Sequence[TimedRun]]) -> list[dict[str, Any]]:
     """One point for each size: measured, by formula and by a fit to the first half of `split`."""
     told = formula.seconds()
     work = np.array([timing.work for timing in timings])

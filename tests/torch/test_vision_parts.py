@@ -17,7 +17,7 @@ from trimtab.runtime.vision import apply as callback
 from trimtab.runtime.vision.agreement import differing_ranks, fingerprint
 from trimtab.runtime.vision.exchange import lay_out_rows, zigzag_rows
 from trimtab.runtime.vision.hooks import KINDS, Heartbeat
-from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, Part, VisionInputs, join_inputs
+from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, VisionInputs, VisionPart, join_inputs
 from trimtab.runtime.vision.outputs import read_features, touch, write_features
 from trimtab.vision import encode_pooled, share_images
 
@@ -25,7 +25,7 @@ from trimtab.vision import encode_pooled, share_images
 def inputs_of(rows: list[int]) -> VisionInputs:
     counts = np.array(rows)
     return VisionInputs(
-        parts=(Part(name="pixels", rows=torch.arange(counts.sum() * 4.0).view(-1, 1), lengths=counts * 4),),
+        parts=(VisionPart(name="pixels", rows=torch.arange(counts.sum() * 4.0).view(-1, 1), lengths=counts * 4),),
         patches=counts * 4,
         entries=np.ones(len(rows), np.int64),
         rows=counts,

@@ -10,7 +10,7 @@ import pytest
 from plans import size_and_plan
 
 from refusals import refused
-from trimtab.adapters.data_files import PlannedPacks, read_planned, write_energon_packs
+from trimtab.adapters.data_files import PacksInOrder, read_planned, write_energon_packs
 from trimtab.errors import PlanError, SampleError
 from trimtab.samples.rows import read_conversation
 
@@ -33,7 +33,7 @@ def plan(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return size_and_plan([drawn], tmp_path_factory.mktemp("plan") / "plan", **LIMITS)
 
 
-def ids_of(planned: PlannedPacks, place: int) -> list[str]:
+def ids_of(planned: PacksInOrder, place: int) -> list[str]:
     pack = planned.order[place]
     rows = planned.packing.indices[planned.packing.offsets[pack] : planned.packing.offsets[pack + 1]]
     return [planned.samples.sample_id(row) for row in rows.tolist()]

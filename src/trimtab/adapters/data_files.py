@@ -43,7 +43,7 @@ from trimtab.specs import IntArray, Packing, SampleTable, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedPacks:
+class PacksInOrder:
     """The packs of a plan and the sizes of their samples."""
 
     plan: Plan
@@ -70,14 +70,14 @@ class WrittenData:
     notes: tuple[str, ...] = ()
 
 
-def read_planned(path: Path) -> PlannedPacks:
+def read_planned(path: Path) -> PacksInOrder:
     """Return the packs of the plan at `path` (the file or its folder); `PlanError` unless each is run exactly once."""
     plan, folder = open_plan(path)
     samples = read_samples(plan, folder)
     packs = load_packs(folder, plan.decisions.packing, times=np.ones(len(samples), np.int64))
     if not plan.inputs.data.mixture and len(np.unique(packs.packing.indices)) != len(packs.packing.indices):
         raise PlanError(f"the packs in {folder} hold a sample twice: plan again")
-    return PlannedPacks(
+    return PacksInOrder(
         plan=plan,
         folder=folder,
         samples=samples,
@@ -100,7 +100,7 @@ def order_packs(schedule: Schedule, num_packs: int) -> IntArray:
 
 
 def sources_of(
-    planned: PlannedPacks,
+    planned: PacksInOrder,
     data: Sequence[Path] | None,
     reading: ReadingOptions = ReadingOptions(),  # noqa: B008 - frozen
 ) -> list[SourceFile]:
@@ -121,7 +121,7 @@ def sources_of(
 
 @contextmanager
 def open_records(
-    planned: PlannedPacks, sources: Sequence[SourceFile], folder: Path
+    planned: PacksInOrder, sources: Sequence[SourceFile], folder: Path
 ) -> Iterator[Callable[[int], Mapping[str, Any]]]:
     """Yield a function from a row to its record; `SampleError` for one with another id than the sample.
 
@@ -203,14 +203,14 @@ def write_nested_packs(plan: Path, out: Path, *, data: Sequence[Path] | None = N
 
 
 def _lines(
-    planned: PlannedPacks, record: Callable[[int], Mapping[str, Any]], place: int, fields: Sequence[str]
+    planned: PacksInOrder, record: Callable[[int], Mapping[str, Any]], place: int, fields: Sequence[str]
 ) -> Iterator[bytes]:
     for row in planned.rows(place):
         tokens = dict.fromkeys(fields, int(planned.samples.num_tokens[row]))
         yield json.dumps({**record(row), **tokens}, ensure_ascii=False).encode()
 
 
-def _exported(planned: PlannedPacks, files: tuple[Path, ...], *, ragged: bool) -> WrittenData:
+def _exported(planned: PacksInOrder, files: tuple[Path, ...], *, ragged: bool) -> WrittenData:
     packing, dp = planned.packing, planned.schedule.table.shape[1]
     notes = []
     if ragged and (short := packing.num_packs % dp):

@@ -49,7 +49,7 @@ class Room(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pipeline:
+class PipelineCuts:
     """One split problem in whole numbers. Sums are of the layers before each of the K + 1 allowed cuts."""
 
     time: Sequence[int]  # composite, forward and backward on the first tiers
@@ -71,7 +71,7 @@ class Pipeline:
         return len(self.time) - 1
 
 
-def least_choice(pipeline: Pipeline, i: int, a: int, b: int) -> Choice | None:
+def least_choice(pipeline: PipelineCuts, i: int, a: int, b: int) -> Choice | None:
     """The recompute of least time with which stage i holds [a, b) under its cap; None if there is none.
 
     Solved once for each stage, whatever the limit on its time.
@@ -82,7 +82,7 @@ def least_choice(pipeline: Pipeline, i: int, a: int, b: int) -> Choice | None:
     return pipeline.choices[key]
 
 
-def _solve(pipeline: Pipeline, i: int, a: int, b: int) -> Choice | None:
+def _solve(pipeline: PipelineCuts, i: int, a: int, b: int) -> Choice | None:
     # 1. Nothing to recompute, or nothing that helps.
     lowest = _first_transient(pipeline, a, b)
     need = _bytes_to_free(pipeline, i, a, b, lowest)
@@ -99,7 +99,7 @@ def _solve(pipeline: Pipeline, i: int, a: int, b: int) -> Choice | None:
     return best
 
 
-def _menus(pipeline: Pipeline, i: int, alike: Sequence[int], lowest: int) -> list[Menu]:
+def _menus(pipeline: PipelineCuts, i: int, alike: Sequence[int], lowest: int) -> list[Menu]:
     """Return what stage i may choose from, its transient rising from `lowest`."""
     present = tuple(number > 0 for number in alike)
     if present not in pipeline.menus:
@@ -112,19 +112,19 @@ def _menus(pipeline: Pipeline, i: int, alike: Sequence[int], lowest: int) -> lis
     return menus
 
 
-def _count_alike(pipeline: Pipeline, a: int, b: int) -> list[int]:
+def _count_alike(pipeline: PipelineCuts, a: int, b: int) -> list[int]:
     """Return the layers of each class in the stage."""
     return [y - x for x, y in zip(pipeline.num_alike[a], pipeline.num_alike[b], strict=True)]
 
 
-def _first_transient(pipeline: Pipeline, a: int, b: int) -> int:
+def _first_transient(pipeline: PipelineCuts, a: int, b: int) -> int:
     """The most that a backward of the stage needs where all its layers keep their first tiers."""
     power = (b - a).bit_length() - 1
     row = pipeline.transient[power]
     return max(row[a], row[b - (1 << power)])
 
 
-def _bytes_to_free(pipeline: Pipeline, i: int, a: int, b: int, transient: int) -> int | None:
+def _bytes_to_free(pipeline: PipelineCuts, i: int, a: int, b: int, transient: int) -> int | None:
     """Return bytes of one micro-batch by which the first tiers overfill stage i; None if the smallest tiers do too."""
     here, entry = pipeline.rooms[i], pipeline.entry[a]
     room = here.cap - (pipeline.state[b] - pipeline.state[a]) - transient
@@ -146,7 +146,7 @@ On the same side of the limit any bound will do: where it is within, one from ab
 """
 
 
-def time_cost(pipeline: Pipeline) -> Cost:
+def time_cost(pipeline: PipelineCuts) -> Cost:
     """Return the composite time of a stage with its least recompute."""
 
     def cost(i: int, a: int, b: int, limit: int) -> int | None:
@@ -167,7 +167,7 @@ def time_cost(pipeline: Pipeline) -> Cost:
     return cost
 
 
-def _extra_bounds(pipeline: Pipeline, i: int, a: int, b: int, limit: int) -> tuple[float, float]:
+def _extra_bounds(pipeline: PipelineCuts, i: int, a: int, b: int, limit: int) -> tuple[float, float]:
     """Bound the stage's least recompute time: the relaxation, as it is and rounded up; inf where none helps.
 
     Stops at the first upper bound within `limit`; there is none where the lower one is not.
@@ -189,7 +189,7 @@ def _extra_bounds(pipeline: Pipeline, i: int, a: int, b: int, limit: int) -> tup
     return least, inf
 
 
-def memory_cost(pipeline: Pipeline) -> Cost:
+def memory_cost(pipeline: PipelineCuts) -> Cost:
     """Return the bytes of a stage under the recompute that makes them least."""
 
     def cost(i: int, a: int, b: int, _: int) -> int:
@@ -266,7 +266,7 @@ def least_limit(cost: Cost, S: int, K: int, *, low: int, high: int) -> int | Non
     return high
 
 
-def least_bottleneck(pipeline: Pipeline, *, high: int) -> int | None:
+def least_bottleneck(pipeline: PipelineCuts, *, high: int) -> int | None:
     """The smallest limit on every stage's time that some split keeps; None if even `high` is too small.
 
     Exact only where `reach` is; else a bound from below.
@@ -276,7 +276,7 @@ def least_bottleneck(pipeline: Pipeline, *, high: int) -> int | None:
     return least_limit(time_cost(pipeline), S, K, low=mean - 1, high=high)
 
 
-def least_reachable_bottleneck(pipeline: Pipeline, *, low: int, high: int) -> int | None:
+def least_reachable_bottleneck(pipeline: PipelineCuts, *, low: int, high: int) -> int | None:
     """Return `least_bottleneck`, exact whatever the order of the stages' costs; `low` is too small.
 
     Every probe is the dynamic programme of `best_tied_cuts`, which takes up to K times as long as `reach`.
@@ -289,7 +289,7 @@ def least_reachable_bottleneck(pipeline: Pipeline, *, low: int, high: int) -> in
     return high
 
 
-def least_memory(pipeline: Pipeline) -> int:
+def least_memory(pipeline: PipelineCuts) -> int:
     """Count the bytes of the smallest cap, the same for every stage, under which a split exists, whatever its time."""
     S, K = len(pipeline.rooms), pipeline.num_segments
     cost = memory_cost(pipeline)
@@ -299,7 +299,7 @@ def least_memory(pipeline: Pipeline) -> int:
     return least
 
 
-def best_tied_cuts(pipeline: Pipeline, limit: int) -> list[int] | None:
+def best_tied_cuts(pipeline: PipelineCuts, limit: int) -> list[int] | None:
     """Find (S + 1,) cuts of the split within `limit` that recomputes least in sum, then has the smallest fullest stage.
 
     Then the earliest first cut, the earliest second ... Dynamic programme from the last stage over the ends that
@@ -338,7 +338,7 @@ def best_tied_cuts(pipeline: Pipeline, limit: int) -> list[int] | None:
     return cuts
 
 
-def _peak(pipeline: Pipeline, i: int, a: int, b: int, choice: Choice) -> int:
+def _peak(pipeline: PipelineCuts, i: int, a: int, b: int, choice: Choice) -> int:
     """Count the bytes of the stage at its fullest under the choice."""
     here, entry = pipeline.rooms[i], pipeline.entry[a]
     saved, transient = pipeline.saved_first[b] - pipeline.saved_first[a], _first_transient(pipeline, a, b)

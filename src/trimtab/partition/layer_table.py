@@ -18,7 +18,7 @@ from trimtab.costs.profile import mean_seconds, pass_seconds
 from trimtab.errors import PartitionError
 from trimtab.options import RecomputeMode
 from trimtab.partition.assess import SplitProblem, entry_bytes
-from trimtab.partition.cuts import Pipeline, Room
+from trimtab.partition.cuts import PipelineCuts, Room
 from trimtab.partition.schedules import peak_in_flight, peak_pending
 from trimtab.partition.tiers import TierTable, Upgrade, tier_table
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, IntArray, LayerCost, RecomputeTier
@@ -64,7 +64,7 @@ class LayerTable:
         return listed
 
 
-def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pipeline:
+def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> PipelineCuts:
     """The problem for the solvers of `cuts`, with `cap` (S,) bytes for the (virtual) stages, overhead excluded.
 
     A stage costs its forward and backward. Where weight gradients run apart it holds at most (in flight - pending)
@@ -78,7 +78,7 @@ def pipeline_of(problem: SplitProblem, table: LayerTable, cap: FloatArray) -> Pi
     caps = np.minimum(cap, MAX_BYTES).astype(np.int64).tolist()
     transient = table.workspace if pending.any() else table.transient
     one_hot = (table.layer_class[:, None] == np.arange(len(table.tiers.upgrades))).astype(np.int64)
-    return Pipeline(
+    return PipelineCuts(
         time=table.prefix(table.time),
         state=table.prefix(table.state),
         saved_first=table.prefix(table.saved_first),

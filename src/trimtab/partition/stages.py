@@ -17,7 +17,7 @@ from trimtab.options import RecomputedTier
 from trimtab.partition.assess import SplitProblem as SplitProblem
 from trimtab.partition.assess import SplitResult, stages_bytes, state_bytes
 from trimtab.partition.cuts import (
-    Pipeline,
+    PipelineCuts,
     best_tied_cuts,
     least_bottleneck,
     least_choice,
@@ -98,7 +98,7 @@ def chunk_room(problem: SplitProblem, *, like: SplitResult | None = None) -> Flo
     return np.asarray(room * held / np.bincount(device, weights=held)[device])
 
 
-def stage_of(table: LayerTable, pipeline: Pipeline, *, index: int, first: int, last: int) -> Stage | None:
+def stage_of(table: LayerTable, pipeline: PipelineCuts, *, index: int, first: int, last: int) -> Stage | None:
     """Make segments `first <= k < last` stage `index` with its recompute of least time; None if it exceeds the cap.
 
     Of a class's layers those earlier in the model recompute first, the stronger tier before the weaker.

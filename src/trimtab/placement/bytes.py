@@ -10,30 +10,30 @@ import numpy as np
 
 from trimtab.errors import PartitionError
 from trimtab.placement.live import Serving, decode_bytes, held_bytes, prefill_bytes, stacked_bytes
-from trimtab.placement.machine import QUANTS, Batch, Workload, count_batch, stored_workload
+from trimtab.placement.machine import QUANTS, RequestBatch, Workload, count_batch, stored_workload
 from trimtab.specs import IntArray, LayerSpec, ModelSpec
 
 _NUMBERED = re.compile(r"\.\d+$")
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class PlacedUnit:
     """Layers that stay together, as positions in `ModelSpec.layers`."""
 
     layers: tuple[int, ...]
 
-    def __add__(self, other: Unit) -> Unit:
-        return Unit(self.layers + other.layers)
+    def __add__(self, other: PlacedUnit) -> PlacedUnit:
+        return PlacedUnit(self.layers + other.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The four parts of a vision-language model that arrangements move around."""
 
-    vision: tuple[Unit, ...]  # ViT and projector; one unit where the family allows no cut
-    embed: Unit
-    blocks: tuple[Unit, ...]
-    head: Unit  # with the last norm
+    vision: tuple[PlacedUnit, ...]  # ViT and projector; one unit where the family allows no cut
+    embed: PlacedUnit
+    blocks: tuple[PlacedUnit, ...]
+    head: PlacedUnit  # with the last norm
     tied: bool  # the head owns no weight: it reads the embedding's
 
 
@@ -42,7 +42,7 @@ class Arrangement:
     """An order of all units; a placement cuts it into runs, one a device."""
 
     name: str
-    units: tuple[Unit, ...]
+    units: tuple[PlacedUnit, ...]
 
 
 def parts_of(model: ModelSpec) -> Parts:
@@ -60,10 +60,10 @@ def parts_of(model: ModelSpec) -> Parts:
     vision, blocks = _runs(model, front, joined), _runs(model, language[at[0] : at[-1] + 1], joined)
     tied = _reunite(model, [*vision, embed, *blocks, head], embed, head)
     return Parts(
-        vision=tuple(Unit(tuple(x)) for x in vision if x),
-        embed=Unit(tuple(embed)),
-        blocks=tuple(Unit(tuple(x)) for x in blocks if x),
-        head=Unit(tuple(head)),
+        vision=tuple(PlacedUnit(tuple(x)) for x in vision if x),
+        embed=PlacedUnit(tuple(embed)),
+        blocks=tuple(PlacedUnit(tuple(x)) for x in blocks if x),
+        head=PlacedUnit(tuple(head)),
         tied=tied,
     )
 
@@ -119,8 +119,8 @@ def pipeline_arrangement(parts: Parts) -> Arrangement:
 
     The first stage holds ViT, projector and embedding too, the last one the norm and the head.
     """
-    first, *between = parts.blocks or (Unit(()),)
-    front = sum(parts.vision, Unit(())) + parts.embed + first
+    first, *between = parts.blocks or (PlacedUnit(()),)
+    front = sum(parts.vision, PlacedUnit(())) + parts.embed + first
     if not between:
         return Arrangement(name="pipeline", units=(front + parts.head,))
     return Arrangement(name="pipeline", units=(front, *between[:-1], between[-1] + parts.head))
@@ -168,7 +168,7 @@ class InferenceTable:
     touched: IntArray  # weight bytes that its runs read; of an embedding the rows looked up
 
 
-def inference_table(model: ModelSpec, workload: Workload, batch: Batch | None = None) -> InferenceTable:
+def inference_table(model: ModelSpec, workload: Workload, batch: RequestBatch | None = None) -> InferenceTable:
     """Return what each layer of `model` takes under `workload`.
 
     Exact for weights and KV cache. The live bytes follow the modules of Transformers 5 and hold within 10 % of what
@@ -331,7 +331,7 @@ def device_bytes(
 
 def run_bytes(
     table: InferenceTable,
-    units: Sequence[Unit],
+    units: Sequence[PlacedUnit],
     context_bytes: int,
     *,
     spilled: Collection[int] = (),

@@ -14,7 +14,7 @@ import numpy as np
 from trimtab.costs.formula.flops import layer_matmuls, measured_terms
 from trimtab.errors import PartitionError
 from trimtab.models.families import family_of
-from trimtab.placement.machine import Batch, Workload
+from trimtab.placement.machine import RequestBatch, Workload
 from trimtab.specs import AttentionSpec, FloatArray, LayerSpec, MlpSpec, ModelSpec
 
 
@@ -23,7 +23,7 @@ class Serving:
     """A workload on a model: what the formulas of single layers share."""
 
     workload: Workload
-    rows: Batch
+    rows: RequestBatch
     item_bytes: int
     pixel_values: float  # of all images
     mask_bytes: float  # of one mask: boolean, or numbers to add for eager attention
@@ -33,7 +33,7 @@ class Serving:
     crossed_width: int = 0
 
     @staticmethod
-    def of(model: ModelSpec, workload: Workload, rows: Batch) -> Serving:
+    def of(model: ModelSpec, workload: Workload, rows: RequestBatch) -> Serving:
         family = family_of(model.family)
         windows = {x.attention.window for x in model.layers if x.tower == "language" and x.attention is not None}
         padded = workload.batch > 1 if workload.padded is None else workload.padded
@@ -247,14 +247,14 @@ def stacked_bytes(model: ModelSpec, serving: Serving) -> FloatArray:
     return added
 
 
-def _pairs_at_once(layer: LayerSpec, rows: Batch) -> float:
+def _pairs_at_once(layer: LayerSpec, rows: RequestBatch) -> float:
     if layer.tower == "language":
         return _prompt_pairs(rows)
     # towers that pack images into one row compute them one by one, the others all tiles at once
     return float(rows.largest_patches_sq if _turns(layer) else rows.patches_sq)
 
 
-def _prompt_pairs(rows: Batch) -> float:
+def _prompt_pairs(rows: RequestBatch) -> float:
     return rows.sequences * float(rows.prompt_tokens) ** 2
 
 

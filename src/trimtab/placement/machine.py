@@ -218,7 +218,7 @@ def stored_workload(model: "ModelSpec", workload: Workload) -> Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class RequestBatch:
     """A workload's rows in the two towers."""
 
     sequences: int
@@ -238,16 +238,16 @@ class Batch:
         return self.prompt_tokens + self.new_tokens - 1
 
 
-def count_batch(model: "ModelSpec", workload: Workload) -> Batch:
+def count_batch(model: "ModelSpec", workload: Workload) -> RequestBatch:
     """The workload's images counted by the model's own rule."""
     return batch_of(workload, [model.image_rule.count(width, height) for width, height in workload.images])
 
 
-def batch_of(workload: Workload, images: "list[ImageCounts]") -> Batch:
+def batch_of(workload: Workload, images: "list[ImageCounts]") -> RequestBatch:
     """The rows of a workload whose prompts hold `images` each."""
     B = workload.batch
     tokens = sum(x.tokens for x in images)
-    return Batch(
+    return RequestBatch(
         sequences=B,
         prompt_tokens=workload.seq_len + tokens,
         new_tokens=workload.max_new_tokens,

@@ -31,7 +31,7 @@ MAX_STATES = 4096  # multisets of devices in use: 12 unlike ones, or any number 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Piece:
     """Units `start <= i < stop` on device `device` of the machine."""
 
     start: int
@@ -100,7 +100,7 @@ def _reaches_end(rows: list[list[list[float]]], choices: Choices, bound: float, 
     return False
 
 
-def least_sum(cost: FloatArray, choices: Choices, *, num_devices: int | None = None) -> tuple[float, tuple[Run, ...]]:
+def least_sum(cost: FloatArray, choices: Choices, *, num_devices: int | None = None) -> tuple[float, tuple[Piece, ...]]:
     """Runs whose costs (infinite where a run does not fit) add up to the least sum, exactly; no runs if none fit.
 
     `num_devices`: exactly so many devices. Every (state, cut) pair once: states x classes x n^2.
@@ -125,11 +125,11 @@ def least_sum(cost: FloatArray, choices: Choices, *, num_devices: int | None = N
     total = float(best[last, n])
     if not np.isfinite(total):
         return total, ()
-    runs: list[Run] = []
+    runs: list[Piece] = []
     state, stop = last, n
     while (step_in := came[state][stop]) is not None:
         start_at, step = step_in
-        runs.append(Run(start_at, stop, step.device))
+        runs.append(Piece(start_at, stop, step.device))
         state, stop = step.before, start_at
     return total, tuple(reversed(runs))
 
@@ -142,7 +142,7 @@ class _Cut:
     """One arrangement, cut."""
 
     arrangement: Arrangement
-    runs: tuple[Run, ...]
+    runs: tuple[Piece, ...]
 
 
 def place(model: ModelSpec, machine: Machine, workload: Workload, *, objective: Objective = "memory") -> Placement:
@@ -287,7 +287,7 @@ class _Search:
             found.append((crossings, seconds, fullest, _Cut(arrangement=option, runs=runs)))
         return min(found, key=lambda x: x[:3])[3]
 
-    def _class(self, run: Run) -> int:
+    def _class(self, run: Piece) -> int:
         return next(step.device_class for step in self.choices.steps if step.device == run.device)
 
 
@@ -296,11 +296,11 @@ def _where_fits(shares: FloatArray, cost: FloatArray, bound: float) -> FloatArra
     return np.where((shares > 0) & (shares <= bound), cost, np.inf)
 
 
-def _evenest(shares: FloatArray, choices: Choices, num_devices: int) -> tuple[Run, ...]:
+def _evenest(shares: FloatArray, choices: Choices, num_devices: int) -> tuple[Piece, ...]:
     """The least fullest share with exactly `num_devices`, by bisection over the shares themselves."""
     values = np.unique(shares[(shares > 0) & (shares <= 1)])
 
-    def runs_within(bound: float) -> tuple[Run, ...]:
+    def runs_within(bound: float) -> tuple[Piece, ...]:
         return least_sum(_where_fits(shares, shares * shares, bound), choices, num_devices=num_devices)[1]
 
     # the largest value is known to be enough

@@ -21,7 +21,7 @@ from trimtab.options import RecomputedTier
 from trimtab.partition.published import even_stages
 from trimtab.partition.stages import SplitProblem
 from trimtab.plan.decide.case import MemoryBudget, Setting, make_case
-from trimtab.plan.decide.compare import Run, Variant, simulate_run
+from trimtab.plan.decide.compare import Compared, Variant, simulate_run
 from trimtab.plan.decide.epoch import Epoch, open_epoch
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.work import (
@@ -105,7 +105,7 @@ def predict_run(model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, ru
     work = case.work
     problem = replace(case.problem, work_max=work.max(axis=0))
     stages = _recomputed(problem, _stages(problem, model, run), run)
-    ran = Run(
+    ran = Compared(
         name="your run",
         problem=problem,
         packs=f"{made.packing.method}, {'padded' if padded else 'packed'}",

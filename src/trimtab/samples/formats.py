@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from trimtab.address import Address
 from trimtab.errors import SampleError, shorten
-from trimtab.samples.problems import MAX_VALUES, BadRecordError, Groups, Record, parse_record
+from trimtab.samples.problems import MAX_VALUES, BadRecordError, Record, RecordGroups, parse_record
 from trimtab.samples.shapes import CONVERSATION_KEYS, has_shape
 from trimtab.typed_json import STRICT, parse_json, refuse_surrogates
 
@@ -39,7 +39,7 @@ def open_parquet(path: Path) -> Any:
     return file
 
 
-def parquet_groups(path: Path) -> Groups:
+def parquet_groups(path: Path) -> RecordGroups:
     """Return row groups."""
     import pyarrow
 
@@ -58,7 +58,7 @@ def parquet_groups(path: Path) -> Groups:
         except (OSError, ValueError, SystemError, pyarrow.ArrowException) as error:
             raise unreadable(path, "Parquet", error) from None
 
-    return Groups(
+    return RecordGroups(
         names=file.schema_arrow.names,
         counts=[file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)],
         records=records,
@@ -66,7 +66,7 @@ def parquet_groups(path: Path) -> Groups:
     )
 
 
-def arrow_groups(path: Path) -> Groups:
+def arrow_groups(path: Path) -> RecordGroups:
     """Record batches of an IPC stream (as `datasets` saves them) or an IPC file; a local file is mapped."""
     import pyarrow
 
@@ -91,7 +91,7 @@ def arrow_groups(path: Path) -> Groups:
         except (ValueError, SystemError, pyarrow.ArrowException) as error:
             raise unreadable(path, "an Arrow stream or file", error) from None
 
-    return Groups(
+    return RecordGroups(
         names=names,
         counts=[batch.num_rows for batch in batches],
         records=records,

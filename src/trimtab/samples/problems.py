@@ -136,7 +136,7 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
+class RecordGroups:
     """A file whose records lie in groups that can be read apart: row groups, record batches, fragments, a shard."""
 
     names: Sequence[str]  # of its columns

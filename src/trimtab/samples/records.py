@@ -20,7 +20,7 @@ from trimtab.errors import SampleError, shorten
 from trimtab.files import refuse_special
 from trimtab.limited import ChildEndedError, at, is_limited, limited_child
 from trimtab.samples.formats import arrow_groups, parquet_groups, read_csv, read_json_list, read_tar, unreadable
-from trimtab.samples.problems import BadRecordError, Chunk, Format, Groups, Record, parse_record
+from trimtab.samples.problems import BadRecordError, Chunk, Format, Record, RecordGroups, parse_record
 from trimtab.samples.rows import KNOWN_KEYS
 from trimtab.specs import IntArray, SampleTable
 
@@ -54,7 +54,7 @@ LISTS: Mapping[Format, Callable[[Path], Iterator[tuple[object, int]]]] = Mapping
     {"json": read_json_list, "csv": read_csv}
 )
 """Formats that are parsed from the beginning, as records with the number of characters read so far."""
-GROUPED: Mapping[Format, Callable[[Path], Groups]] = MappingProxyType(
+GROUPED: Mapping[Format, Callable[[Path], RecordGroups]] = MappingProxyType(
     {"parquet": parquet_groups, "arrow": arrow_groups}
 )
 

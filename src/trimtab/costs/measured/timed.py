@@ -22,7 +22,16 @@ from trimtab.costs.devices import find_device
 from trimtab.costs.formula.layers import Gradients, find_gradients
 from trimtab.costs.formula.settings import Attention, CostSettings
 from trimtab.costs.measured.timed_fit import LayerTimings, TimedProfile, Timing, timed_profile
-from trimtab.costs.measured.timed_model import DTYPES, Call, RealModel, Run, build_model, has_flash, refusing, runs
+from trimtab.costs.measured.timed_model import (
+    DTYPES,
+    RealModel,
+    TimedCall,
+    TimedRun,
+    build_model,
+    has_flash,
+    refusing,
+    runs,
+)
 from trimtab.costs.profile import group_layers, price_model
 from trimtab.errors import TrimtabError
 from trimtab.specs import DeviceSpec, LayerSpec, ModelSpec, Tower
@@ -202,7 +211,7 @@ def time_layer(
     real: RealModel,
     number: int,
     gradients: Gradients,
-    those: Sequence[Run],
+    those: Sequence[TimedRun],
     options: TimingOptions,
 ) -> tuple[Timing, ...]:
     """Time `module`, layer `number` of `real` or a part of it, on what the layer is handed in each of the runs.
@@ -235,7 +244,7 @@ def time_layer(
 class _Passes:
     """Forward and backward of one layer on what it was handed; the graph lives from one to the other."""
 
-    def __init__(self, module: nn.Module, layer: LayerSpec, gradients: Gradients, calls: Sequence[Call]) -> None:
+    def __init__(self, module: nn.Module, layer: LayerSpec, gradients: Gradients, calls: Sequence[TimedCall]) -> None:
         self.module, self.is_head = module, layer.kind == "head"
         self.runs_backward = gradients.any and not layer.unread
         self.calls = [_with_leaf(call, wanted=gradients.inputs) for call in calls]
@@ -255,7 +264,7 @@ class _Passes:
         for call in self.calls:
             call.rows.grad = None
 
-    def _run(self, call: Call) -> list[Tensor]:
+    def _run(self, call: TimedCall) -> list[Tensor]:
         result = self.module(*call.args, **call.kwargs)
         if self.is_head:
             logits = result.flatten(0, -2).float()
@@ -265,14 +274,14 @@ class _Passes:
         return [x for x in leaves if isinstance(x, Tensor) and (x.requires_grad or not self.runs_backward)]
 
 
-def _with_leaf(call: Call, *, wanted: bool) -> Call:
+def _with_leaf(call: TimedCall, *, wanted: bool) -> TimedCall:
     """The call with its rows as a leaf of the graph; token ids stay as they are."""
     rows = call.rows
     if not rows.is_floating_point():
         return call
     leaf = rows.detach().clone().requires_grad_(wanted)
     kwargs = {name: leaf if value is rows else value for name, value in call.kwargs.items()}
-    return Call(args=tuple(leaf if value is rows else value for value in call.args), kwargs=kwargs)
+    return TimedCall(args=tuple(leaf if value is rows else value for value in call.args), kwargs=kwargs)
 
 
 def time_each(

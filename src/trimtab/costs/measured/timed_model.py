@@ -253,7 +253,7 @@ _COPIES = 4  # a second run of each size is divided among this many images, wher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
+class TimedCall:
     """What a module was handed in one forward of the model."""
 
     args: tuple[Any, ...]
@@ -266,10 +266,10 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class TimedRun:
     """One forward of the model: what each layer of the towers it is for was handed, and the work it was."""
 
-    calls: Mapping[int, Sequence[Call]]  # by number of the layer
+    calls: Mapping[int, Sequence[TimedCall]]  # by number of the layer
     work: Mapping[int, Terms]
 
 
@@ -304,7 +304,7 @@ def build_model(
     return RealModel(module=kinds.build(device), kinds=kinds, chosen=tuple(chosen), device=device)
 
 
-def runs(real: RealModel, sizes: Sequence[int]) -> Iterator[Run]:
+def runs(real: RealModel, sizes: Sequence[int]) -> Iterator[TimedRun]:
     """Yield steps with images of each size in patches, for towers and projector; with each size in words for the rest.
 
     A pack is a sample and a second of one token, so that there is a mask where attention needs one: the mask of
@@ -338,12 +338,12 @@ def _work_of_one(real: RealModel) -> Terms:
     return next(iter(run.work.values()))
 
 
-def run_of(real: RealModel, batch: Batch, numbers: set[int]) -> Run:
+def run_of(real: RealModel, batch: Batch, numbers: set[int]) -> TimedRun:
     """Run forward on `batch`: what the layers `numbers` were handed, and the work it was for each layer."""
-    calls: dict[int, list[Call]] = {}
+    calls: dict[int, list[TimedCall]] = {}
 
     def keep(number: int) -> Callable[..., None]:
-        return lambda _module, args, kwargs: calls.setdefault(number, []).append(Call(args=args, kwargs=kwargs))
+        return lambda _module, args, kwargs: calls.setdefault(number, []).append(TimedCall(args=args, kwargs=kwargs))
 
     # hooks note what each layer is handed
     layers, modules = real.model.layers, dict(real.module.named_modules())
@@ -358,7 +358,7 @@ def run_of(real: RealModel, batch: Batch, numbers: set[int]) -> Run:
     seen = {i: those[0] for i, those in calls.items() if layers[i].tower in ("vision", "projector")}
     work = real.kinds.work({i: count_pairs(call.args, call.kwargs) for i, call in seen.items()}, batch)
     tokens = _token_work(batch, real.model.token_window)
-    return Run(
+    return TimedRun(
         calls={i: those for i, those in calls.items() if i in numbers},
         work={i: (*terms[:TOKENS], *tokens) for i, terms in work.items()},
     )

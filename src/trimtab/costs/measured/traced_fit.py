@@ -50,7 +50,7 @@ class TracedLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class StepTrace:
     """One step, forward and backward, on weights that take no memory."""
 
     layers: tuple[TracedLayer, ...]
@@ -101,7 +101,7 @@ MISFIT, MAX_MISFIT = 1e-3, 0.3
 class Probe:
     """One traced step, and the work it was for each layer (number in the model), per WORK_TERMS."""
 
-    trace: Trace
+    trace: StepTrace
     numbers: tuple[int, ...]  # of `trace.layers`, in the model
     work: Mapping[int, Terms]
 
@@ -140,7 +140,7 @@ class LayerBytes:
     context: int
 
 
-def share_bytes(trace: Trace, *, blocks: Collection[str] = ()) -> tuple[LayerBytes, ...]:
+def share_bytes(trace: StepTrace, *, blocks: Collection[str] = ()) -> tuple[LayerBytes, ...]:
     """Give each storage of `trace` to the first layer that saved it; that of code outside to the layer before it.
 
     A layer other than `blocks` counts all that it saves, another's or not: the two may come to lie on two stages.

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from trimtab.costs.measured.traced_fit import SavedStorage, Trace, TracedLayer
+from trimtab.costs.measured.traced_fit import SavedStorage, StepTrace, TracedLayer
 from trimtab.errors import TrimtabError
 from trimtab.models.asking.forward import run_operation
 
@@ -139,7 +139,7 @@ def trace_step(
     recomputed: Collection[str] = (),
     rng_state_bytes: int | None = None,
     accumulate: bool = False,
-) -> Trace:
+) -> StepTrace:
     """Trace what `module(**inputs).loss` and its backward keep, hold and compute, for each of `layers` (paths).
 
     `recomputed` are checkpointed while the step runs (non-reentrant), each with `rng_state_bytes` of random state, by
@@ -182,7 +182,7 @@ def trace_step(
         recorder.end_backward()
     del loss
     module.zero_grad(set_to_none=True)
-    return Trace(
+    return StepTrace(
         layers=tuple(recorder.records),
         storages=storages,
         recomputed=frozenset(recomputed),

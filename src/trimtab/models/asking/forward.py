@@ -148,7 +148,7 @@ def _choose_in_turn(chosen: Tensor, num: int) -> Tensor:
 
 
 @dataclass(slots=True)
-class Ran:
+class RanUnit:
     """What one unit did in one pass."""
 
     rows_in: int = 0
@@ -169,11 +169,11 @@ class Ran:
 class Pass:
     """All units of one pass, in the order they were entered."""
 
-    ran: dict[str, Ran] = field(default_factory=dict)
+    ran: dict[str, RanUnit] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)  # entered, but no gradient of the result reaches them
 
 
-class Watch:
+class ForwardWatch:
     """Wraps the forward of every unit's module; `run` makes one pass and says what ran."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -235,7 +235,7 @@ class Watch:
                 name, result = self._first[key]
                 self.now.ran.setdefault(unit.path, self.now.ran[name])
                 return tree_map(functools.partial(_as_made_by, unit.path), result)
-            ran = self.now.ran.setdefault(unit.path, Ran())
+            ran = self.now.ran.setdefault(unit.path, RanUnit())
             kept: dict[object, Any] = {}  # storages: held, so that no other takes its address
 
             def keep(tensor: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class Watch:
 class _AttentionMeter(TorchFunctionMode):
     """Books fused attention by its shapes; which products a CPU makes of it does not matter."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ForwardWatch) -> None:
         super().__init__()
         self.watch = watch
 
@@ -301,7 +301,7 @@ class _AttentionMeter(TorchFunctionMode):
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Books the FLOPs of every product to the unit that runs it."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ForwardWatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.watch = watch
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.errors import ConfigError
 from trimtab.models.asking.blank import blank
-from trimtab.models.asking.forward import Watch, make_weightless
+from trimtab.models.asking.forward import ForwardWatch, make_weightless
 from trimtab.models.asking.inputs import find_encoder, first_int, vision_config
 from trimtab.models.asking.layers import first_block
 from trimtab.models.asking.model import build, complete, one_line
@@ -308,7 +308,7 @@ def _extra_rows(config: Any, looker: Looker) -> int:
         block = first_block(units, "vision")
         if block is None:
             return 0
-        seen = Watch(units).run(partial(encode, **given)).ran[block.path]
+        seen = ForwardWatch(units).run(partial(encode, **given)).ran[block.path]
         extra, rest = divmod(seen.rows_in - sum(segments), len(segments))
         return extra if rest == 0 and 0 < extra < 64 else 0
     except Exception:  # of any class that the model's own code likes

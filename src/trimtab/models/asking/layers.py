@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from trimtab.models.asking.blocks import BlockShape, entering_width, find_norm, is_matmul, read_block
-from trimtab.models.asking.forward import Pass, Ran
+from trimtab.models.asking.forward import Pass, RanUnit
 from trimtab.models.asking.units import Unit, find_head
 from trimtab.specs import (
     NUM_WORK_TERMS,
@@ -47,9 +47,9 @@ class Passes:
 class _Seen:
     """One unit in the passes; nothing ran where none reached it."""
 
-    ran: Ran = field(default_factory=Ran)
+    ran: RanUnit = field(default_factory=RanUnit)
     base: int = 1  # rows of its tower in that pass
-    shorter: Ran | None = None  # in the shorter text
+    shorter: RanUnit | None = None  # in the shorter text
 
 
 def describe_units(model: Any, units: list[Unit], passes: Passes) -> list[LayerSpec]:
@@ -176,7 +176,7 @@ def _flops_per_pair(a: AttentionSpec) -> float:
     return 2.0 * a.num_heads * (a.head_dim + a.value_head_dim)
 
 
-def _seen_window(a: AttentionSpec, ran: Ran) -> int | None:
+def _seen_window(a: AttentionSpec, ran: RanUnit) -> int | None:
     """Return the rows that a query met on average, where they are fewer than the image's."""
     met = ran.pair_flops / _flops_per_pair(a) / ran.rows_in
     return None if met * ran.num_together >= 0.999 * ran.rows_in else round(met)

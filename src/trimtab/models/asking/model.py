@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from trimtab.ask import UNASKED
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError, quote
 from trimtab.models.asking.batches import Batches
-from trimtab.models.asking.forward import Pass, Watch, make_weightless
+from trimtab.models.asking.forward import ForwardWatch, Pass, make_weightless
 from trimtab.models.asking.inputs import find_encoder, image_calls, quietly, text_calls
 from trimtab.models.asking.layers import Passes, describe_units, extra_bytes, first_block, seen_cache, with_extras
 from trimtab.models.asking.units import Unit, find_cuts, find_head, forward_order, split_units
@@ -248,7 +248,7 @@ def _run(model: Any, units: list[Unit]) -> tuple[Passes, list[str]]:
     """Return passes of two texts and one image, and sentences on those that cannot be made."""
     notes: list[str] = []
     make_weightless(model)
-    watch = Watch(units)
+    watch = ForwardWatch(units)
     long, short, image = None, None, None
     for target in (model, model.get_decoder()):
         long = _first(watch, target, text_calls(model, NUM_TOKENS))
@@ -299,7 +299,7 @@ def _cached(calls: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return ({**given, "use_cache": True} for given in calls)
 
 
-def _first(watch: Watch, target: Any, calls: Iterable[dict[str, Any]]) -> Pass | None:
+def _first(watch: ForwardWatch, target: Any, calls: Iterable[dict[str, Any]]) -> Pass | None:
     """The pass of the first call that the model takes: families refuse what is not their convention.
 
     None at once where the code reads values that are not there, as loops over chosen experts do.

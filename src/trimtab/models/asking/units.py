@@ -191,7 +191,7 @@ _TAPS = re.compile(r"deepstack|merger_list")
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class ModelCuts:
     """Where not to cut."""
 
     forbidden: frozenset[int]  # into pipeline stages
@@ -199,7 +199,7 @@ class Cuts:
     joined: frozenset[int]  # into devices that serve: what crosses there meets outside of any layer
 
 
-def find_cuts(model: Any, layers: Sequence[LayerSpec]) -> Cuts:
+def find_cuts(model: Any, layers: Sequence[LayerSpec]) -> ModelCuts:
     """Return the forbidden cuts and why, in one sentence.
 
     DeepStack: from the first tap up to the decoder block that takes the last of them; where the decoder does not say
@@ -244,7 +244,7 @@ def find_cuts(model: Any, layers: Sequence[LayerSpec]) -> Cuts:
         if type(module).__name__ in (model._no_split_modules or ()):
             inside = [i for i, x in enumerate(layers) if x.name.startswith(f"{name}.")]
             joined.update(range(min(inside) + 1, max(inside) + 1) if inside else ())
-    return Cuts(
+    return ModelCuts(
         forbidden=frozenset(x for x in cuts if 0 < x < len(layers)),
         reason="; ".join(reasons) or None,
         joined=frozenset(x for x in joined if 0 < x < len(layers)),

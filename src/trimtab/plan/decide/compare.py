@@ -85,7 +85,7 @@ _GREEDY_SIZES = (0.25, 0.5, 1.0, 2.0)  # greedy packs, in tokens of the plan's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class Compared:
     """What every micro-batch asks of the layers, padding included, when it runs, and on which stages."""
 
     name: str
@@ -137,7 +137,7 @@ def compare_variants(
     if shared.vision is not None and without is None and not is_own:
         without = choose_split(case)
     problem = case.problem
-    plain = Run(
+    plain = Compared(
         name="",
         problem=problem,
         packs=f"{case.packing.method}, {case.schedule.order} order",
@@ -204,7 +204,7 @@ def explain_losses(variants: Sequence[Variant]) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstimate]) -> list[Run]:
+def _baselines(case: Case, balanced: _Balanced, elsewhere: Sequence[SettingEstimate]) -> list[Compared]:
     """Return what the host does by itself, or those that were asked for: the fastest that fits last.
 
     On all degrees, then on the plan's where that is another run.
@@ -246,7 +246,7 @@ def _moved(case: Case, to: SettingEstimate) -> Case:
     return replace(case, options=options, setting=setting)
 
 
-def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int | None = None) -> Run:
+def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int | None = None) -> Compared:
     """Return one baseline; where no size is said, the fastest that fits.
 
     Of padded batches of 1, 2, 4, ... samples up to a pack's mean, of greedy packs of 1/4 to 2 times the plan's tokens.
@@ -274,7 +274,7 @@ def _baseline(case: Case, baseline: Baseline, balanced: _Balanced, *, most: int 
     return run
 
 
-def _of_size(case: Case, baseline: Baseline, balanced: _Balanced, size: float, most: int | None) -> Run:
+def _of_size(case: Case, baseline: Baseline, balanced: _Balanced, size: float, most: int | None) -> Compared:
     """The baseline in batches of about `size` samples."""
     samples, samples_work = case.samples, case.samples_work
     # the rows that the plan packs, in the order of the data
@@ -292,7 +292,7 @@ def _of_size(case: Case, baseline: Baseline, balanced: _Balanced, size: float, m
     return _switch(run, baseline.recompute)
 
 
-def _switch(run: Run, recompute: RecomputeMode) -> Run:
+def _switch(run: Compared, recompute: RecomputeMode) -> Compared:
     """Recompute everything that can be, or nothing, whether it fits or not; "auto": as it is."""
     if recompute == "auto":
         return run
@@ -302,13 +302,13 @@ def _switch(run: Run, recompute: RecomputeMode) -> Run:
     return replace(run, stages=stages, rules=(run.rules[0], recompute))
 
 
-def _fastest(runs: Sequence[Run], cluster: ClusterSpec) -> Run:
+def _fastest(runs: Sequence[Compared], cluster: ClusterSpec) -> Compared:
     """Return the fastest of those that fit; the first if none does."""
     fitting = [run for run in runs if run.fits]
     return min(fitting, key=lambda run: _estimate_s(run, cluster), default=runs[0]) if len(runs) > 1 else runs[0]
 
 
-def _estimate_s(run: Run, cluster: ClusterSpec) -> float:
+def _estimate_s(run: Compared, cluster: ClusterSpec) -> float:
     """Return the seconds of the whole data set, from up to 64 steps spread over it."""
     table = run.schedule.table
     # 64 steps put baselines in order; whole epochs would take longer than the search
@@ -326,7 +326,7 @@ def _batched(
     size: float,
     samples: SampleTable,
     samples_work: FloatArray,
-) -> Run:
+) -> Compared:
     """Make batches of about `size` samples, so many that a step holds the plan's samples; stages to come."""
     # 1. packs or batches, as the host makes them
     problem, options, dp = case.problem, case.options, case.setting.dims.dp
@@ -363,7 +363,7 @@ def _batched(
         work = packed_work(packing, samples_work, options.attention)
     name = baseline.method.replace("_", "-")
     how = {"greedy": f"greedy by tokens, {format_number(size)} a pack"}.get(name, f"{name}, packed")
-    return Run(
+    return Compared(
         name=BASELINE,
         problem=replace(problem, num_microbatches=num_microbatches, work_max=work.max(axis=0)),
         packs=f"{name}, padded, {format_number(size)} a batch" if baseline.is_padded else how,
@@ -372,7 +372,7 @@ def _batched(
     )
 
 
-def _uniform(run: Run) -> Run:
+def _uniform(run: Compared) -> Compared:
     """Put as many blocks on each stage; nothing recomputed if that fits, else everything: one switch for the model."""
     problem = run.problem
     num_stages = problem.num_stages * problem.num_chunks
@@ -396,12 +396,12 @@ def _balanced_stages(case: Case, one_switch: Sequence[PricedSplit] | None) -> _B
 def simulate_plan(case: Case, stages: Sequence[Stage]) -> Variant:
     """The plan's own row, without those it is compared with."""
     held = None if case.vision is None else case.without_vision().work
-    run = Run(name="the plan", problem=case.problem, packs="", work=case.work, schedule=case.schedule, held=held)
+    run = Compared(name="the plan", problem=case.problem, packs="", work=case.work, schedule=case.schedule, held=held)
     run = replace(run, apart=case.apart)
     return simulate_run(replace(run, stages=tuple(stages)), case.cluster)
 
 
-def simulate_run(run: Run, cluster: ClusterSpec) -> Variant:
+def simulate_run(run: Compared, cluster: ClusterSpec) -> Variant:
     """Return every step of the data set through the pipeline simulator."""
     problem, table = run.problem, run.schedule.table
     dims, busy = problem.profile.dims, table[table >= 0]

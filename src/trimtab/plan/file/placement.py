@@ -21,7 +21,7 @@ PLACEMENT_VERSION = "1.0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInput:
+class PlacedModel:
     name: str
     family: str
     num_layers: int
@@ -47,8 +47,8 @@ class WorkloadInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    model: ModelInput
+class PlacementInputs:
+    model: PlacedModel
     gpus: tuple[GpuInput, ...]
     cpu_gib: float
     disk: bool
@@ -65,7 +65,7 @@ class MapRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decisions:
+class PlacementDecisions:
     """All that loaders and adapters read."""
 
     objective: str
@@ -95,7 +95,7 @@ class RuleRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimates:
+class PlacementEstimates:
     fullest_percent: float
     moved_gib: float
     devices: tuple[UseRow, ...]
@@ -108,9 +108,9 @@ class PlacementFile:
     created_by: str
     command: str
     summary: str
-    inputs: Inputs
-    decisions: Decisions
-    estimates: Estimates
+    inputs: PlacementInputs
+    decisions: PlacementDecisions
+    estimates: PlacementEstimates
     assumptions: tuple[str, ...]
 
     @property
@@ -166,20 +166,20 @@ def placement_file(
         created_by=f"trimtab {__version__}",
         command=command,
         summary=summary(placement, compared),
-        inputs=Inputs(
-            model=ModelInput(**same_fields(model, ModelInput) | {"num_layers": len(model.layers)}),
+        inputs=PlacementInputs(
+            model=PlacedModel(**same_fields(model, PlacedModel) | {"num_layers": len(model.layers)}),
             gpus=tuple(GpuInput(gpu=x.index, free_gib=_gib(x.free_bytes), name=x.name) for x in machine.gpus),
             cpu_gib=_gib(machine.cpu_bytes),
             disk=machine.disk,
             workload=WorkloadInput(**same_fields(workload, WorkloadInput) | {"images": image_texts(workload)}),
         ),
-        decisions=Decisions(
+        decisions=PlacementDecisions(
             objective=placement.objective,
             arrangement=placement.arrangement,
             device_map=_rows(placement),
             run_on_cpu=placement.run_on_cpu,
         ),
-        estimates=Estimates(
+        estimates=PlacementEstimates(
             fullest_percent=round(100 * placement.fullest, 1),
             moved_gib=_gib(placement.moved_bytes),
             devices=tuple(

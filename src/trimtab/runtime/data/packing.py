@@ -173,7 +173,7 @@ def types_key_of(forward_parameters: Mapping[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gradients:
+class SampleGradients:
     rows: Tensor | None  # (tokens, width) of the embedded tokens; None: the model names no embedding
     parameters: dict[str, Tensor]
 
@@ -203,7 +203,7 @@ def _place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
 
-def run_backward(model: nn.Module, batch: Batch, weights: Tensor, *, what: str) -> tuple[Tensor, Gradients]:
+def run_backward(model: nn.Module, batch: Batch, weights: Tensor, *, what: str) -> tuple[Tensor, SampleGradients]:
     """Return logits, and gradients of their sum weighted by `weights` (of the first entries); no `.grad` is written."""
     leaves: list[Tensor] = []
     length = batch["input_ids"].shape[1]
@@ -226,7 +226,7 @@ def run_backward(model: nn.Module, batch: Batch, weights: Tensor, *, what: str) 
         hook.remove()
     rows = found[0][0].to(logits) if leaves and found[0] is not None else None
     parts = {n: g for n, g in zip(chosen, found[len(leaves) :], strict=True) if g is not None}
-    return logits.detach(), Gradients(rows=rows, parameters=parts)
+    return logits.detach(), SampleGradients(rows=rows, parameters=parts)
 
 
 def _small_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

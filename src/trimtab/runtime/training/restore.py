@@ -27,7 +27,7 @@ Weighed = dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptState:
     """What a checkpoint was taken of."""
 
     weights: Weighed
@@ -117,7 +117,7 @@ def check_weights(model: nn.Module, kept: Weighed, where: object, device: torch.
     _refuse_others("weights", weigh(model, device), kept, where, "resume with the model, host and versions of the run")
 
 
-def check_states(optimizer: Any, scheduler: Any, kept: Kept, where: object, device: torch.device) -> None:
+def check_states(optimizer: Any, scheduler: Any, kept: KeptState, where: object, device: torch.device) -> None:
     """Raise `PlanError` where optimizer or scheduler do not go on from where the checkpoint stands; collective."""
     if kept.optimizer is not None:
         found = weigh_optimizer(optimizer, device)

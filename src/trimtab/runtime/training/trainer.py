@@ -30,7 +30,7 @@ from trimtab.runtime.data.tables import Cursor, PackOrder, PlanTables, cursor_fr
 from trimtab.runtime.ranks import Watch, open_watch
 from trimtab.runtime.training.in_force import Ran, attention_in, differences, recomputed_layers
 from trimtab.runtime.training.restore import (
-    Kept,
+    KeptState,
     check_states,
     check_weights,
     restore_weights,
@@ -104,7 +104,7 @@ class PlannedTrainer:
 
     _feed: Feed
     _is_compared = False  # what runs with what was planned
-    _kept: Kept | None = None  # of the checkpoint that this call of `train` resumes
+    _kept: KeptState | None = None  # of the checkpoint that this call of `train` resumes
     loss_is_scaled_for_ga = True  # the Trainer must not divide by the number of micro-batches again
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -122,9 +122,9 @@ class PlannedTrainer:
             verify_packing(model, collator=self._feed.pack)
         return trainer.train(folder, *args, **kwargs)
 
-    def _find_checkpoint(self, given: str | Path | bool) -> tuple[str, Kept | None]:
+    def _find_checkpoint(self, given: str | Path | bool) -> tuple[str, KeptState | None]:
         """The checkpoint to go on from and what it was taken of, as the first rank finds it; raises on every rank."""
-        found: list[tuple[str, Kept | None, Exception | None]] = [("", None, None)]
+        found: list[tuple[str, KeptState | None, Exception | None]] = [("", None, None)]
         if self.args.process_index == 0:  # type: ignore[attr-defined]
             folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
             try:
@@ -295,11 +295,11 @@ def _tear(folder: Path) -> str:
     return ""
 
 
-def _kept_in(folder: Path) -> Kept:
+def _kept_in(folder: Path) -> KeptState:
     try:
         state = parse_json((folder / STATE_FILE).read_bytes())
         optimizer, scheduler = state.get("optimizer"), state.get("scheduler")
-        return Kept(
+        return KeptState(
             weights=_weighed(state["weights"]),
             optimizer=None if optimizer is None else _weighed(optimizer),
             scheduler=[*map(float, scheduler)] if scheduler else None,
@@ -337,7 +337,7 @@ class _FollowEpochs(TrainerCallback):  # type: ignore[misc]
     hide the sampler from it, and the epoch would run in the order of epoch 0.
     """
 
-    def __init__(self, sampler: TrainerPlanSampler | SharedSampler, kept: Kept | None) -> None:
+    def __init__(self, sampler: TrainerPlanSampler | SharedSampler, kept: KeptState | None) -> None:
         self._sampler, self._kept = sampler, kept
         self._begins = False
 

@@ -22,7 +22,7 @@ from trimtab.options import Rule
 from trimtab.runtime.vision.agreement import Control, agree_on_inputs, agree_on_rows
 from trimtab.runtime.vision.exchange import gather_rows, lay_out_rows, move_rows, route_rows
 from trimtab.runtime.vision.hooks import PatchedFunction
-from trimtab.runtime.vision.inputs import Family, Part, VisionInputs, join_inputs
+from trimtab.runtime.vision.inputs import Family, VisionInputs, VisionPart, join_inputs
 from trimtab.runtime.vision.outputs import Features, read_features, write_features
 from trimtab.specs import IntArray
 
@@ -83,7 +83,7 @@ def move_images(
         sent = np.bincount(mine, there.lengths[home == rank], N).astype(np.int64)
         arriving = np.bincount(home[incoming], there.lengths[incoming], N).astype(np.int64)
         moved = move_rows(own.take(outgoing), sent.tolist(), arriving.tolist(), group)
-        parts.append(Part(name=own.name, rows=moved, lengths=there.lengths[incoming]))
+        parts.append(VisionPart(name=own.name, rows=moved, lengths=there.lengths[incoming]))
     return VisionInputs(
         parts=tuple(parts),
         patches=sizes.patches[incoming],
@@ -94,7 +94,7 @@ def move_images(
 
 
 def _without_pixels(inputs: VisionInputs) -> VisionInputs:
-    parts = tuple(Part(name=x.name, rows=torch.empty(0), lengths=x.lengths) for x in inputs.parts)
+    parts = tuple(VisionPart(name=x.name, rows=torch.empty(0), lengths=x.lengths) for x in inputs.parts)
     return replace(inputs, parts=parts, fixed={})
 
 

@@ -19,7 +19,7 @@ from trimtab.specs import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class VisionPart:
     """One tensor argument whose first dimension belongs to the atoms: `lengths[i]` rows to atom i."""
 
     name: str
@@ -38,7 +38,7 @@ class Part:
 class VisionInputs:
     """The arguments of one call: `parts` are divided, `fixed` goes to every rank as it is."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[VisionPart, ...]
     patches: IntArray  # (n,) rows of the tower, by atom
     windowed: IntArray | None = None  # (n,) sum over attention windows of rows squared; None: no windows
     entries: IntArray  # atoms of each image or clip of the output
@@ -55,7 +55,7 @@ class VisionInputs:
     def take(self, atoms: IntArray) -> VisionInputs:
         """Return only these atoms, each as an image of its own."""
         return VisionInputs(
-            parts=tuple(Part(name=x.name, rows=x.take(atoms), lengths=x.lengths[atoms]) for x in self.parts),
+            parts=tuple(VisionPart(name=x.name, rows=x.take(atoms), lengths=x.lengths[atoms]) for x in self.parts),
             patches=self.patches[atoms],
             windowed=None if self.windowed is None else self.windowed[atoms],
             entries=np.ones(len(atoms), np.int64),
@@ -77,7 +77,7 @@ def join_inputs(inputs: Sequence[VisionInputs]) -> VisionInputs | None:
         return inputs[0] if inputs else None
     first = inputs[0]
     parts = tuple(
-        Part(
+        VisionPart(
             name=part.name,
             rows=torch.cat([x.parts[i].rows for x in inputs]),
             lengths=np.concatenate([x.parts[i].lengths for x in inputs]),
@@ -138,7 +138,7 @@ class GridFamily:
         # what is said of a clip is said of each of its frames
         own = np.ones(len(atoms), np.int64)
         more = [
-            Part(
+            VisionPart(
                 name=name,
                 rows=torch.as_tensor(given.pop(name)).repeat_interleave(torch.from_numpy(clips), 0),
                 lengths=own,
@@ -150,8 +150,8 @@ class GridFamily:
         side = self.block_side(config)
         return VisionInputs(
             parts=(
-                Part(name=pixels.name, rows=pixels.rows, lengths=patches),
-                Part(name=grid_name, rows=torch.from_numpy(atoms).to(grid), lengths=own),
+                VisionPart(name=pixels.name, rows=pixels.rows, lengths=patches),
+                VisionPart(name=grid_name, rows=torch.from_numpy(atoms).to(grid), lengths=own),
                 *more,
             ),
             patches=patches,
@@ -168,7 +168,8 @@ class GridFamily:
         if side is None or (not self.frames and int(grid.rows[0, 0]) > 1):
             return cheapest
         patches = np.array([side * side])
-        block = Part(name=pixels.name, rows=pixels.rows.new_zeros(side**2, *pixels.rows.shape[1:]), lengths=patches)
+        rows = pixels.rows.new_zeros(side**2, *pixels.rows.shape[1:])
+        block = VisionPart(name=pixels.name, rows=rows, lengths=patches)
         return replace(
             cheapest,
             parts=(block, replace(grid, rows=grid.rows.new_tensor([[1, side, side]])), *more),
@@ -213,8 +214,8 @@ class BatchFamily:
         _refuse_unequal_samples(given)
         return VisionInputs(
             parts=(
-                Part(name=pixels.name, rows=rows, lengths=lengths),
-                *(Part(name=name, rows=tensor, lengths=own) for name, tensor in more),
+                VisionPart(name=pixels.name, rows=rows, lengths=lengths),
+                *(VisionPart(name=name, rows=tensor, lengths=own) for name, tensor in more),
             ),
             patches=tiles * _patches_of_one(rows, config),
             entries=own if entries is None else entries,
@@ -339,13 +340,13 @@ def _patches_of_one(rows: Tensor, config: Any) -> int:
     return max(1, int(rows.shape[-2] // side) * int(rows.shape[-1] // side))
 
 
-def _pixels(kind: Kind, given: dict[str, Any]) -> Part:
+def _pixels(kind: Kind, given: dict[str, Any]) -> VisionPart:
     """The tensor of pixels, taken out of `given`; at the tower it is the first argument, whatever its name."""
     name = PIXELS.get(kind) or next(iter(given))
     pixels = given.pop(name, None)
     if not isinstance(pixels, Tensor):
         raise TrimtabError(f"{name} is {type(pixels).__name__}, no tensor: give return_tensors='pt'")
-    return Part(name=name, rows=pixels, lengths=np.empty(0, np.int64))
+    return VisionPart(name=name, rows=pixels, lengths=np.empty(0, np.int64))
 
 
 def _refuse_unequal_samples(given: dict[str, Any]) -> None:
