@@ -12,7 +12,7 @@ import online_runs
 from gloo_ranks import on_ranks
 
 from trimtab.errors import TrimtabError
-from trimtab.runtime.training.shared import ForwardClock, LearnedCost, share_ranks
+from trimtab.runtime.training.shared import ForwardClock, LearnedCost, OnlineBalancer, SampleSize, share_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -91,3 +91,10 @@ def test_a_clock_counts_passes_in_training_alone():
     model.train()(torch.ones(2, 64))
     assert clock.read_s() > 0.0
     assert clock.read_s() == 0.0
+
+
+def test_one_process_keeps_nothing_of_its_passes():
+    model = torch.nn.Linear(1, 1)
+    balancer = OnlineBalancer(model, dict, size=lambda _: SampleSize(tokens=1, patches=0, flops=1.0))
+    assert balancer.share(["one", "two"]) == ["one", "two"]
+    assert not model._forward_hooks

@@ -369,7 +369,8 @@ class OnlineBalancer:
         self._asked = size_of_sample(model, collate) if size is None else None
         self._given = size
         self._model, self._steps = model, 0
-        self._clock, self._learned = ForwardClock(model), LearnedCost()
+        self._learned = LearnedCost()
+        self._clock: ForwardClock | None = None  # of several ranks
         self._ran = np.zeros(4)  # sizes of this rank's last share
         self._control: Control | None = None
         self.last: RankShares | None = None  # what was decided for the batch at hand
@@ -387,8 +388,9 @@ class OnlineBalancer:
         """The samples that this rank runs, for a loop that makes batch and loss by itself; collective."""
         if not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             return list(samples)
-        if self._control is None:
+        if self._control is None or self._clock is None:
             self._control = open_control(self._group or dist.group.WORLD, self._timeout_s)
+            self._clock = ForwardClock(self._model)
         control = self._control
         # 1. every rank learns what all samples cost, and decides alike
         own = np.array([size_row(self._size(sample)) for sample in samples], np.float64).reshape(-1, 4)
