@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusals import refused
+from tables import read_table
 from trimtab import Lora, PlanOptions, make_plan, profile_model
 from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.errors import ConfigError
@@ -109,27 +110,9 @@ def test_shipped_models_are_descriptions_of_named_sources():
     assert sum(len(zlib.compress(x.read_bytes())) for x in files) < 200_000  # as a wheel stores them, one by one
 
 
-BILLIONS = {  # as model cards and tables give them
-    "Gemma3-27B": 27.4,
-    "InternVL-Chat-V1-5": 25.5,
-    "InternVL2-8B": 8.1,
-    "InternVL3-1B": 0.94,
-    "InternVL3_5-8B": 8.5,
-    "InternVL3_5-30B-A3B": 30.8,
-    "InternVL3_5-241B-A28B": 240.7,
-    "LLaVA-1.5-7B": 7.06,
-    "LLaVA-OneVision-72B": 73.2,
-    "Qwen2-VL-2B": 2.21,
-    "Qwen2-VL-72B": 73.4,
-    "Qwen2.5-VL-3B": 3.75,
-    "Qwen3-VL-4B": 4.44,
-    "Qwen3-VL-235B-A22B": 235.7,
-}
-
-
-@pytest.mark.parametrize("name", BILLIONS)
-def test_shipped_models_have_the_published_parameters(name):
-    assert describe(name).num_params / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
+@pytest.mark.parametrize(("name", "billions"), read_table("published", "billions").items())
+def test_shipped_models_have_the_published_parameters(name, billions):
+    assert describe(name).num_params / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 @pytest.mark.parametrize(
