@@ -246,31 +246,7 @@ def test_small_models_of_the_tests_are_whole():
 # -- what weights on disk say ------------------------------------------------------------------------------------------
 
 
-def compressed(*weights):
-    groups = {str(i): {"weights": {"type": kind, "num_bits": bits}} for i, (kind, bits) in enumerate(weights)}
-    return {"quant_method": "compressed-tensors", "config_groups": groups}
-
-
-FORMATS = [
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bnb-nf4"),
-    ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "bnb-nf4-double"),
-    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bnb-int8"),
-    ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq"),
-    ({"quant_method": "gptq", "bits": 4}, "awq"),
-    ({"quant_method": "gptq", "bits": 8}, "gptq-8"),
-    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-    ({"quant_method": "hqq"}, "hqq"),
-    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
-    (compressed(("float", 8)), "fp8"),
-    (compressed(("int", 4)), "awq"),
-    (compressed(("float", 4)), "compressed-tensors"),
-    (compressed(("float", 8), ("int", 4)), "compressed-tensors"),
-    ({"quant_method": "compressed-tensors", "config_groups": [1]}, "compressed-tensors"),
-]
-
-
-@pytest.mark.parametrize(("said", "name"), FORMATS)
+@pytest.mark.parametrize(("said", "name"), read_table("published", "formats"))
 def test_every_quantization_config_has_a_name(said, name):
     assert stored_format(said) == name
     assert describe({**QWEN25, "quantization_config": said}).stored_as == name
