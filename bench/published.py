@@ -79,6 +79,11 @@ class Row:
     def is_full(self) -> bool:
         return self.quality == "full"
 
+    def is_run_again(self, other: Row) -> bool:
+        """Return whether `other` is the same run, measured once more."""
+        names = ("model", "cluster", "settings", "samples", "stated", "network")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     @property
     def model_spec(self) -> ModelSpec:
         return model_of(self.model, self.settings["stages"] if self.is_built_as_stages_say else None)

@@ -109,7 +109,7 @@ def cost_layer(
     A layer that nothing reads has no backward and keeps nothing, yet takes the state of a trainable one (DeepSpeed
     and Megatron-Core allocate it for every parameter that may train; a plain AdamW makes none: an upper bound).
     Gradient exchange and optimizer come once a step: `step_seconds`. A pass lasts as long as the host's, if that is
-    longer (`LayerCost`).
+    longer (`LayerCost`); where launches block, as long as both together.
     """
     assert layer.attention is None or not layer.attention.cross, "it has no price: profile_model refuses it"
     runs_backward = gradients.any and not layer.unread and layer.tower != "audio"
@@ -267,7 +267,7 @@ class _LayerSeconds:
     regather: float  # sequence parallel gathers the inputs of column-parallel products once more in backward
     attention: float
     pair_traffic: float
-    kernels: float  # starts of those that are no product, and launches of experts' kernels
+    kernels: float  # starts of those that are no product, launches of experts' kernels, all launches where they block
     waits: float  # latency of collectives
     unpack: float  # of 4-bit weights, into the model's dtype
     gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped
@@ -320,6 +320,8 @@ class _LayerSeconds:
         own = [p.forward_line(products, peak) for p in matmuls]
         forward = own + [p.forward_line(*narrow) for p in factors]
         launched = expert_launches(layer, settings) * settings.of_host.expert_s if settings.of_host.takes_turns else 0.0
+        if settings.blocking_launches:
+            launched += host_seconds(layer, settings)
         of_experts = all_to_all + gathered / link
         # what hides behind products is not waited for
         if settings.ep_overlap:  # both directions hide behind products and traffic, three forwards of them in all
