@@ -41,14 +41,16 @@ from trimtab.runtime.vision.inputs import (
     GRIDS,
     PIXELS,
     Family,
+    Features,
     GridFamily,
     Kind,
     VisionInputs,
     find_family,
     join_inputs,
+    read_features,
     tower_flops,
+    write_features,
 )
-from trimtab.runtime.vision.outputs import Features, read_features, write_features
 from trimtab.specs import IntArray
 
 

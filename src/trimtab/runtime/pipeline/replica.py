@@ -34,8 +34,15 @@ from trimtab.runtime.recompute import apply
 from trimtab.runtime.vision.agreement import Control, agree_on_inputs, agree_on_rows, open_control
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows, send_in_place, sum_in_place, used_gradients
 from trimtab.runtime.vision.hooks import PatchedFunction, find_functions
-from trimtab.runtime.vision.inputs import Family, VisionInputs, find_family, join_inputs, tower_flops
-from trimtab.runtime.vision.outputs import Features, read_features
+from trimtab.runtime.vision.inputs import (
+    Family,
+    Features,
+    VisionInputs,
+    find_family,
+    join_inputs,
+    read_features,
+    tower_flops,
+)
 from trimtab.specs import IntArray
 
 
