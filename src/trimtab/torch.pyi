@@ -7,6 +7,7 @@ from trimtab.runtime.data.dataset import PlanDataLoader as PlanDataLoader
 from trimtab.runtime.data.tables import hold_tables as hold_tables
 from trimtab.plan.file.records import open_records as open_records
 from trimtab.runtime.data.collate import PackedCollator as PackedCollator
+from trimtab.runtime.data.collate import attend_in_blocks as attend_in_blocks
 
 # Packs and their loss
 from trimtab.runtime.data.formats import ask_format as ask_format

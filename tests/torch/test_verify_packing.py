@@ -11,7 +11,7 @@ from shrunk_models import draw_weights, make_shrunk, shrink
 
 from refusals import refused
 from trimtab.errors import SampleError, UnknownModelError, UnsupportedPlanError
-from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.collate import PackedCollator, attend_in_blocks
 from trimtab.runtime.data.formats import PackFormat, ask_format, pack_format
 from trimtab.runtime.data.packing import verify_packing
 
@@ -53,6 +53,43 @@ def test_packs_with_images_are_exact(family):
     proof = verify_packing(model, samples, max_tokens=64)
     assert proof.num_samples == 4
     assert max(proof.leak, proof.logits_error, proof.gradient_error / 10) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["cohere2_vision", "qwen2_5_vl", "gemma3"])
+def test_blocks_are_as_the_mask(family):
+    model = make_shrunk(family, changes={"sliding_window": 8} if family == "cohere2_vision" else None)
+    drawn = torch.Generator().manual_seed(3)
+    texts = [torch.randint(5, 60, (length,), generator=drawn).tolist() for length in (30, 1, 12)]
+    samples = draw_image_samples(model) + [{"input_ids": ids, "labels": ids} for ids in texts]
+
+    def losses(attention: str) -> list[torch.Tensor]:
+        collator = PackedCollator(model.config, attention=attention, vision_in_every_pack=False)
+        assert verify_packing(model, samples, collator=collator, max_tokens=64).gradient_error <= 1e-4
+        loss = model(**collator(samples)).loss
+        return [loss.detach(), *torch.autograd.grad(loss, [p for p in model.parameters()], allow_unused=True)]
+
+    masked = losses("sdpa")
+    attend_in_blocks(model)
+    for found, expected in zip(losses("sdpa_blocks"), masked, strict=True):
+        assert (found is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    # what is no pack is computed as before
+    ids = torch.tensor([texts[0], texts[2] + [0] * 18])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "use_cache": False}
+    blocks = model(**batch).logits
+    model.config.get_text_config()._attn_implementation = "sdpa"
+    assert torch.equal(blocks, model(**batch).logits)
+
+
+def test_blocks_are_refused_where_they_are_not_all():
+    model = make_shrunk("llama4")
+    attend_in_blocks(model)
+    with refused(UnsupportedPlanError, "llama4", "chunked_attention"):
+        PackedCollator(model.config, attention="sdpa_blocks", vision_in_every_pack=False)
+    model.config.get_text_config()._attn_implementation = "eager"
+    with refused(UnsupportedPlanError, "eager", "sdpa"):
+        attend_in_blocks(model)
 
 
 def test_a_family_registered_here_needs_no_line():
