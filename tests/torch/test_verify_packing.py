@@ -66,7 +66,7 @@ def test_blocks_are_as_the_mask(family):
         collator = PackedCollator(model.config, attention=attention, vision_in_every_pack=False)
         assert verify_packing(model, samples, collator=collator, max_tokens=64).gradient_error <= 1e-4
         loss = model(**collator(samples)).loss
-        return [loss.detach(), *torch.autograd.grad(loss, [p for p in model.parameters()], allow_unused=True)]
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
 
     masked = losses("sdpa")
     attend_in_blocks(model)

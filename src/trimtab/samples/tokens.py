@@ -366,6 +366,7 @@ class TokenCounter:
         for token in {x.soft for x in videos}:
             if self._tokenizer.token_to_id(token) is None:
                 self._tokenizer.add_special_tokens([token])  # as if added before training
+                self._known.clear()
         text, num_in_videos = _with_videos(text, videos)
         num_tokens = sum(x.tokens for x in images) - num_written + num_in_videos
         return Rendered(text, num_tokens, len(conversation.messages))
@@ -457,7 +458,7 @@ class TokenCounter:
     def _lengths(self, texts: list[str], add_special: bool) -> list[int | BadRecordError]:
         assert self._tokenizer is not None, "there is a tokenizer"
         try:
-            if self._cuts_words and not add_special and (counts := self._lengths_by_word(texts)) is not None:
+            if not add_special and (counts := self.count_by_words(texts)) is not None:
                 return list(counts)
             return list(map(len, self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special)))
         except (KeyboardInterrupt, SystemExit):
@@ -467,9 +468,13 @@ class TokenCounter:
                 return [BadRecordError("template", f"the tokenizer refuses it: {shorten(str(error), 200)}")]
             return [length for text in texts for length in self._lengths([text], add_special)]
 
-    def _lengths_by_word(self, texts: list[str]) -> list[int] | None:
-        """Count by words met before: a third of the time; None where most are new, which takes longer one by one."""
-        assert self._tokenizer is not None, "there is a tokenizer"
+    def count_by_words(self, texts: list[str]) -> list[int] | None:
+        """Return the tokens of each text by words met before, in a quarter of the time of encoding it.
+
+        None where most words are new, which takes longer one by one, or the tokenizer is not known to go word by word.
+        """
+        if self._tokenizer is None or not self._cuts_words:
+            return None
         if len(self._known) > _MOST_WORDS:
             self._known.clear()
         words = [_words(text) for text in texts]
@@ -494,7 +499,7 @@ class TokenCounter:
 
 _MOST_WORDS, _LONG_WORD = 1 << 18, 32
 _BETWEEN = re.compile(r"(?<=\S) (?=\S)")
-_CUTTING = tuple(  # Qwen 2 to 3, and Llama 3
+CUTTING = tuple(  # Qwen 2 to 3, and Llama 3
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
     + numbers
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -505,7 +510,8 @@ _CUTTING = tuple(  # Qwen 2 to 3, and Llama 3
 def _words(text: str) -> list[str]:
     """Cut a text into the pieces from one single space to the next, each with its space but the first."""
     pieces = text.split(" ")
-    if "" in pieces or list(map(str.strip, pieces)) != pieces:  # spaces next to others
+    inner = [pieces[0].lstrip(), *pieces[1:-1], pieces[-1].rstrip()]
+    if "" in inner or list(map(str.strip, inner)) != inner:  # spaces next to others
         pieces = _BETWEEN.split(text)
     return [pieces[0], *[" " + piece for piece in pieces[1:]]]
 
@@ -520,7 +526,7 @@ def _cuts_words(tokenizer: Tokenizer) -> bool:
     rule = json.loads(tokenizer.pre_tokenizer.__getstate__())
     first, *more = rule.get("pretokenizers", [rule])
     if first["type"] == "Split" and len(more) == 1:
-        known = first["pattern"].get("Regex") in _CUTTING and first["behavior"] == "Isolated" and not first["invert"]
+        known = first["pattern"].get("Regex") in CUTTING and first["behavior"] == "Isolated" and not first["invert"]
         return known and more[0]["type"] == "ByteLevel" and not (more[0]["add_prefix_space"] or more[0]["use_regex"])
     return bool(not more and first["type"] == "ByteLevel" and first["use_regex"] and not first["add_prefix_space"])
 

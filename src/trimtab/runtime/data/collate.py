@@ -187,8 +187,17 @@ def attend_in_blocks(model: Any) -> None:
 
     Use it after loading with SDPA, where packs hold many samples and flash attention is not there; what is no pack is
     computed as before. `PackedCollator(config, attention="sdpa_blocks")` then gives the samples' lengths as the mask.
-    On four layers of a CPU packs of 32 samples train 1.8 times as many tokens a second as under a mask, as many as a
-    batch without padding.
+    On a CPU packs of 32 samples then train 1.7 times as many tokens a second, as many as a batch without padding.
+
+    >>> import transformers
+    >>> config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64,
+    ...     num_attention_heads=2, num_key_value_heads=2)
+    >>> model = transformers.LlamaForCausalLM(config)
+    >>> attend_in_blocks(model)
+    >>> collate = PackedCollator(model.config, attention="sdpa_blocks", vision_in_every_pack=False)
+    >>> pack = collate([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}])
+    >>> pack["attention_mask"].tolist(), model(**pack).logits.shape
+    ([[[[3, 2]]]], torch.Size([1, 5, 64]))
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -209,13 +218,14 @@ def _block_attention(
     """Return what Transformers' SDPA does, where the mask is no (1, 1, 1, samples) of lengths; else block by block."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    attend: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
     if attention_mask is None or attention_mask.dtype != torch.int32:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
+        return attend(module, query, key, value, attention_mask, **how)
     lengths, window, parts = attention_mask.flatten().tolist(), how.get("sliding_window"), []
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+    for q, k, v in zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True):
         cut = window is not None and q.shape[2] > window
         mask = pack_mask([q.shape[2]], window=window).to(q.device) if cut else None
-        parts.append(sdpa_attention_forward(module, q, k, v, mask, **how)[0])
+        parts.append(attend(module, q, k, v, mask, **how)[0])
     return torch.cat(parts, dim=1), None
 
 
@@ -391,7 +401,7 @@ def _labels(pack: Sequence[ProcessedSample], weighting: LossWeighting) -> dict[s
     lengths = [len(sample.labels) for sample in pack]
     labels = torch.cat([sample.labels for sample in pack])
     labels[cumulative_lengths(lengths)[:-1].long()] = IGNORED
-    parts = labels.split(lengths)
+    parts = torch.split(labels, lengths)
     for own, sample in zip(parts, pack, strict=True):
         if sample.weight == 0:
             own[:] = IGNORED
