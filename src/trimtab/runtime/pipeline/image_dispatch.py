@@ -26,15 +26,14 @@ from torch import Tensor
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
-from trimtab.options import Rule
 from trimtab.plan.layout import PipelineLayout
 from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.data.collate import filler_sample
 from trimtab.runtime.pipeline.cuts import StageModule
 from trimtab.runtime.pipeline.trace import Batch, Encoded, feature_name, has_images
 from trimtab.runtime.ranks import listed
-from trimtab.runtime.vision.agreement import Control, differing_ranks, fingerprint, open_control
-from trimtab.runtime.vision.encode import Pool, move_images, pool_images
+from trimtab.runtime.vision.agreement import differing_ranks, fingerprint, open_control
+from trimtab.runtime.vision.encode import Pool, Settings, Sharing, move_images, pool_images, run_tower
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows
 from trimtab.runtime.vision.hooks import KINDS, PatchedFunction, find_functions
 from trimtab.runtime.vision.inputs import (
@@ -42,13 +41,12 @@ from trimtab.runtime.vision.inputs import (
     PIXELS,
     Family,
     GridFamily,
-    Kind,
     VisionInputs,
     find_family,
     join_inputs,
     tower_flops,
 )
-from trimtab.runtime.vision.outputs import Features, read_features, write_features
+from trimtab.runtime.vision.outputs import Features, write_features
 from trimtab.specs import IntArray
 
 
@@ -65,25 +63,13 @@ class SharedTower:
     """One rank's copy of a tower whose images several ranks encode; made by `share_tower`."""
 
     function: PatchedFunction  # where image features come out
-    group: Any  # the ranks that share images
-    control: Control
-    family: Family
-    config: Any
-    cost: LinearCost
-    rule: Rule
+    sharing: Sharing
     device: torch.device
     template: VisionInputs  # the family's smallest image
 
     def read(self, microbatches: Sequence[Batch]) -> list[dict[str, VisionInputs]]:
         """Return the images and videos of each micro-batch."""
-        return [read_images(batch, self.family, self.config) for batch in microbatches]
-
-    def encode(self, inputs: VisionInputs) -> Features:
-        """Return the features of these atoms; without any, of the smallest image: types are right by construction."""
-        given = inputs.to(self.device) if len(inputs) else self.template
-        # as `read_images` gives them, under the names of the function that encodes images
-        named = {_BATCH_KEYS.get(part.name, part.name): part.rows for part in given.parts}
-        return read_features(self.function.call(named | given.fixed), given)
+        return [read_images(batch, self.sharing.family, self.sharing.config) for batch in microbatches]
 
 
 def share_tower(
@@ -104,17 +90,15 @@ def share_tower(
     config = model.config
     family = find_family(config)
     smallest = read_images(filler_sample(config, with_image=True), family, config)["image"]
-    return SharedTower(
-        function=next(x for x in find_functions(module.model, "features") if x.kind == "image"),
+    sharing = Sharing(
         group=group,
         control=open_control(group, timeout_s),
+        settings=Settings(exchange="dispatch", rule=decision.rule, cost=cost or tower_flops(config)),
         family=family,
         config=config,
-        cost=cost or tower_flops(config),
-        rule=decision.rule,
-        device=device,
-        template=smallest.to(device),
     )
+    function = next(x for x in find_functions(module.model, "features") if x.kind == "image")
+    return SharedTower(function=function, sharing=sharing, device=device, template=smallest.to(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -176,17 +160,17 @@ class ImageDispatch:
         if not microbatches:  # let go of what a step left
             return
         # pools of k micro-batches: what all ranks hold of them, and who encodes what
-        inputs, tower = self._read_all(microbatches), self.tower
+        inputs, sharing = self._read_all(microbatches), self.tower.sharing
         k = self.num_pooled
         parts = [inputs[i : i + k] for i in range(0, len(inputs), k)]
         joined = [join_inputs([x for kinds in part for x in kinds.values()]) for part in parts]
-        pools = pool_images(joined, tower.template, control=tower.control, cost=tower.cost, rule=tower.rule)
+        pools = pool_images(joined, self.tower.template, sharing)
         for number, (part, own, pool) in enumerate(zip(parts, joined, pools, strict=True)):
             atoms = [{kind: len(x) for kind, x in kinds.items()} for kinds in part]
             waiting = set(range(number * k, number * k + len(part)))
             self._calls.append(_Call(inputs=own, pool=pool, atoms=atoms, waiting=waiting))
         # patches that each rank holds, and those that it encodes
-        N = tower.control.num_ranks
+        N = sharing.control.num_ranks
         held = sum(np.bincount(pool.home, pool.sizes.patches, N) for pool in pools)
         encoded = sum(np.array([pool.sizes.patches[pool.shares.atoms_of(r)].sum() for r in range(N)]) for pool in pools)
         self.load = ImageLoad(held=_whole(held), encoded=_whole(encoded))
@@ -213,16 +197,18 @@ class ImageDispatch:
     def _run(self, call: _Call, first: int) -> None:
         """Send pixels, run this rank's share through the tower, and get rows back."""
         tower, pool = self.tower, call.pool
-        rank = tower.control.rank
+        sharing, rank = tower.sharing, tower.sharing.control.rank
         own = None if call.inputs is None else call.inputs.to(tower.device)
-        received = move_images(own, tower.template, pool, rank=rank, group=tower.group)
+        received = move_images(own, tower.template, pool, rank=rank, group=sharing.group)
         call.inputs = None
-        features, known = tower.encode(received), pool.sizes.rows
+        # an empty share runs the tower on the smallest image and gives no row of it: types are right by construction
+        features = run_tower(tower.function, received if len(received) else tower.template)
+        known = pool.sizes.rows
         num_rows = np.full(len(pool.home), features.num_rows[0]) if known is None else known
         made = features.rows if len(received) else features.rows[:0]
         layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
         # gradients wait in the leaves of the micro-batches until the last backward of the pool
-        call.held = HeldRows(rows=route_rows(made, layout, pool.rows_by_home(num_rows), tower.group))
+        call.held = HeldRows(rows=route_rows(made, layout, pool.rows_by_home(num_rows), sharing.group))
         self._features |= dict(call.held.hand_out(features, num_rows[pool.home == rank], call.atoms, first))
 
     # -- agreement ----------------------------------------------------------------------------------------------------
@@ -235,7 +221,7 @@ class ImageDispatch:
             self._check_form([x for kinds in inputs for x in kinds.values()])
         except TrimtabError as error:
             problem = error
-        answers = self.tower.control.gather_unless(
+        answers = self.tower.sharing.control.gather_unless(
             problem,
             "the start of a step",
             (len(microbatches), self.settings_mark),
@@ -266,18 +252,15 @@ class ImageDispatch:
                     )
 
 
-_BATCH_KEYS = {"grid_thw": "image_grid_thw"}
-
-
 def read_images(batch: Batch, family: Family, config: Any) -> dict[str, VisionInputs]:
-    """Return the atoms of a micro-batch's images and videos, as the first stage's layers read them."""
+    """Return the atoms of a micro-batch's images and videos, for one call of the function that encodes images."""
     if not has_images(batch):
         return {}
     if not isinstance(family, GridFamily):
         return {"image": family.read("image", {"pixel_values": batch["pixel_values"]}, config)}
-    tower: Kind = "tower"
+    pixels, grids = PIXELS["image"], GRIDS["image"]
     return {
-        kind: family.read(tower, {"pixel_values": batch[PIXELS[kind]], "grid_thw": batch[GRIDS[kind]]}, config)
+        kind: family.read("image", {pixels: batch[PIXELS[kind]], grids: batch[GRIDS[kind]]}, config)
         for kind in KINDS
         if batch.get(PIXELS[kind]) is not None and len(batch[PIXELS[kind]])
     }
@@ -302,7 +285,7 @@ def dispatch_images(layout: PipelineLayout, decision: VisionDecision, tower: Sha
     """Share images of a first stage that holds the whole tower."""
     # all ranks must run one plan: its fingerprint travels with every step
     order = [layout.stages, layout.schedule, layout.num_chunks]
-    mark = fingerprint([*order, decision.pooling, decision.rule, tower.cost], [])
+    mark = fingerprint([*order, decision.pooling, tower.sharing.settings], [])
     return ImageDispatch(tower=tower, num_pooled=decision.pooling, settings_mark=mark)
 
 

@@ -21,16 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trimtab.balance.images import share_images
 from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.pipeline.cuts import StageModule
 from trimtab.runtime.pipeline.image_dispatch import HeldRows, ImageLoad, SharedTower
 from trimtab.runtime.pipeline.trace import Batch, Encoded, find_layer, parameters_of
 from trimtab.runtime.recompute import apply
-from trimtab.runtime.vision.agreement import agree_on_inputs, agree_on_rows
+from trimtab.runtime.vision.agreement import agree_on_inputs
+from trimtab.runtime.vision.encode import encode_share, share_atoms
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows, send_in_place, sum_in_place, used_gradients
 from trimtab.runtime.vision.inputs import VisionInputs, join_inputs
-from trimtab.runtime.vision.outputs import Features
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,8 +55,8 @@ class ReplicaTower:
         except Exception as error:  # the other ranks learn of it
             problem = error
         joined = join_inputs([x for kinds in inputs for x in kinds.values()])
-        tower = self.tower
-        agree_on_inputs(tower.control, tower.function.name, [tower.rule, tower.cost], joined, problem)
+        sharing = self.tower.sharing
+        agree_on_inputs(sharing.control, self.tower.function.name, [sharing.settings], joined, problem)
         self.load = None
         if joined is not None:
             self._encode(joined, [{kind: len(x) for kind, x in kinds.items()} for kinds in inputs])
@@ -75,33 +74,24 @@ class ReplicaTower:
         if held is None or not held.rows.requires_grad:
             return
         held.backward()
-        sum_in_place(used_gradients(self.parameters, self.tower.group), self.tower.group, to=0)
-        if self.tower.control.rank:
+        sum_in_place(used_gradients(self.parameters, self.tower.sharing.group), self.tower.sharing.group, to=0)
+        if self.tower.sharing.control.rank:
             for parameter in self.parameters:
                 parameter.grad = None
 
     def _encode(self, inputs: VisionInputs, atoms: Sequence[Mapping[str, int]]) -> None:
         """Encode this rank's share, and send all rows to the first rank; `atoms` of each micro-batch by kind."""
-        tower = self.tower
-        rank, num_ranks = tower.control.rank, tower.control.num_ranks
-        cost = tower.cost.of(inputs.patches, patches_windowed=inputs.windowed)
-        shares = share_images(cost, num_ranks, rule=tower.rule)
+        tower, sharing = self.tower, self.tower.sharing
+        rank, num_ranks = sharing.control.rank, sharing.control.num_ranks
         # 1. an empty share runs the tower on the smallest image and gives no row of it
-        share = shares.atoms_of(rank)
-        features: Features | None = None
-        problem: Exception | None = None
-        try:
-            features = tower.encode(inputs.take(share))
-            features = features if len(share) else features.without_rows()
-        except Exception as error:  # the other ranks learn of it
-            problem = error
-        num_rows = agree_on_rows(tower.control, tower.function.name, features, shares, problem)
-        assert features is not None
+        shares = share_atoms(sharing, inputs)
+        own = inputs.take(shares.atoms_of(rank)).to(tower.device)
+        features, num_rows = encode_share(sharing, tower.function, own, tower.template, shares)
         # 2. all rows to the first rank, whose leaves they are by micro-batch
         layout = lay_out_rows(shares.order, shares.offsets, num_rows)
         everything, nothing = np.arange(len(layout)), np.empty(0, np.int64)
         wanted = [everything if r == 0 else nothing for r in range(num_ranks)]
-        self._held = HeldRows(rows=route_rows(features.rows, layout, wanted, tower.group))
+        self._held = HeldRows(rows=route_rows(features.rows, layout, wanted, sharing.group))
         if rank == 0:
             self._features |= dict(self._held.hand_out(features, num_rows, atoms))
         # 3. patches that each rank encoded; the first stage would have encoded all of them
@@ -122,7 +112,7 @@ class ReplicaTower:
         ]
         # which ones, then the values: nothing is sent for a frozen tower after the first step
         flags = torch.tensor(changed, dtype=torch.int32, device=self.tower.device)
-        group = self.tower.group
+        group = self.tower.sharing.group
         dist.broadcast(flags, dist.get_global_rank(group, 0), group=group)
         chosen = [x.detach() for x, flag in zip(self.parameters, flags.tolist(), strict=True) if flag]
         send_in_place(chosen, group)
