@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plan_cases import read_back
+from plan_cases import read_back, write_checked
 from vision_cases import CLUSTER, OPTIONS, QWEN, image_samples, table_of
 
 from trimtab import PlanDetails, check_plan, describe, make_plan, parse_cluster, simulate, write_plan
@@ -82,8 +82,7 @@ def test_features_and_the_tower_are_counted_where_they_lie(apart, tmp_path):
 
 
 def test_a_plan_with_its_tower_on_the_replica_checks_and_reads_back(apart, tmp_path):
-    write_plan(apart, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(apart, tmp_path)
     read_back(apart, tmp_path)
     path = Path(tmp_path) / "plan.yaml"
     text = path.read_text()
@@ -157,8 +156,7 @@ def own_case(dp: int, devices: int, **changes: object) -> tuple[PlanDetails, Cas
     cluster = parse_cluster(f"{needed if needed <= 8 else 16}xH100-80GB")
     made = make_plan(describe("Qwen2.5-VL-3B"), image_samples(160, largest=2048), cluster, options)
     with tempfile.TemporaryDirectory() as folder:
-        write_plan(made, folder)
-        assert check_plan(folder) == []
+        write_checked(made, folder)
         found = reload_plan(Path(folder))
         return made, found.case, found.stages
 
@@ -325,7 +323,6 @@ def test_every_form_that_was_simulated_has_its_row(apart, tmp_path):
         assert (forms[1].tower_gib is None) == (forms[1].form != "own")
         page = html_report(made)
         assert all(x.hosts in page for x in forms)
-        write_plan(made, tmp_path)
         read_back(made, tmp_path)
     assert plan_of("one-grid").plan.estimates.forms == ()
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cost_models import small_model
-from plan_cases import tile_samples
+from plan_cases import tile_samples, write_checked
 
 from refusals import refused
-from trimtab import PlanOptions, check_plan, describe, make_plan, profile_model, write_plan
+from trimtab import PlanOptions, describe, make_plan, profile_model, write_plan
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
 from trimtab.costs.measured.saved import carry_bytes, carry_seconds
 from trimtab.errors import PlanError, TrimtabError
@@ -193,8 +193,7 @@ def test_a_plan_keeps_the_profile_it_was_made_with(tmp_path: Path) -> None:
     assert 1.3 < made.plan.estimates.step_ms / formulas.plan.estimates.step_ms < 2.1  # traffic and optimizer do not
     assert "Seconds were measured." in made.plan.assumptions
 
-    write_plan(made, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(made, tmp_path)
     loaded = load_details(tmp_path)
     for before, after in zip(made.variants, loaded.variants, strict=True):
         np.testing.assert_array_equal(before.step_s, after.step_s)
@@ -220,8 +219,7 @@ def test_a_plan_from_a_traced_profile_reads_its_bytes(tmp_path: Path) -> None:
     backward_s = [x.variants[-1].stage_backward_s.sum() for x in (formulas, made)]
     assert backward_s[1] < 0.95 * backward_s[0]
     assert [x.forward_s for x in made.profile.layers] == [x.forward_s for x in formulas.profile.layers]
-    write_plan(made, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(made, tmp_path)
     assert load_details(tmp_path).profile == made.profile
 
 

@@ -104,9 +104,17 @@ def pack_stream(
         position += fresh
 
         # 3. its packs
-        window = counted[chosen]
+        window = counted.take(chosen, axis=0)
         packed = pack_window(
-            columns[chosen], min(P, taken), bounds, pull, age, dp=dp, hold_all=last, effort=effort, state=state
+            columns.take(chosen, axis=0),
+            min(P, taken),
+            bounds,
+            pull,
+            age,
+            dp=dp,
+            hold_all=last,
+            effort=effort,
+            state=state,
         )
         out = packed.left
         members.append(chosen[packed.members])
@@ -199,7 +207,7 @@ def fit_stream(
         fresh = n - position if last else FIT_SAMPLES
         chosen = np.concatenate([carried, np.arange(position, position + fresh)])
         position += fresh
-        window = columns[chosen]
+        window = columns.take(chosen, axis=0)
         packs = fit_samples(window, bounds[:2], rule)
         found = len(packs.head)
         # 2. whole rows

@@ -341,7 +341,10 @@ def _about_host(settings: CostSettings) -> str:
         towers = [tower for tower, on in both if on]
         parts.append(f"sequence parallelism in {' and '.join(towers)}" if towers else "no sequence parallelism")
     if (block_s := settings.host_s("block")) > 0:
-        parts.append(f"{1e3 * block_s:.3g} ms of the host for a block's forward" + (", the device waiting" if settings.blocking_launches else ""))
+        parts.append(
+            f"{1e3 * block_s:.3g} ms of the host for a block's forward"
+            + (", the device waiting" if settings.blocking_launches else "")
+        )
     return f"Priced as host {settings.host!r} runs: {', '.join(parts)}."
 
 
