@@ -77,13 +77,6 @@ def test_other_choices_give_plans_that_check_and_simulate_alike(options: PlanOpt
     read_back(made, tmp_path)
 
 
-def test_a_global_batch_is_met_on_average() -> None:
-    made = make_plan(MODEL, tile_samples(), CLUSTER, PlanOptions(pp=4, tp=2, global_batch=128))
-    decision = made.plan.decisions
-    per_step = 600 / made.packing.num_packs * decision.parallel.dp * decision.schedule.num_microbatches
-    assert 90 < per_step < 180
-
-
 def test_oversize_samples_are_an_error_alone_or_skipped(tmp_path: Path) -> None:
     limits = PlanOptions(pp=4, tp=2, num_microbatches=4, max_patches=9 * 1025, max_tokens=1500)
     samples = tile_samples(300)
@@ -148,13 +141,6 @@ def test_text_alone_makes_a_plan(max_patches: int | None) -> None:
 def test_gpipe_fits_with_the_micro_batches_it_was_priced_with(num_samples: int, tmp_path: Path) -> None:
     options = PlanOptions(pp=8, tp=2, schedule="GPipe", memory_bytes=50 * 2**30)
     write_checked(make_plan(MODEL, tile_samples(num_samples), CLUSTER, options), tmp_path)
-
-
-@pytest.mark.parametrize("global_batch", [100, 250])
-def test_interleaved_steps_hold_whole_rounds_of_the_pipeline(global_batch: int) -> None:
-    options = PlanOptions(pp=4, tp=2, schedule="Interleaved1F1B", num_chunks=2, global_batch=global_batch)
-    made = make_plan(MODEL, tile_samples(300), CLUSTER, options)
-    assert made.plan.decisions.schedule.num_microbatches % 4 == 0
 
 
 def test_figures_of_a_device_are_its_own_or_the_published_ones(tmp_path: Path) -> None:

@@ -180,11 +180,17 @@ def test_adapters_scale_and_add_their_results_and_cast_their_inputs(bits, weight
     assert [x.num_kernels for x in found] == [2 + copies + 2 * casts] * 2
 
 
-@pytest.mark.parametrize(("target", "skipped"), [("q_proj", 8 * H), ("o_proj", 0), ("down_proj", 0)])
-def test_the_first_trained_block_needs_no_gradient_of_what_enters_it(target, skipped):
-    own = {"lora": Lora(r=8, targets=(target,))}
-    whole, first = (cost(text_block(), Gradients(inputs=x, weights=True), **own).backward_s for x in (True, False))
-    assert whole[TOKENS] - first[TOKENS] == pytest.approx(2 * (H * (Q + 2 * KV) + skipped) / A100.peak_flops)
+@pytest.mark.parametrize(
+    ("layer", "target", "skipped"),
+    [
+        (projector(), None, 0.25 * 256 * 128),  # of its first product
+        *((text_block(), x, H * (Q + 2 * KV) + more) for x, more in (("q_proj", 8 * H), ("o_proj", 0))),
+    ],
+)
+def test_the_first_trained_layer_needs_no_gradient_of_what_enters_it(layer, target, skipped):
+    own = {"lora": Lora(r=8, targets=(target,)) if target else None}
+    whole, first = (sum(cost(layer, Gradients(inputs=x, weights=True), **own).backward_s) for x in (True, False))
+    assert whole - first == pytest.approx(2 * skipped / A100.peak_flops)
 
 
 def test_backward_moves_twice_the_traffic_and_fused_attention_computes_scores_again():

@@ -22,16 +22,12 @@ from trimtab.models.description import find_same, read_shipped, shipped_models
 from trimtab.models.images.rules import with_limits
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload
-from trimtab.specs import LayerSpec, ModelSpec, SampleTable
+from trimtab.specs import SampleTable
 from trimtab.units import GIB
 
 LIMITS = {"min_pixels": 3136, "max_pixels": 1003520, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 QWEN25 = dict(read_config("Qwen2.5-VL-7B"))
 INTERNVL = dict(read_config("InternVL-Chat-V1-5"))
-
-
-def layer(spec: ModelSpec, name: str) -> LayerSpec:
-    return next(x for x in spec.layers if x.name.endswith(name))
 
 
 # -- shipped models ---------------------------------------------------------------------------------------------------
@@ -267,9 +263,6 @@ def test_small_models_of_the_tests_are_whole():
 # -- what weights on disk say ------------------------------------------------------------------------------------------
 
 
-QWEN = dict(read_config("Qwen2.5-VL-7B"))
-
-
 def compressed(*weights):
     groups = {str(i): {"weights": {"type": kind, "num_bits": bits}} for i, (kind, bits) in enumerate(weights)}
     return {"quant_method": "compressed-tensors", "config_groups": groups}
@@ -297,7 +290,7 @@ FORMATS = [
 @pytest.mark.parametrize(("said", "name"), FORMATS)
 def test_every_quantization_config_has_a_name(said, name):
     assert stored_format(said) == name
-    assert describe({**QWEN, "quantization_config": said}).stored_as == name
+    assert describe({**QWEN25, "quantization_config": said}).stored_as == name
 
 
 @pytest.mark.parametrize(("name", "gib"), [("bnb-nf4-double", 5.5), ("awq", 6.45), (None, 15.45)])
@@ -321,8 +314,8 @@ def table(tokens: int = 700) -> SampleTable:
 
 
 def test_samples_longer_than_the_positions_are_said():
-    text = {**QWEN["text_config"], "max_position_embeddings": 600}
-    model = describe({**QWEN, "text_config": text})
+    text = {**QWEN25["text_config"], "max_position_embeddings": 600}
+    model = describe({**QWEN25, "text_config": text})
     assert model.max_positions == 600
     details = make_plan(model, table(), parse_cluster("8xA100-80GB"), PlanOptions(pp=1, tp=1, num_microbatches=4))
     assert any("64 samples" in x and "600" in x for x in details.plan.assumptions)

@@ -40,13 +40,14 @@ from trimtab.runtime.vision.inputs import (
     GRIDS,
     PIXELS,
     Family,
+    Features,
     GridFamily,
     VisionInputs,
     find_family,
     join_inputs,
     tower_flops,
+    write_features,
 )
-from trimtab.runtime.vision.outputs import Features, write_features
 from trimtab.specs import IntArray
 
 

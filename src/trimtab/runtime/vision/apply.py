@@ -39,8 +39,17 @@ from trimtab.runtime.vision.hooks import (
     find_functions,
     is_shared,
 )
-from trimtab.runtime.vision.inputs import GRIDS, PIXELS, Family, GridFamily, VisionInputs, find_family, tower_flops
-from trimtab.runtime.vision.outputs import each_tensor, touch
+from trimtab.runtime.vision.inputs import (
+    GRIDS,
+    PIXELS,
+    Family,
+    GridFamily,
+    VisionInputs,
+    each_tensor,
+    find_family,
+    touch,
+    tower_flops,
+)
 
 _TEXT = ("language_model", "lm_head", "text_model", "embed_tokens")
 

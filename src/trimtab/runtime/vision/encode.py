@@ -22,8 +22,15 @@ from trimtab.options import Rule
 from trimtab.runtime.vision.agreement import Control, agree_on_inputs, agree_on_rows
 from trimtab.runtime.vision.exchange import gather_rows, lay_out_rows, move_rows, route_rows
 from trimtab.runtime.vision.hooks import PatchedFunction
-from trimtab.runtime.vision.inputs import Family, VisionInputs, VisionPart, join_inputs
-from trimtab.runtime.vision.outputs import Features, read_features, write_features
+from trimtab.runtime.vision.inputs import (
+    Family,
+    Features,
+    VisionInputs,
+    VisionPart,
+    join_inputs,
+    read_features,
+    write_features,
+)
 from trimtab.specs import IntArray
 
 # Images of data-parallel ranks to other ranks, and their features back.
