@@ -389,6 +389,8 @@ class SampleTable:
     source_names: tuple[str, ...] = ("data",)
     patch_unit: Literal["patches", "tiles"] = "patches"
     tokens_exact: bool = True  # False: estimated without a tokenizer
+    # of num_tokens those of a second sequence: a pair of answers is trained as two; None: each sample is one sequence
+    second_tokens: IntArray | None = None
     # where each sample's record is: file of the data set, from 0, and line or record number in it, from 1
     file_index: npt.NDArray[np.int32] | None = None  # None: all are in the first file
     line: IntArray | None = None  # None: row i is record i + 1, none was left out and no line is blank
@@ -396,6 +398,7 @@ class SampleTable:
 
     def __post_init__(self) -> None:
         columns = ["num_images", "num_patches", "patches_sq", "patches_windowed", "source", "ids", "file_index", "line"]
+        columns.append("second_tokens")
         lengths = {name: len(getattr(self, name)) for name in columns if getattr(self, name) is not None}
         assert set(lengths.values()) == {len(self)}, f"columns of unequal lengths: {lengths}, {len(self)} tokens"
         assert self.image_patches is None or len(self.image_patches) == self.num_images.sum(), "images without a size"
@@ -443,12 +446,20 @@ class SampleTable:
         w = np.zeros((len(self), NUM_WORK_TERMS))
         w[:, 1], w[:, 2], w[:, 3] = self.num_patches, self.patches_sq, self.patches_windowed
         w[:, 4] = self.num_tokens
-        t = self.num_tokens.astype(np.float64)
-        w[:, 5] = t * t
-        # causal pairs under a window W: W(W+1)/2 + (t - W) W  ~ tW - W^2/2; twice that, to be of one unit with t^2
-        window = np.inf if token_window is None else float(token_window)
-        w[:, 6] = t * t if token_window is None else np.where(t <= window, t * t, 2.0 * t * window - window**2)
+        for t in self.sequences():
+            w[:, 5] += t * t
+            # causal pairs under a window W: W(W+1)/2 + (t - W) W  ~ tW - W^2/2; twice that, to be of one unit with t^2
+            window = np.inf if token_window is None else float(token_window)
+            w[:, 6] += t * t if token_window is None else np.where(t <= window, t * t, 2.0 * t * window - window**2)
         return w
+
+    def sequences(self, rows: IntArray | slice = slice(None)) -> list[FloatArray]:
+        """Return tokens of each sample's sequence; and, where samples are pairs of answers, of its second."""
+        tokens = self.num_tokens[rows].astype(np.float64)
+        if self.second_tokens is None:
+            return [tokens]
+        second = np.minimum(self.second_tokens[rows].astype(np.float64), tokens)
+        return [tokens - second, second]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

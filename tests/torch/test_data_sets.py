@@ -129,6 +129,7 @@ TAGGED = [{"who": "me", "what": f"<image>{ASK}"}, {"who": "you", "what": SAY}]
 ALPACA = {"prompt": "ask", "query": "more", "response": "say", "system": "sys", "history": "old", "images": "pics"}
 OLDER = [SYSTEM, user("Hi"), said("Yo")]
 OLD = {"system": "Be kind.", "history": [["Hi", "Yo"]]}
+PAIR: Any = [[user(ASK, 1), said(SAY)], [user(ASK, 1), said(NO)]]
 CAPTION = [{"role": "user", "content": [{"type": "image"}]}, said(SAY)]
 PARTS = [{"type": "image", "image": "a.png"}, {"type": "text", "text": ASK}]
 PLAIN = {"role": "user", "content": ASK}
@@ -143,7 +144,7 @@ def shared(*names: str, **others: str) -> dict[str, Any]:
 
 
 DATA_SETS: dict[str, tuple[Written, Any, dict[str, Any]]] = {
-    # how it is written; the turns that it holds; options of sizing
+    # how it is written; the turns that it holds, two lists of a pair; options of sizing
     "LLaVA": (whole([{"id": "1", "image": "a.png", "conversations": FROM}]), SEEN, {}),
     "ShareGPT": (lines({"images": ["a.png"], "conversations": FROM}), SEEN, {}),
     "OpenAI messages": (lines({"messages": [{"role": "user", "content": PARTS}, said(SAY)]}), SEEN, {}),
@@ -195,7 +196,7 @@ DATA_SETS: dict[str, tuple[Written, Any, dict[str, Any]]] = {
             **shared("chosen", "rejected", "images", messages="talk"),
             ranking=True,
         ),
-        SEEN,
+        PAIR,
         {},
     ),
     "LLaMA-Factory, tools": (
@@ -209,25 +210,25 @@ DATA_SETS: dict[str, tuple[Written, Any, dict[str, Any]]] = {
         {},
     ),
     "ms-swift, tools": (lines({"tools": json.dumps(TOOLS), "messages": [*CALLS, said(SAY)]}), CALLED, {}),
-    "ms-swift, pairs": (lines({"images": ["a.png"], "messages": ROLES, "rejected_response": NO}), SEEN, {}),
+    "ms-swift, pairs": (lines({"images": ["a.png"], "messages": ROLES, "rejected_response": NO}), PAIR, {}),
     "ms-swift, conversation": (lines({"conversation": [{"human": ASK, "assistant": SAY}]}), TALK, {}),
     "ms-swift, other names": (lines({"problem": ASK, "solution": SAY}), TALK, {}),
     "prompt, completion": (lines({"prompt": ASK, "completion": SAY}), TALK, {}),
     "TRL, turns": (lines({"prompt": [PLAIN], "completion": [said(SAY)]}), TALK, {}),
-    "TRL, pairs": (lines({"prompt": ASK, "chosen": SAY, "rejected": NO, "image": "a.png"}), SEEN, {}),
+    "TRL, pairs": (lines({"prompt": ASK, "chosen": SAY, "rejected": NO, "image": "a.png"}), PAIR, {}),
     "TRL, pairs of turns": (
         lines({"images": ["a.png"], "prompt": [ROLES[0]], "chosen": [said(SAY)], "rejected": [said(NO)]}),
-        SEEN,
+        PAIR,
         {},
     ),
     "ShareGPT, pairs": (
         lines({"conversations": FROM[:1], "chosen": FROM[1], "rejected": said(NO), "images": ["a.png"]}),
-        SEEN,
+        PAIR,
         {},
     ),
     "pairs, whole": (
         lines({"prompt": ASK, "chosen": [PLAIN, said(SAY)], "rejected": [PLAIN, said(NO)]}),
-        TALK,
+        [TALK, [user(ASK), said(NO)]],
         {},
     ),
     "flat Parquet": (parquet({"question": ASK, "answer": SAY}, "b.png"), SEEN, {}),
@@ -269,12 +270,18 @@ def test_a_data_set_is_sized_first_try(name: str, folder: Path, processor: Any, 
         tokenizer=folder,
         **how,
     )
-    text = processor.apply_chat_template(expected, tokenize=False, tools=TOOLS if expected is CALLED else None)
-    num = text.count("<|image_pad|>")
-    files = [*SIZES][:num] if name != "flat Parquet" else ["b.png"]
-    pictures = [Image.open(tmp_path / file) for file in files]
-    made = processor(images=pictures or None, text=text)
-    assert result.table.num_tokens.tolist() == [len(made["input_ids"][0])]
-    assert result.table.num_patches.tolist() == [sum(int(x.prod()) for x in made["image_grid_thw"]) if num else 0]
-    assert result.table.num_images.tolist() == [num]
+    tokens = patches = num_images = 0
+    for turns in expected if isinstance(expected[0], list) else [expected]:
+        text = processor.apply_chat_template(turns, tokenize=False, tools=TOOLS if turns is CALLED else None)
+        num = text.count("<|image_pad|>")
+        files = [*SIZES][:num] if name != "flat Parquet" else ["b.png"]
+        pictures = [Image.open(tmp_path / file) for file in files]
+        made = processor(images=pictures or None, text=text)
+        tokens += len(made["input_ids"][0])
+        patches += sum(int(grid.prod()) for grid in made["image_grid_thw"]) if pictures else 0
+        num_images += num
+    assert result.table.num_tokens.tolist() == [tokens]
+    assert result.table.num_patches.tolist() == [patches]
+    assert result.table.num_images.tolist() == [num_images]
     assert result.table.tokens_exact
+    assert any("pairs of answers" in told for told in result.assumptions) == isinstance(expected[0], list)

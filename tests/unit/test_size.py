@@ -4,11 +4,17 @@ import base64
 import json
 import tarfile
 
+import numpy as np
 import pytest
 from sample_sets import png, talk, tar_bytes, write_jsonl
 from size_cases import TALK, CoarseWhenMany, fill_folder, parquet, pyarrow, rows_of, size
 
+from trimtab.balance.cost import PATCH_COST
+from trimtab.options import ParallelDims
+from trimtab.plan.decide.work import pad_documents, select_rows
 from trimtab.samples.formats import read_tar
+from trimtab.samples.lengths import read_lengths
+from trimtab.samples.table import SizingResult, save_sizing
 
 
 @pytest.fixture
@@ -112,3 +118,29 @@ def test_a_tar_holds_folders_and_no_member_larger_than_itself(tmp_path):
     assert (good.key, good.problem, first) == ("s", None, good)
     assert str(bad.problem).startswith(f"the tar ends here: member t.txt claims {1 << 40} bytes")
     assert list(read_tar(tmp_path / "empty.tar")) == []
+
+
+def test_a_pair_of_answers_is_priced_as_its_two_sequences(folder):
+    """In work, cost, rows taken out, padding, and a table that is saved and joined again."""
+    ask = {"role": "user", "content": "What is this? " * 20}
+    yes, no = ({"messages": [ask, {"role": "assistant", "content": answer}]} for answer in ("yes " * 30, "no " * 90))
+    pair = {**yes, "rejected_response": "no " * 90}
+    write_jsonl(folder / "pairs.jsonl", [yes, pair])
+    write_jsonl(folder / "apart.jsonl", [yes, no])
+    table, apart = (size(folder, f"{name}.jsonl").table for name in ("pairs", "apart"))
+    chosen, rejected = apart.num_tokens.tolist()
+    assert table.num_tokens.tolist() == [chosen, chosen + rejected]
+    assert table.second_tokens.tolist() == [0, rejected]
+    for window in (None, 50):
+        expected, found = apart.work(token_window=window), table.work(token_window=window)
+        assert found[0].tolist() == expected[0].tolist()
+        assert found[1].tolist() == expected.sum(axis=0).tolist()
+    assert PATCH_COST.of_samples(table)[1] == pytest.approx(PATCH_COST.of_samples(apart).sum())
+    assert PATCH_COST.of_samples(table, np.array([1])) == pytest.approx(PATCH_COST.of_samples(apart).sum())
+    assert select_rows(table, np.array([1])).second_tokens.tolist() == [rejected]
+    padded = pad_documents(table, ParallelDims(cp=2))
+    assert padded.num_tokens[1] == pad_documents(apart, ParallelDims(cp=2)).num_tokens.sum()
+    save_sizing(SizingResult(table=table), folder / "a.npz")
+    again = read_lengths([folder / "a.npz", folder / "a.npz"])
+    assert again.second_tokens.tolist() == [0, rejected, 0, rejected]
+    assert apart.second_tokens is None

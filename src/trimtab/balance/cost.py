@@ -37,6 +37,7 @@ class LinearCost:
         *,
         patches_sq: npt.ArrayLike | None = None,
         patches_windowed: npt.ArrayLike | None = None,
+        tokens_sq: npt.ArrayLike | None = None,
     ) -> FloatArray:
         """Price each item; without squares its patches, or tokens, are one segment, without windows these are."""
         # what is not given is one segment: an image attends to all of itself
@@ -44,7 +45,8 @@ class LinearCost:
         squares = p * p if patches_sq is None else np.asarray(patches_sq, np.float64)
         windows = squares if patches_windowed is None else np.asarray(patches_windowed, np.float64)
         seen = self.patches * p + self.patches_sq * squares + self.patches_windowed * windows
-        return np.asarray(seen + (self.tokens * t + self.tokens_sq * (t * t)), np.float64)
+        attended = t * t if tokens_sq is None else np.asarray(tokens_sq, np.float64)
+        return np.asarray(seen + (self.tokens * t + self.tokens_sq * attended), np.float64)
 
     def of_images(self, terms: FloatArray) -> FloatArray:
         """Return the cost of each image, (n, 3) its patches, patches_sq and patches_windowed."""
@@ -52,9 +54,11 @@ class LinearCost:
 
     def of_samples(self, samples: SampleTable, rows: IntArray | None = None) -> FloatArray:
         """Return the cost of each sample of a table, or of these rows."""
+        # a sample of two sequences attends inside each of them
         columns = (samples.num_patches, samples.num_tokens, samples.patches_sq, samples.patches_windowed)
         patches, tokens, squares, windows = (column if rows is None else column[rows] for column in columns)
-        return self.of(patches, tokens, patches_sq=squares, patches_windowed=windows)
+        attended = sum(t * t for t in samples.sequences(slice(None) if rows is None else rows))
+        return self.of(patches, tokens, patches_sq=squares, patches_windowed=windows, tokens_sq=attended)
 
 
 TILE_COST = LinearCost(patches=11.9e12, tokens=39.8e9, tokens_sq=0.59e6)

@@ -21,6 +21,7 @@ from trimtab.samples.shapes import has_shape
 from trimtab.samples.sources import find_sources, source_labels
 from trimtab.samples.table import (
     COLUMNS,
+    PART_COLUMNS,
     Part,
     is_saved_table,
     join_parts,
@@ -125,8 +126,9 @@ def _read_part(path: Path, kind: Format, image_rule: ImageRule | None) -> Part:
 
 def saved_part(table: SampleTable) -> Part:
     """Return a table sized before, to be joined with others."""
+    second = np.zeros(len(table), np.int64) if table.second_tokens is None else table.second_tokens
     return Part(
-        numbers=np.stack([getattr(table, name) for name in COLUMNS], axis=1),
+        numbers=np.stack([*(getattr(table, name) for name in COLUMNS), second], axis=1),
         image_patches=table.image_patches,
         lines=np.arange(1, len(table) + 1) if table.line is None else table.line,
         file_index=table.file_index,
@@ -171,7 +173,7 @@ def _make_part(
         good = [row for row in range(len(lines)) if row not in reasons]
         columns = {key: [values[row] for row in good] for key, values in columns.items()}
         lines, counts = [lines[row] for row in good], counts and [counts[row] for row in good]
-    numbers = np.zeros((len(lines), len(COLUMNS)), np.int64)
+    numbers = np.zeros((len(lines), len(PART_COLUMNS)), np.int64)
     for key in columns.keys() & set(TOKEN_KEYS):  # some rows spell it one way, some another
         numbers[:, 2] += _numbers(columns[key])
     unit: Literal["patches", "tiles"] | None = None

@@ -161,7 +161,7 @@ IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
 TEMPLATE_FIELDS = ("enable_thinking", "documents")
 _USED_KEYS = (
     *(*TEMPLATE_FIELDS, "chat_template_kwargs", "id", "image", "images", "video", "videos", *VIDEO_FACTS),
-    *("system", "tools", *CONVERSATION_KEYS),
+    *("system", "tools", *CONVERSATION_KEYS, "rejected_messages"),
 )
 _PART_KEYS = frozenset(
     (
@@ -211,6 +211,7 @@ class Conversation:
     videos: tuple[Video, ...] = ()
     tools: tuple[object, ...] | None = None
     arguments: tuple[tuple[str, object], ...] = ()  # of the chat template, by the record
+    rejected: Conversation | None = None  # of a pair of answers, the other one
     unread: tuple[str, ...] = ()  # fields that nothing is made of
 
 
@@ -253,6 +254,7 @@ def read_conversation(
         messages.append(Message(role="system", content=(system,), was_text=True))
     for turn in turns:
         messages.append(_message(turn, name, inline))
+    other = record.get("rejected_messages")
     if images is not None:  # a part's path names a member of the shard: the members are given
         inline.images = [None if isinstance(x, str) and not x.startswith("data:") else x for x in inline.images]
     column: list[str | bytes] = [*images] if images is not None else [*_column_images(record)]
@@ -262,6 +264,9 @@ def read_conversation(
         videos=_join(inline.videos, inline.videos_column, "video", VIDEO_MARK),
         tools=_tools(record),
         arguments=_arguments(record),
+        rejected=None
+        if other is None
+        else read_conversation({**record, name: other, "rejected_messages": None}, images=images),
         unread=(
             *(key for key, value in record.items() if value is not None and key not in _USED_KEYS),
             *(f"{name} of a content part" for name in inline.unread),

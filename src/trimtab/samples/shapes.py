@@ -30,14 +30,15 @@ _SAID = (
     *("text", "completion", "content"),
 )
 """The names by which ms-swift knows a question and its answer, where a record has one of each."""
-_CHOSEN = "chosen"  # of two answers, the one that is learnt
+_PAIR = ("chosen", "rejected")
+_OTHERS = ("rejected_response", "rejected_messages")  # ms-swift's, of a conversation that ends in the chosen one
 _CAPTIONS = ("caption", "txt", "text")
 _BESIDE = ("input", "history", "system_prompt")  # of a question: more of it, turns before it, a system's turn
 _OTHER_NAMES = MappingProxyType(
     {"conversation": "messages", "file_name": "image", "image_path": "image", "img": "image"}
 )
 """ms-swift's; those of folders of images that `datasets` reads, and of tables."""
-SHAPE_KEYS = (*(x for y in _SHAPES for x in y), *_ASKED, *_SAID, _CHOSEN, *_CAPTIONS, *_BESIDE)
+SHAPE_KEYS = (*(x for y in _SHAPES for x in y), *_ASKED, *_SAID, *_PAIR, *_OTHERS, *_CAPTIONS, *_BESIDE)
 COLUMN_KEYS = (*CONVERSATION_KEYS, *SHAPE_KEYS, *_OTHER_NAMES)
 """Fields that shapes are made of."""
 _TURN = ("role", "content")
@@ -45,7 +46,7 @@ _TAGS = ("user", "assistant", "observation", "function")
 _MEANINGS = MappingProxyType(
     {
         **{name: name for name in (*CONVERSATION_KEYS, "images", "videos", "tools", "system", "input", "history")},
-        **{name: name for name in ("question", "answer", "caption", "image", "video", _CHOSEN, *_TURN, *_TAGS)},
+        **{name: name for name in ("question", "answer", "caption", "image", "video", *_PAIR, *_TURN, *_TAGS)},
     }
 )
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
@@ -72,21 +73,30 @@ def has_shape(names: Collection[str]) -> bool:
     """Return whether fields of these names make a conversation."""
     whole = any(key in names for key in CONVERSATION_KEYS)
     asked = any(question in names and answer in names for question, answer in _SHAPES)
-    return whole or asked or any(name in names for name in (_CHOSEN, *_CAPTIONS[:2]))
+    return whole or asked or any(name in names for name in (*_PAIR, *_CAPTIONS[:2]))
 
 
 def as_messages(record: Mapping[str, Any], columns: Columns, *, num_images: int | None) -> Mapping[str, Any]:
     """The record with one of `CONVERSATION_KEYS`; `BadRecordError` names its fields where no shape fits.
 
-    Of a pair of answers the chosen one is read. Fields that a shape is made of are gone. `num_images`: of a sample that
-    comes with its images, such as a shard's; None: they stand in the record.
+    A pair of answers has the turns with the one under "messages" and those with the other under "rejected_messages".
+    Fields that a shape is made of are gone. `num_images`: of a sample that comes with its images, such as a shard's;
+    None: they stand in the record.
     """
     record = _renamed(record, columns)
     if num_images is None:
         num_images = _count_images(record)
-    if record.get(_CHOSEN) is not None:
-        turns = _answered(record, record[_CHOSEN], num_images)
-        return {**_without(record, *CONVERSATION_KEYS, _CHOSEN, *_ASKED, *_BESIDE), "messages": turns}
+    if all(record.get(name) is not None for name in _PAIR):
+        turns = [_answered(record, record[name], num_images, replaces=name == "rejected") for name in _PAIR]
+        return {
+            **_without(record, *CONVERSATION_KEYS, *_PAIR, *_ASKED, *_BESIDE),
+            "messages": turns[0],
+            "rejected_messages": turns[1],
+        }
+    if record.get("rejected_response") is not None:
+        whole = as_messages(_without(record, "rejected_response"), (), num_images=num_images)
+        turns = _answered(whole, record["rejected_response"], num_images, replaces=True)
+        return {**whole, "rejected_messages": turns}
     if any(record.get(key) is not None for key in CONVERSATION_KEYS):
         return record
     if (shape := _flat_shape(record)) is not None:
@@ -116,7 +126,7 @@ def _renamed(record: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
             held[meaning] = held.pop(name)
     tags = {meaning: name for meaning, name in columns if meaning in (*_TURN, *_TAGS)}
     if tags:
-        for key in (*CONVERSATION_KEYS, _CHOSEN):
+        for key in (*CONVERSATION_KEYS, *_PAIR):
             held[key] = _plain_turns(held.get(key), tags)
     if isinstance(turns := held.get("messages"), list):
         held["messages"] = [turn for given in turns for turn in _both_of(given)]
@@ -167,8 +177,11 @@ def _without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in names}
 
 
-def _answered(record: Mapping[str, Any], answer: Any, num_images: int) -> Any:
-    """Return the turns that end in an answer: a text, a turn, turns, or the whole conversation."""
+def _answered(record: Mapping[str, Any], answer: Any, num_images: int, *, replaces: bool) -> Any:
+    """Return the turns that end in one of two answers: a text, a turn, turns, or the whole conversation.
+
+    A second answer `replaces` the one that the conversation ends in.
+    """
     before = next((record[key] for key in CONVERSATION_KEYS if record.get(key) is not None), None)
     asked = next((record[name] for name in _ASKED if record.get(name) is not None), None)
     turns = [answer] if isinstance(answer, dict) else answer
@@ -180,6 +193,8 @@ def _answered(record: Mapping[str, Any], answer: Any, num_images: int) -> Any:
     if before is None:
         name = next((name for name in _ASKED if record.get(name) is not None), "prompt")
         return _turns({**record, "answer": answer}, name, "answer", num_images)
+    if replaces and isinstance(before, list) and before and isinstance(before[-1], dict):
+        before = before[:-1] if before[-1].get("role", before[-1].get("from")) in ("assistant", "gpt") else before
     return [*before, *turns] if isinstance(turns, list) else [*before, {"role": "assistant", "content": answer}]
 
 
@@ -231,7 +246,7 @@ def _count_images(record: Mapping[str, Any]) -> int:
 
 INFO = "dataset_info.json"
 _ALPACA = {"prompt": "question", "query": "input", "response": "answer", "history": "history"}
-_COMMON = {name: name for name in ("system", "tools", "images", "videos", _CHOSEN)}
+_COMMON = {name: name for name in ("system", "tools", "images", "videos", "chosen", "rejected")}
 _THEIR_TAGS = {f"{name}_tag": name for name in (*_TURN, *_TAGS)}
 """Its words for columns and tags, and ours; `DatasetAttr` of its data/parser.py (ff6d4d12) has the defaults."""
 

@@ -133,6 +133,8 @@ def _said_of(parts: Sequence[Part], exif: Exif) -> Iterator[str]:
     if unused:
         named = ", ".join(map(shorten, unused[:_MOST_NAMED])) + (", ..." if len(unused) > _MOST_NAMED else "")
         yield f"fields that are not read: {named} (--columns says what a field means)"
+    if num_pairs := sum(part.num_pairs for part in parts):
+        yield f"{num_pairs:,} samples are pairs of answers: each is two sequences, with its images twice"
     if any(part.numbers[:, 0].any() for part in parts):
         yield _EXIF_ASSUMPTION[exif]
 

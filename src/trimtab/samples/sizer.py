@@ -30,7 +30,7 @@ from trimtab.samples.problems import TOO_DEEP, BadRecordError, BadSample, Broken
 from trimtab.samples.records import names_of, read_chunk
 from trimtab.samples.rows import HARMLESS_KEYS, KNOWN_KEYS, Conversation, read_conversation, record_id
 from trimtab.samples.shapes import Columns
-from trimtab.samples.table import COLUMNS, ChunkFile, Part, load_part, numbers_of, part_bytes, part_from, save_part
+from trimtab.samples.table import PART_COLUMNS, ChunkFile, Part, load_part, numbers_of, part_bytes, part_from, save_part
 from trimtab.samples.tokens import Rendered, TokenCounter, TokenizerFiles
 from trimtab.specs import Clip, ClipRule, ImageCounts, ImageRule
 
@@ -68,15 +68,15 @@ class SizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """One record of a chunk whose images and videos can be read; with `chat` its text is ready to be encoded."""
+    """One record of a chunk whose images and videos can be read; with `chats` its text is ready to be encoded."""
 
     line: int
     name: str | None
     source: str
     conversation: Conversation
-    images: list[ImageCounts]  # with `chat`, and videos after them
+    images: list[ImageCounts]  # with `chats`, and videos after them
     clips: list[Clip]
-    chat: Rendered | None = None
+    chats: tuple[Rendered, ...] = ()  # two of a pair of answers, which is trained as two sequences
 
 
 class Sizer:
@@ -101,6 +101,7 @@ class Sizer:
         columns = self._settings.columns or chunk.columns
         more_columns = tuple(name for _, name in columns)
         unused = set(names_of(chunk)) - {*KNOWN_KEYS, *more_columns}
+        num_pairs = 0
         with_videos: list[_Read] = []
         bad: list[BadSample] = []
         num_lines, key, media = 0, self._settings.source_key, self._media.of(chunk.file, chunk.media_root)
@@ -115,6 +116,7 @@ class Sizer:
                 name = record_id(record.value) or record.key
                 read = self._read(record, name, media, columns)
                 unused.update(read.conversation.unread)
+                num_pairs += read.conversation.rejected is not None
                 if read.clips:
                     with_videos.append(read)
                 else:
@@ -135,11 +137,11 @@ class Sizer:
         bad += [_bad(chunk, x.line, x.name, error) for x, error in both if isinstance(error, BadRecordError)]
         bad.sort(key=lambda sample: sample.line or 0)
         counts = [(x, own) for x, own in both if not isinstance(own, BadRecordError)]
-        sized, rows = [x for x, _ in counts], [numbers_of(x.images, own) for x, own in counts]
+        sized, rows = [x for x, _ in counts], [numbers_of(x.images, sum(own), sum(own[1:])) for x, own in counts]
         codes: dict[str, int] = {}
         source = np.array([codes.setdefault(x.source, len(codes)) for x in sized], np.int32)
         return Part(
-            numbers=np.array(rows, np.int64).reshape(-1, len(COLUMNS)),
+            numbers=np.array(rows, np.int64).reshape(-1, len(PART_COLUMNS)),
             image_patches=np.array([image.patches for x in sized for image in x.images], np.int64),
             lines=np.array([x.line for x in sized], np.int64),
             ids=tuple(x.name for x in sized) if any(x.name is not None for x in sized) else None,
@@ -150,18 +152,26 @@ class Sizer:
             patch_unit="patches",
             tokens_exact=self._counter.exact,
             unused=tuple(sorted(str(name) for name in unused if name not in self._harmless)[:_MOST_UNUSED]),
+            num_pairs=num_pairs,
             media=media.take_seen(),
         )
 
-    def _count_all(self, sized: list[_Read], broken: Broken) -> list[int | BadRecordError]:
-        """Return the tokens of each sample, or why the tokenizer refuses it."""
-        counted: list[int | BadRecordError] = []
+    def _count_all(self, sized: list[_Read], broken: Broken) -> list[list[int] | BadRecordError]:
+        counted: list[list[int] | BadRecordError] = []
         batch = 1 if broken.one_by_one else _BATCH
         for first in range(0, len(sized), batch):
             place, cpu_s = (f"record {sized[first].line}", STEP_CPU_S) if broken.one_by_one else ("texts", _BATCH_CPU_S)
             at(place, cpu_s=cpu_s)
-            counted += self._counter.count([x.chat for x in sized[first : first + batch] if x.chat is not None])
+            counted += self._count(sized[first : first + batch])
         return counted
+
+    def _count(self, batch: list[_Read]) -> Iterator[list[int] | BadRecordError]:
+        """Yield the tokens of each sample's sequence, of both of a pair, or why the tokenizer refuses it."""
+        counts = iter(self._counter.count([chat for x in batch for chat in x.chats]))
+        for x in batch:
+            own = [next(counts) for _ in x.chats]
+            refused = [count for count in own if isinstance(count, BadRecordError)]
+            yield refused[0] if refused else [count for count in own if isinstance(count, int)]
 
     def _records(self, chunk: Chunk, broken: Broken, more_columns: tuple[str, ...]) -> Iterator[Record]:
         """The records, each announced before it is read."""
@@ -218,10 +228,13 @@ class Sizer:
             videos = [self._clip_rule.count_clip(clip) for clip in read.clips] if self._clip_rule is not None else []
         except ImageError as error:
             raise BadRecordError("video", str(error)) from None
-        chat = self._counter.render(read.conversation, read.images, videos)
-        if sum(message.role == "assistant" for message in read.conversation.messages) > 1:  # a lone one is found
-            learnt_spans(self._counter, read.conversation)
-        return replace(read, images=[*read.images, *(video.image for video in videos)], chat=chat)
+        both = [x for x in (read.conversation, read.conversation.rejected) if x is not None]
+        chats = tuple(self._counter.render(conversation, read.images, videos) for conversation in both)
+        for conversation in both:
+            if sum(message.role == "assistant" for message in conversation.messages) > 1:  # a lone one is found
+                learnt_spans(self._counter, conversation)
+        images = [*read.images, *(video.image for video in videos)] * len(both)
+        return replace(read, images=images, chats=chats)
 
 
 def _bad(chunk: Chunk, line: int, name: str | None, error: BaseException) -> BadSample:

@@ -80,11 +80,13 @@ def unpack_strings(name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> list[st
 
 
 COLUMNS = ("num_images", "num_patches", "num_tokens", "patches_sq", "patches_windowed")
+PART_COLUMNS = (*COLUMNS, "second_tokens")
 TABLE_VERSION = "1"
 # columns that may be absent
 _OPTIONAL: dict[str, type[np.signedinteger[Any]]] = {
     "file_index": np.int32,
     "line": np.int64,
+    "second_tokens": np.int64,
 }
 _IMAGES = "image_patches"
 
@@ -127,7 +129,7 @@ class SizingResult:
 class Part:
     """Sized samples of one stretch of one file."""
 
-    numbers: IntArray  # (num_samples, len(COLUMNS))
+    numbers: IntArray  # (num_samples, len(PART_COLUMNS))
     lines: IntArray  # (num_samples,) line or record number of each, from 1
     ids: tuple[str | None, ...] | None  # None: no record has one
     image_patches: IntArray | None = None  # of every image, sample after sample; None: not known
@@ -140,6 +142,7 @@ class Part:
     patch_unit: Literal["patches", "tiles"] | None = None  # None: holds no patches
     tokens_exact: bool = True
     unused: tuple[str, ...] = ()  # fields of records that no sample is made of
+    num_pairs: int = 0  # samples that are two sequences, with a chosen and a rejected answer
     media: tuple[str, ...] = ()  # images and videos in files, each with its size and time
 
     @property
@@ -148,10 +151,10 @@ class Part:
         return len(self.lines) + len(self.bad)
 
 
-def numbers_of(images: Sequence[ImageCounts], num_tokens: int) -> tuple[int, ...]:
-    """Return a sample's row of `COLUMNS`."""
+def numbers_of(images: Sequence[ImageCounts], num_tokens: int, second_tokens: int = 0) -> tuple[int, ...]:
+    """Return a sample's row of `PART_COLUMNS`."""
     sums = (sum(c.patches for c in images), sum(c.patches_sq for c in images), sum(c.patches_windowed for c in images))
-    return len(images), sums[0], num_tokens, sums[1], sums[2]
+    return len(images), sums[0], num_tokens, sums[1], sums[2], second_tokens
 
 
 def source_names_of(files: Sequence[Path]) -> list[str]:
@@ -186,7 +189,7 @@ def join_parts(
             lookup = np.array([names.setdefault(name, len(names)) for name in own], np.int32)
             local = part.source if part.source is not None else np.zeros(len(part.lines), np.int32)
             codes.append(lookup[local])
-    numbers = np.concatenate([part.numbers for part in flat]) if flat else np.empty((0, len(COLUMNS)), np.int64)
+    numbers = np.concatenate([part.numbers for part in flat]) if flat else np.empty((0, len(PART_COLUMNS)), np.int64)
     ids: tuple[str, ...] | None = None
     if any(part.ids is not None or part.bad for part in flat):
         ids = tuple(
@@ -199,6 +202,7 @@ def join_parts(
     return SampleTable(
         **columns,
         image_patches=_image_patches(flat),
+        second_tokens=np.ascontiguousarray(numbers[:, -1]) if numbers[:, -1].any() else None,
         **_places(parts),
         ids=ids,
         source=np.concatenate(codes) if codes else np.empty(0, np.int32),
@@ -333,6 +337,9 @@ def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
         outside = file is not None and num_rows and (file.min() < 0 or file.max() >= num_files)
         if outside or not isinstance(num_files, int) or (line is not None and num_rows and line.min() < 1):
             raise ValueError("a record's place lies outside the files")
+        second = places.get("second_tokens")
+        if second is not None and ((second < 0) | (second > columns["num_tokens"])).any():
+            raise ValueError("a second sequence lies outside its sample")
         if meta["patch_unit"] not in ("patches", "tiles"):
             raise ValueError(f"patch unit {meta['patch_unit']!r} is unknown")
         images = _integers(arrays[_IMAGES], np.int64) if _IMAGES in arrays else None
@@ -348,6 +355,7 @@ def _parse_sizing(read: Callable[[], bytes], origin: str) -> SizingResult:
             tokens_exact=bool(meta["tokens_exact"]),
             file_index=file,
             line=line,
+            second_tokens=second,
             num_files=num_files,
         )
         return SizingResult(

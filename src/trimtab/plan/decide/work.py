@@ -46,7 +46,13 @@ def packed_work(packing: Packing, samples_work: FloatArray, attention: Attention
 def pad_documents(samples: SampleTable, dims: ParallelDims) -> SampleTable:
     """The table with every sequence as long as context parallelism makes it; itself without."""
     multiple = document_multiple(dims)
-    return samples if multiple == 1 else replace(samples, num_tokens=-(-samples.num_tokens // multiple) * multiple)
+    if multiple == 1:
+        return samples
+    second = samples.second_tokens
+    if second is None:
+        return replace(samples, num_tokens=-(-samples.num_tokens // multiple) * multiple)
+    padded = [-(-one // multiple) * multiple for one in (samples.num_tokens - second, second)]
+    return replace(samples, num_tokens=padded[0] + padded[1], second_tokens=padded[1])
 
 
 def padded_work(packing: Packing, samples_work: FloatArray) -> FloatArray:
@@ -142,6 +148,7 @@ def select_rows(samples: SampleTable, rows: IntArray) -> SampleTable:
         patches_sq=samples.patches_sq[rows],
         patches_windowed=samples.patches_windowed[rows],
         image_patches=samples.images_of(rows),
+        second_tokens=None if samples.second_tokens is None else samples.second_tokens[rows],
         source=samples.source[rows],
         ids=None if samples.ids is None else tuple(samples.ids[i] for i in rows.tolist()),
         file_index=None if samples.file_index is None else samples.file_index[rows],

@@ -309,6 +309,10 @@ class ConversationReader:
         try:
             loaded = load(opened.media)
             conversation, media = loaded.conversation, loaded.media
+            if conversation.rejected is not None:
+                raise BadRecordError(
+                    "template", "it has two answers, and one is learnt here: train pairs in your own trainer"
+                )
             pictures = [self._decode(content) for content in loaded.images]
             counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]
             if conversation.videos and opened.videos is None:
