@@ -4,6 +4,8 @@ Each is written here, and its tokens and patches equal those of the model's real
 """
 
 import base64
+import csv
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +98,16 @@ def shard(**members: Any) -> Written:
         texts = [(f"7.{name}", (x if name == "txt" else json.dumps(x)).encode()) for name, x in members.items()]
         (folder / "d.tar").write_bytes(tar_bytes([*texts, ("7.png", (folder / "a.png").read_bytes())]))
         return folder / "d.tar"
+
+    return write
+
+
+def table(*row: tuple[str, str], name: str = "d.csv") -> Written:
+    def write(folder: Path) -> Path:
+        text = io.StringIO()
+        writer = csv.writer(text, delimiter="\t" if name.endswith("tsv") else ",")
+        writer.writerows(zip(*row, strict=True))
+        return _text(folder / name, text.getvalue())
 
     return write
 
@@ -232,8 +244,10 @@ DATA_SETS: dict[str, tuple[Written, Any, dict[str, Any]]] = {
         {},
     ),
     "flat Parquet": (parquet({"question": ASK, "answer": SAY}, "b.png"), SEEN, {}),
+    "CSV": (table(("question", ASK), ("answer", SAY), ("image", "a.png")), SEEN, {}),
+    "TSV": (table(("messages", json.dumps(ROLES)), ("images", '["a.png"]'), name="d.tsv"), SEEN, {}),
     "other names": (
-        lines({"ask": ASK, "say": SAY, "pic": "a.png"}),
+        table(("ask", ASK), ("say", SAY), ("pic", "a.png")),
         SEEN,
         {"columns": "question=ask,answer=say,image=pic"},
     ),

@@ -5,6 +5,9 @@ numbers, and pyarrow follows them anywhere in memory.
 """
 
 import codecs
+import contextlib
+import csv
+import io
 import json
 import re
 import tarfile
@@ -15,8 +18,8 @@ from typing import Any, BinaryIO
 from trimtab.address import Address
 from trimtab.errors import SampleError, shorten
 from trimtab.samples.problems import MAX_VALUES, BadRecordError, Record, RecordGroups, parse_record
-from trimtab.samples.shapes import has_shape
-from trimtab.typed_json import STRICT, refuse_surrogates
+from trimtab.samples.shapes import CONVERSATION_KEYS, has_shape
+from trimtab.typed_json import STRICT, parse_json, refuse_surrogates
 
 _BATCH_ROWS = 512  # made into records at once
 _BATCH_BYTES = 32 << 20  # of rows that are larger
@@ -198,6 +201,50 @@ def _natural(text: str) -> list[tuple[int, str]]:
     """Return a sort key that puts 10.jpg after 2.jpg: every second piece is a number."""
     pieces = re.split(r"([0-9]{1,18})", text)
     return [(int(piece), "") if i % 2 else (-1, piece) for i, piece in enumerate(pieces)]
+
+
+# -- tables as text ----------------------------------------------------------------------------------------------------
+
+
+_STRUCTURED = (*CONVERSATION_KEYS, "conversation", "images", "videos", "tools", "history", "chosen", "rejected")
+
+
+def read_csv(path: Path) -> Iterator[tuple[object, int]]:
+    """Yield rows by the names of the first one, each with the characters read so far; empty fields are left out.
+
+    Fields that hold lists, such as messages and images, may be JSON.
+    """
+    delimiter = "\t" if path.name.lower().endswith(".tsv") else ","
+    read = 0
+
+    def lines(file: Iterable[str]) -> Iterator[str]:
+        nonlocal read
+        for line in file:
+            read += len(line)
+            yield line
+
+    limit = csv.field_size_limit(MAX_ELEMENT)
+    try:
+        with path.open("rb") as binary:
+            text = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
+            for row in csv.DictReader(lines(text), delimiter=delimiter, restkey="", strict=True):
+                if "" in row:
+                    raise ValueError(f"a row has more fields than the {len(row) - 1} of the first line")
+                yield {name: _field(name, value) for name, value in row.items() if value}, read
+    except (csv.Error, ValueError) as error:
+        raise SampleError(
+            f"{path} is no {'TSV' if delimiter != ',' else 'CSV'} with names in its first line: "
+            f"{shorten(str(error), 160)}, after character {read}; write it again"
+        ) from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _field(name: str, value: str) -> object:
+    if name in _STRUCTURED and value[0] in "[{":
+        with contextlib.suppress(ValueError):
+            return parse_json(value.encode("utf-8", "surrogatepass"))
+    return value
 
 
 # -- JSON lists, element by element: in linear time, and in the memory of the largest element --------------------------

@@ -92,7 +92,7 @@ def refuse_bad(bad: Sequence[BadSample], num_read: int, *, can_skip: bool = True
 
 
 MAX_VALUES = 5_000_000  # of one record: Python takes some 70 bytes for each
-Format = Literal["jsonl", "json", "parquet", "arrow", "tar"]
+Format = Literal["jsonl", "json", "csv", "parquet", "arrow", "tar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from trimtab.address import Address
 from trimtab.errors import SampleError, shorten
 from trimtab.files import refuse_special
 from trimtab.limited import ChildEndedError, at, is_limited, limited_child
-from trimtab.samples.formats import arrow_groups, parquet_groups, read_json_list, read_tar, unreadable
+from trimtab.samples.formats import arrow_groups, parquet_groups, read_csv, read_json_list, read_tar, unreadable
 from trimtab.samples.problems import BadRecordError, Chunk, Format, Record, RecordGroups, parse_record
 from trimtab.samples.rows import KNOWN_KEYS
 from trimtab.specs import IntArray, SampleTable
@@ -47,8 +47,13 @@ FORMATS = (
     FileFormat(name="arrow", endings=(".arrow", ".feather", ".ipc"), begins=(b"ARROW1", b"\xff\xff\xff\xff")),
     FileFormat(name="tar", endings=(".tar",), begins=(b"ustar",), begins_at=257),
     FileFormat(name="jsonl", endings=(".jsonl", ".ndjson")),
+    FileFormat(name="csv", endings=(".csv", ".tsv")),
     FileFormat(name="json", endings=(".json",)),  # a list if its first character is [, else one object a line
 )
+LISTS: Mapping[Format, Callable[[Path], Iterator[tuple[object, int]]]] = MappingProxyType(
+    {"json": read_json_list, "csv": read_csv}
+)
+"""Formats that are parsed from the beginning, as records with the number of characters read so far."""
 GROUPED: Mapping[Format, Callable[[Path], RecordGroups]] = MappingProxyType(
     {"parquet": parquet_groups, "arrow": arrow_groups}
 )
@@ -118,8 +123,8 @@ def list_chunks(path: Path) -> Iterator[Chunk]:
     if kind == "tar":
         yield _chunk(path, kind, 0, 1, 1, size)
         return
-    if kind == "json":
-        yield from _list_chunks(path)
+    if kind in LISTS:
+        yield from _list_chunks(path, kind)
         return
     counts = layout_of(path, kind).counts
     firsts = [0, *accumulate(counts)]
@@ -132,17 +137,17 @@ def list_chunks(path: Path) -> Iterator[Chunk]:
             start = stop
 
 
-def _list_chunks(path: Path) -> Iterator[Chunk]:
+def _list_chunks(path: Path, kind: Format) -> Iterator[Chunk]:
     rows: list[object] = []
     first = start = end = 0
-    for value, end in read_json_list(path):
+    for value, end in LISTS[kind](path):
         rows.append(value)
         if len(rows) == CHUNK_RECORDS or end - start > LIST_CHUNK_CHARACTERS:
-            chunk = _chunk(path, "json", first, first + len(rows), first + 1, end - start)
+            chunk = _chunk(path, kind, first, first + len(rows), first + 1, end - start)
             yield replace(chunk, rows=tuple(rows))
             first, start, rows = first + len(rows), end, []
     if rows:
-        yield replace(_chunk(path, "json", first, first + len(rows), first + 1, end - start), rows=tuple(rows))
+        yield replace(_chunk(path, kind, first, first + len(rows), first + 1, end - start), rows=tuple(rows))
 
 
 def _chunk(path: Path, kind: Format, start: int, stop: int, first_line: int | None, num_bytes: int) -> Chunk:
@@ -174,7 +179,7 @@ def read_chunk(chunk: Chunk, *, more_columns: tuple[str, ...] = ()) -> Iterator[
     if chunk.format == "jsonl":
         with chunk.file.open("rb") as file:
             yield from _read_lines(file, chunk.start, chunk.stop)
-    elif chunk.format == "json":
+    elif chunk.format in LISTS:
         for offset, value in enumerate(chunk.rows):
             yield Record(line=chunk.start + 1 + offset, value=value)
     elif chunk.format == "tar":
@@ -254,8 +259,8 @@ def _read_groups(chunk: Chunk, more_columns: tuple[str, ...]) -> Iterator[Record
 def open_rows(path: Path) -> Callable[[int], object]:
     """Open records by their number in the file, from 1: of a JSON list, or of groups, the last of which is kept."""
     kind = detect_format(path)
-    if kind == "json":
-        rows = [value for value, _ in read_json_list(path)]
+    if kind in LISTS:
+        rows = [value for value, _ in LISTS[kind](path)]
         return lambda line: rows[line - 1]
     groups = GROUPED[kind](path)
     firsts = np.cumsum([0, *groups.counts])
@@ -274,8 +279,8 @@ def open_rows(path: Path) -> Callable[[int], object]:
 def rows_of(path: Path) -> Iterator[object]:
     """Yield every record of a JSON list or of groups, all columns."""
     kind = detect_format(path)
-    if kind == "json":
-        yield from (value for value, _ in read_json_list(path))
+    if kind in LISTS:
+        yield from (value for value, _ in LISTS[kind](path))
         return
     groups = GROUPED[kind](path)
     try:
