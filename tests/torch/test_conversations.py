@@ -1,5 +1,6 @@
 """Rows of a plan as processed samples, for every packed family, from files on disk to a forward; needs torch."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,20 @@ def test_the_users_own_limits_reach_the_processor(tmp_path, family, limit, most)
     rows = open_conversations(tmp_path / "plan", tmp_path / "model")
     assert max(len(rows[row].get("pixel_values", ())) for row in (1, 4, 7)) <= most
     assert [len(rows[row]["input_ids"]) for row in range(8)] == rows.records.samples.num_tokens.tolist()
+
+
+def test_a_parts_own_size_is_trained_as_it_is_sized(tmp_path):
+    write_model(tmp_path / "model", "qwen2_5_vl")
+    data = write_data(tmp_path / "data")
+    own = [{}, {"max_pixels": 3136, "min_pixels": 1}, {"resized_height": 84, "resized_width": 140}]
+    parts = [{"type": "image", "image": "1-0.png", **asked} for asked in own]
+    turns = [{"role": "user", "content": [*parts, "what"]}, {"role": "assistant", "content": "a red cat"}]
+    data.write_text((json.dumps({"messages": turns}) + "\n") * 2)
+    options = {"dp": 1, "pp": 1, "num_microbatches": 2, "max_patches": 4096, "max_tokens": 1024}
+    sized = write_plan_of(tmp_path, data, options)
+    sample = open_conversations(tmp_path / "plan", tmp_path / "model")[0]
+    assert sample["image_grid_thw"].prod(-1).tolist() == sized.table.image_patches.tolist()[:3]
+    assert sample["image_grid_thw"][2].tolist() == [1, 6, 10]
 
 
 def test_rows_travel_to_worker_processes(planned):

@@ -272,6 +272,33 @@ def processor(folder: Path) -> Any:
     return make_processor(Qwen2_5_VLProcessor, images, tokenizer, chat_template=TEMPLATE)
 
 
+OWN_SIZES = [  # of a.png: what its part asks for, and the size that fetch_image of qwen_vl_utils 0.0.14 gave
+    ({"max_pixels": 20000, "min_pixels": 10000}, (168, 112)),
+    ({"min_pixels": 200704}, (560, 392)),
+    ({"resized_height": 280, "resized_width": 420}, (420, 280)),
+    ({"resized_height": 100, "resized_width": 1, "max_pixels": 9}, (28, 112)),
+    ({"resized_height": None, "max_pixels": None}, (300, 200)),
+]
+
+
+@pytest.mark.parametrize(("own", "size"), OWN_SIZES)
+def test_a_part_has_the_size_that_it_asks_for(
+    own: Any, size: Any, folder: Path, processor: Any, tmp_path: Path
+) -> None:
+    Image.new("RGB", SIZES["a.png"]).save(tmp_path / "a.png")
+    parts = [{**PARTS[0], **own}, {"type": "image", "image": "a.png"}, PARTS[1]]
+    result = size_samples(
+        lines({"messages": [{"role": "user", "content": parts}, said(SAY)]})(tmp_path),
+        image_rule=SmartResize(patch_size=14, merge_size=2, min_pixels=3136, max_pixels=200704),
+        image_markup=family_of("qwen2_5_vl").markup,
+        tokenizer=folder,
+    )
+    text = processor.apply_chat_template([user(ASK, 2), said(SAY)], tokenize=False)
+    made = processor(images=[Image.new("RGB", x) for x in (size, SIZES["a.png"])], text=text)
+    assert result.table.num_tokens.tolist() == [len(made["input_ids"][0])]
+    assert result.table.image_patches.tolist() == made["image_grid_thw"].prod(-1).tolist()
+
+
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_a_data_set_is_sized_first_try(name: str, folder: Path, processor: Any, tmp_path: Path) -> None:
     write, expected, how = DATA_SETS[name]

@@ -32,7 +32,7 @@ from trimtab.specs import Clip
 
 # -- sizes of images by their headers ----------------------------------------------------------------------------------
 
-# Pillow opens a 1.4-megapixel PNG in 34 us and a JPEG in 51 us, of the 220 us that a sample takes to size; a WebP takes
+# Pillow opens a 1.4-megapixel PNG in 14 us and a JPEG in 24 us, of the 220 us that a sample takes to size; a WebP takes
 # it 2,800 us, because it reads and prepares the whole file (bench/sizing.py): hence own code for that one.
 
 
@@ -45,6 +45,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "AVIF", "PP
 _WHOLE_FORMATS = ("GIF", "BMP")  # decoded once, because only that finds a file that is cut
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # brands of ISO/IEC 23008-12
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+_STARTS = {"JPEG": b"\xff\xd8\xff", "PNG": b"\x89PNG\r\n\x1a\n"}
+_FIRST_BYTES = 1 << 15
 _TAIL_BYTES = 4096  # where the end is looked for first: phones append films and depths to a JPEG
 _TURNING = ("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp")  # what may hold a PNG's orientation
 _MOST_READS = 100_000  # of one header: a bound on time, not met by real files
@@ -72,11 +74,34 @@ def image_size(image: bytes | int, *, exif: Exif = "ignore", max_pixels: int = M
         status = os.fstat(image)
         if not stat.S_ISREG(status.st_mode):
             raise ImageError("the image's path names a folder or a device: name a regular file")
+        quick = _by_first_bytes(image, status.st_size) if exif == "ignore" else None
+        if quick is not None and 0 < quick[0] * quick[1] <= max_pixels:
+            return quick
         with os.fdopen(os.dup(image), "rb") as file:
             file.seek(0)
             return _size(file, status.st_size, exif, max_pixels)
     except OSError as error:
         raise ImageError(f"cannot read the image: {error.strerror or error}; check the disk it lies on") from None
+
+
+def _by_first_bytes(fd: int, num_bytes: int) -> tuple[int, int] | None:
+    """Return the size of a whole PNG or JPEG with a header of usual length, in half the time; None of any other."""
+    head = os.pread(fd, _FIRST_BYTES, 0)
+    kind = next((kind for kind, start in _STARTS.items() if head.startswith(start)), None)
+    if kind is None:
+        return None
+    file = io.BytesIO(head)
+    try:
+        from PIL import Image
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(file, formats=(kind,)) as image:
+                size, same_kind, start = image.size, image.format == kind, file.tell()
+    except Exception:  # whoever looks at all of it says what is wrong
+        return None
+    first = max(start, num_bytes - _TAIL_BYTES)
+    return size if same_kind and _ENDS[kind] in os.pread(fd, num_bytes - first, first) else None
 
 
 def _size(file: BinaryIO, num_bytes: int, exif: Exif, max_pixels: int) -> tuple[int, int]:

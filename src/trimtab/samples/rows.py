@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import TypeVar
 
 from trimtab.errors import shorten
+from trimtab.models.images.rules import OwnSize
 from trimtab.samples.problems import BadRecordError, wrong
 from trimtab.samples.shapes import COLUMN_KEYS, CONVERSATION_KEYS, Columns, as_messages
 from trimtab.specs import Clip
@@ -24,12 +25,11 @@ _FPS = ("fps", "video_fps", "sample_fps")  # the last: of frames that were given
 _FRAMES = ("num_frames", "nframes", "total_frames")
 _DURATION = ("duration", "video_duration")
 VIDEO_FACTS = ("width", "height", *_FPS, *_FRAMES, *_DURATION)
-_OWN_SIZE = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-"""What a Qwen content part asks of its own image."""
 _OWN_SAMPLING = (
-    *("fps", "nframes", "min_frames", "max_frames", *_OWN_SIZE, "total_pixels", "video_start", "video_end"),
+    *("fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
+    *("resized_height", "resized_width", "video_start", "video_end"),
 )
-"""What one asks of its own video; `fps` and `nframes` only where no facts of a file are given."""
+"""What a Qwen content part asks of its own video; `fps` and `nframes` only where no facts of a file are given."""
 _FRAME_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp"))
 
 
@@ -68,17 +68,17 @@ def part_video(part: Mapping[str, object]) -> Video | None:
         if key == "video_url" and isinstance(value, dict):
             value = value.get("url")
         video = _video(value, f"'{key}' of a content part", part)
-        has_facts = video.clip is not None or isinstance(video.source, tuple)
-        own = [name for name in _OWN_SAMPLING if not has_facts or name not in ("fps", "nframes")]
-        _refuse_own(part, own, "sampling", "give --set fps or --set num_frames")
+        own = [name for name in _OWN_SAMPLING if part.get(name) is not None]
+        if video.clip is not None or isinstance(video.source, tuple):
+            own = [name for name in own if name not in ("fps", "nframes")]
+        if own:
+            raise BadRecordError(
+                "type",
+                f"a content part asks for its own sampling ({', '.join(own)}): leave it out, give --set fps "
+                "or --set num_frames",
+            )
         return video
     return None
-
-
-def _refuse_own(part: Mapping[str, object], names: Sequence[str], what: str, instead: str) -> None:
-    if own := [name for name in names if part.get(name) is not None]:
-        reason = f"a content part asks for its own {what} ({', '.join(own)}): leave it out, {instead}"
-        raise BadRecordError("type", reason)
 
 
 def _video(value: object, where: str, facts: Mapping[str, object]) -> Video:
@@ -208,6 +208,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     images: tuple[str | bytes, ...]
+    own_sizes: tuple[OwnSize | None, ...] = ()  # of each image; none at all where no part asks for one
     videos: tuple[Video, ...] = ()
     tools: tuple[object, ...] | None = None
     arguments: tuple[tuple[str, object], ...] = ()  # of the chat template, by the record
@@ -261,6 +262,7 @@ def read_conversation(
     return Conversation(
         messages=tuple(messages),
         images=_join(inline.images, column, "image", IMAGE_MARK),
+        own_sizes=tuple(inline.own_sizes.get(i) for i in range(len(inline.images))) if inline.own_sizes else (),
         videos=_join(inline.videos, inline.videos_column, "video", VIDEO_MARK),
         tools=_tools(record),
         arguments=_arguments(record),
@@ -306,6 +308,7 @@ class _Inline:
     videos_column: list[Video]
     video_mark: str = VIDEO_MARK
     images: list[str | bytes | None] = field(default_factory=list)
+    own_sizes: dict[int, OwnSize] = field(default_factory=dict)  # by the image's place
     videos: list[Video | None] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)  # fields of content parts that nothing is made of
 
@@ -389,7 +392,9 @@ def _parts(content: list[object] | tuple[object, ...], inline: _Inline) -> Itera
                 raise wrong("'text' of a content part", text, "a string")
             yield from _split_text(text, inline)
         elif kind in ("image", "image_url", "input_image"):
-            _refuse_own(part, _OWN_SIZE, "size", "resize the image or give --max-pixels")
+            own = _own_size(part)
+            if own is not None:
+                inline.own_sizes[len(inline.images)] = own
             inline.images.append(_part_image(part))
             yield None
         elif kind in VIDEO_KINDS:
@@ -398,6 +403,18 @@ def _parts(content: list[object] | tuple[object, ...], inline: _Inline) -> Itera
         else:
             kinds = "text, image, image_url, video or video_url (audio is not sized)"
             raise wrong("'type' of a content part", kind, kinds)
+
+
+def _own_size(part: Mapping[str, object]) -> OwnSize | None:
+    """Return the size that a part asks for its image; None: it asks for none."""
+    asked = {name.name: part[name.name] for name in fields(OwnSize) if part.get(name.name) is not None}
+    for name, value in asked.items():
+        if _number(part, (name,)) is None or isinstance(value, (bool, str)):
+            raise wrong(f"'{name}' of a content part", value, "a number above 0")
+    sides = asked.keys() & {"resized_height", "resized_width"}
+    if len(sides) == 1:
+        raise BadRecordError("type", f"a content part gives {sides.pop()} alone: give both sides, or neither")
+    return OwnSize(**{name: _number(part, (name,)) for name in asked}) if asked else None
 
 
 def _part_image(part: Mapping[str, object]) -> str | bytes | None:

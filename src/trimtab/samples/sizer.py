@@ -212,6 +212,8 @@ class Sizer:
         try:
             num_images = len(conversation.images)
             sizes = [media.image_size(image) for image in conversation.images]
+            for i, own in enumerate(conversation.own_sizes):
+                sizes[i] = sizes[i] if own is None else own.of(*sizes[i], self._settings.image_rule)
             images = [self._count_image(num_images, *size) for size in sizes]
         except ImageError as error:
             raise BadRecordError("image", str(error)) from None

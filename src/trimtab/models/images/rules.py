@@ -65,19 +65,62 @@ class SmartResize:
         if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
             raise _too_long(width, height)
         f = self.patch_size * self.merge_size
-        h, w = round(height / f) * f, round(width / f) * f
-        if h * w > self.max_pixels:
-            beta = math.sqrt((height * width) / self.max_pixels)
-            h, w = max(f, math.floor(height / beta / f) * f), max(f, math.floor(width / beta / f) * f)
-        elif h * w < self.min_pixels:
-            beta = math.sqrt(self.min_pixels / (height * width))
-            h, w = math.ceil(height * beta / f) * f, math.ceil(width * beta / f) * f
+        rounded = round(height / f) * f, round(width / f) * f
+        h, w = _within(height, width, rounded, f, (self.min_pixels, self.max_pixels))
         return _one_rectangle(h // f, w // f, self.merge_size, self.window_side)
 
     @property
     def window_side(self) -> int | None:
         """Return the merged patches a side of a window, rounded down in two steps as Transformers does."""
         return None if self.window_size is None else self.window_size // self.merge_size // self.patch_size
+
+
+def _within(height: int, width: int, rounded: tuple[int, int], f: int, limits: tuple[float, float]) -> tuple[int, int]:
+    """Return height and width as `rounded`, or scaled into the limits where their area leaves them."""
+    fewest, most = limits
+    h, w = rounded
+    if h * w > most:
+        beta = math.sqrt((height * width) / most)
+        h, w = max(f, math.floor(height / beta / f) * f), max(f, math.floor(width / beta / f) * f)
+    elif h * w < fewest:
+        beta = math.sqrt(fewest / (height * width))
+        h, w = math.ceil(height * beta / f) * f, math.ceil(width * beta / f) * f
+    return h, w
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSize:
+    """The size that a content part asks for its own image: `fetch_image` of qwen_vl_utils 0.0.14.
+
+    It resizes before the processor does: to the stated sides, else into the stated limits, by default 4 to 16,384
+    tokens. A side never falls below f = p m (there it may fall to 0, and the image is refused).
+    """
+
+    min_pixels: float | None = None
+    max_pixels: float | None = None
+    resized_height: float | None = None
+    resized_width: float | None = None
+
+    def of(self, width: int, height: int, rule: ImageRule) -> tuple[int, int]:
+        """Return width and height of what the processor is given; `ImageError` where they cannot be had."""
+        if not isinstance(rule, SmartResize):
+            asked = ", ".join(f.name for f in fields(self) if getattr(self, f.name) is not None)
+            raise ImageError(f"a content part asks for its own size ({asked}), which only Qwen's images have: drop it")
+        f = rule.patch_size * rule.merge_size
+        fewest, most = 4.0 * f * f, 16384.0 * f * f
+        if self.resized_height is not None and self.resized_width is not None:
+            height, width = int(self.resized_height), int(self.resized_width)
+        else:
+            fewest = fewest if self.min_pixels is None else self.min_pixels
+            most = most if self.max_pixels is None else self.max_pixels
+        if fewest > most:
+            raise ImageError(f"a content part asks for {fewest:g} to {most:g} pixels: give min_pixels <= max_pixels")
+        check_size(width, height)
+        if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
+            raise _too_long(width, height)
+        rounded = max(f, round(height / f) * f), max(f, round(width / f) * f)
+        h, w = _within(height, width, rounded, f, (fewest, most))
+        return w, h
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -313,7 +313,7 @@ class ConversationReader:
                 raise BadRecordError(
                     "template", "it has two answers, and one is learnt here: train pairs in your own trainer"
                 )
-            pictures = [self._decode(content) for content in loaded.images]
+            pictures = self._decode_all(loaded)
             counts = [opened.count_image(len(pictures), picture.width, picture.height) for picture in pictures]
             if conversation.videos and opened.videos is None:
                 opened.videos = VideoReader(self.model, self._options.video)
@@ -345,6 +345,15 @@ class ConversationReader:
                 f"sample {name} ({place}) holds a video, {self.model.family} packs none: leave it out"
             )
         return sample
+
+    def _decode_all(self, loaded: LoadedConversation) -> list[Image.Image]:
+        """Return the images, each in the size that its content part asks for."""
+        pictures = [self._decode(content) for content in loaded.images]
+        for i, own in enumerate(loaded.conversation.own_sizes):
+            if own is not None:
+                width, height = pictures[i].size
+                pictures[i] = pictures[i].resize(own.of(width, height, self.model.image_rule))
+        return pictures
 
     def _decode(self, content: bytes) -> Image.Image:
         try:
