@@ -201,6 +201,31 @@ def noted(kind: Any) -> Any:
     return Noted
 
 
+def run_accelerate_example(family: str) -> list[float]:
+    """A loop as Accelerate's examples have it, with one line more; the loss of each step."""
+    from accelerate import Accelerator
+
+    from trimtab.runtime.training.balanced import balanced
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make_model(family)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader: Any = torch.utils.data.DataLoader(Raw(), batch_size=8, shuffle=True, collate_fn=Collator(family))
+    loader = balanced(loader, tables_of(), model=model, reshuffle=False)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    found = []
+    model.train()
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(float(loss.detach()) / 2)
+    return [sum(found[i : i + 2]) for i in range(0, len(found), 2)]
+
+
 def train_sharing_images(rank: int, folder: Path) -> None:
     """A balanced Trainer on two ranks that share their images: the losses and weights of the plain loop."""
     import pytest

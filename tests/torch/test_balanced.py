@@ -264,6 +264,35 @@ def test_a_state_of_another_shape_is_one_sentence(tmp_path: Path) -> None:
         balanced(make_trainer(tmp_path), tables_of()).train(resume_from_checkpoint=str(path.parent))
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_a_loop_around_accelerate_needs_one_line_too(family: str) -> None:
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if family == "qwen3_vl" and version < (5, 17):  # its loss is a mean of its own there
+        with refused(UnsupportedPlanError, "num_items_in_batch", "packed_loss"):
+            balanced_cases.run_accelerate_example(family)
+        return
+    assert balanced_cases.run_accelerate_example(family) == pytest.approx(plain_of(family), rel=1e-5)
+
+
+def test_a_model_whose_loss_knows_no_steps_is_refused() -> None:
+    model = make_model("qwen2_5_vl")
+    mean = model.loss_function
+    model.loss_function = lambda *args, num_items_in_batch=None, **kwargs: mean(*args, **kwargs)
+    loader = torch.utils.data.DataLoader(Raw(), collate_fn=Collator("qwen2_5_vl"))
+    with refused(UnsupportedPlanError, "Qwen2_5_VLForConditionalGeneration", "num_items"):
+        balanced(loader, tables_of(), model=model)
+
+
+def test_a_loader_is_refused_without_a_model_and_inside_a_step() -> None:
+    loader = torch.utils.data.DataLoader(Raw(), collate_fn=Collator("qwen2_5_vl"))
+    with refused(UnsupportedPlanError):
+        balanced(loader, tables_of())
+    made = balanced(loader, tables_of(), model=make_model("qwen2_5_vl"), verify=False)
+    next(iter(made))
+    with refused(PlanError):
+        made.load_state_dict(made.state_dict())
+
+
 @pytest.mark.integration
 def test_two_ranks_that_share_their_images_have_the_losses_of_the_plain_loop(tmp_path: Path) -> None:
     on_ranks(balanced_cases.train_sharing_images, tmp_path, num_ranks=2)

@@ -415,7 +415,7 @@ TARGETS: Mapping[str, Target] = {
     "accelerate": _target(
         "Accelerate",
         "Accelerate 1.15, its loaders on CPU ranks",
-        "`PlanDataLoader`",
+        "`trimtab.balanced(loader, plan, model=model)`",
         {
             0: "optimizer = {optimizer}\n"
             "accelerator = Accelerator(mixed_precision='{autocast}', gradient_accumulation_steps={M})",

@@ -1,30 +1,91 @@
-"""`balanced`: one line puts a plan under a Transformers `Trainer`, TRL's among them."""
+"""`balanced`: one line puts a plan under a Transformers `Trainer`, TRL's among them, or under an Accelerate loop."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.utils import cached_file
 
 from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import Plan
-from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.collate import PackedCollator, step_denominator
 from trimtab.runtime.data.conversations import UnreadableSampleError, open_conversations
-from trimtab.runtime.data.dataset import PlanDataset
-from trimtab.runtime.data.packing import collator_of, sharded, unwrap
+from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
+from trimtab.runtime.data.packing import collator_of, sharded, untouched, unwrap, verify_packing
 from trimtab.runtime.data.tables import PlanTables, open_tables
 from trimtab.runtime.recompute import applied_to
 from trimtab.runtime.recompute import apply as apply_recompute
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
-from trimtab.runtime.vision.apply import VisionDataParallelCallback
+from trimtab.runtime.vision.apply import VisionDataParallelCallback, vision_dp_from_plan
 from trimtab.units import unfold_modules
+
+# A plan in a loop that is written around `model(**batch).loss` (Accelerate's examples): the loader brings the loss.
+#
+# Models of Transformers divide the sum of token losses by `num_items_in_batch` where a batch holds it. Here it is
+# W / (R M): W labels in the step, R ranks, M micro-batches. The loop divides by M (`accelerator.backward` does) and
+# gradients are averaged over R ranks, so that the step's loss is sum / W, whatever pack a token lies in.
+
+
+class StepLoader(PlanDataLoader):
+    """A `PlanDataLoader` that reads a step's micro-batches before it hands out the first, to know the labels in all."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        order = self._settle().order
+        shares = order.num_microbatches * order.dp
+        step: list[dict[str, Any]] = []
+        for batch in DataLoader.__iter__(self):
+            step.append(batch)
+            if len(step) < order.num_microbatches:
+                continue
+            items = step_denominator(step).cpu() / shares
+            for own in step:
+                self._num_used += 1
+                yield self._placed({**own, "num_items_in_batch": items})
+            step = []
+        self._settle()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("microbatches_done"):
+            raise PlanError("the state was taken inside a step: take states between steps, after optimizer.step()")
+        super().load_state_dict(state)
+
+
+def refuse_loss_of_its_own(model: Any) -> None:
+    """Asks the model: twice the items must give half the loss. Qwen3-VL of Transformers 4.57 to 5.12 reads none."""
+    ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device)
+    with untouched(model), torch.no_grad():
+        once, twice = (
+            float(model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=torch.tensor(float(items))).loss)
+            for items in (1, 2)
+        )
+    if not math.isclose(once, 2 * twice, rel_tol=0.01):
+        raise UnsupportedPlanError(f"{type(model).__name__} does not read num_items_in_batch: use packed_loss")
+
+
+def step_loader(given: DataLoader[Any], sampler: PlanBatchSampler, collate: Any, device: torch.device) -> StepLoader:
+    """The user's loader, of the plan's packs."""
+    return StepLoader(
+        given.dataset,
+        sampler,
+        device=device,
+        collate_fn=collate,
+        num_workers=given.num_workers,
+        pin_memory=given.pin_memory,
+        persistent_workers=given.persistent_workers,
+        prefetch_factor=given.prefetch_factor,
+    )
+
 
 LOG = logging.getLogger("trimtab")
 
@@ -36,6 +97,7 @@ def balanced(
     trainer: Any,
     plan: PlanTables | Path | str | None = None,
     *,
+    model: Any = None,
     reshuffle: bool = True,
     verify: bool = True,
 ) -> Any:
@@ -55,7 +117,9 @@ def balanced(
     The Trainer's own checkpoints resume in the middle of any epoch, on any number of ranks whose steps hold as many
     packs. For another number the checkpoint's `trimtab_plan.json` is a state that `PlanDataLoader` resumes.
 
-    A loop of your own takes `PlanDataLoader` and `packed_loss` (docs/training-loop.md).
+    In a loop of your own, around `model(**batch).loss` as in Accelerate's examples, give the training DataLoader and
+    the model before `accelerator.prepare`: `loader = trimtab.balanced(loader, "plan-folder", model=model)`. What comes
+    back is a `PlanDataLoader`; divide the loss by the number of micro-batches, as `accelerator.backward` does.
 
     `reshuffle`: epochs after the first run the plan's steps in another order. `verify`: before the first step the model
     is asked whether it keeps the samples of a pack apart (seconds). Raises `PlanError` or `UnsupportedPlanError` with a
@@ -64,11 +128,13 @@ def balanced(
     >>> import trimtab
     >>> trimtab.balanced("no trainer", "plan")
     Traceback (most recent call last):
-    trimtab.errors.UnsupportedPlanError: a str is no transformers.Trainer: give one, or use PlanDataLoader in a loop
+    trimtab.errors.UnsupportedPlanError: a str is no transformers.Trainer and no DataLoader with its model
     """
+    if isinstance(trainer, DataLoader):
+        return _balanced_loader(trainer, plan, model, reshuffle=reshuffle, verify=verify)
     if not isinstance(trainer, Trainer):
         raise UnsupportedPlanError(
-            f"a {type(trainer).__name__} is no transformers.Trainer: give one, or use PlanDataLoader in a loop"
+            f"a {type(trainer).__name__} is no transformers.Trainer and no DataLoader with its model"
         )
     if isinstance(trainer, PlannedTrainer):
         raise UnsupportedPlanError("this trainer is balanced already: call balanced once")
@@ -84,7 +150,7 @@ def balanced(
     if tables is not None:
         _switch_on(trainer, decided)
     pack = _pack_of(trainer.data_collator, trainer.model, max(1, trainer.args.world_size))
-    trainer._feed = Feed(plan=tables, reshuffle=reshuffle, verify=verify, pack=pack, decided=decided)
+    trainer._feed = _feed_of(tables, decided, pack, reshuffle=reshuffle, verify=verify)
     trainer.model_accepts_loss_kwargs = True  # before Transformers 5 this says that the loss is scaled
     kind = type(trainer)
     trainer.__class__ = type(f"Planned{kind.__name__}", (PlannedTrainer, kind), {})
@@ -97,6 +163,40 @@ def _plan_of(path: Path) -> Plan | None:
     return load_plan(file) if file.is_file() else None
 
 
+def _balanced_loader(
+    loader: DataLoader[Any], plan: PlanTables | Path | str | None, model: Any, *, reshuffle: bool, verify: bool
+) -> StepLoader:
+    if plan is None:
+        raise UnsupportedPlanError("a DataLoader does not say which batches are a step: give the Trainer, or a plan")
+    if model is None:
+        raise UnsupportedPlanError("packs are made for a model: give model= too")
+    tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
+    decided = None if isinstance(plan, PlanTables) else _plan_of(Path(plan))
+    problems = list(_problems_of_data(loader.dataset, tables, decided))
+    if decided is not None:
+        problems += _problems_of_plan(model, decided)
+    if getattr(loader.collate_fn, "loss_weighting", "token") != "token":
+        problems.append("the collator weighs samples, and model(**batch).loss does not: use packed_loss in your loop")
+    started = dist.is_available() and dist.is_initialized()
+    dp, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
+    packs = tables.dp * tables.num_microbatches
+    if packs % dp:
+        problems.append(f"{dp} ranks do not divide the {packs} packs of a step: plan for {dp}")
+    if problems:
+        raise PlanError(join_problems(problems))
+    sampler = PlanBatchSampler(tables, dp=dp, rank=rank, reshuffle=reshuffle)
+    pack = _pack_of(loader.collate_fn, model, dp)
+    feed = _feed_of(tables, decided, pack, reshuffle=reshuffle, verify=verify)
+    if verify and not sharded(model):
+        refuse_loss_of_its_own(model)
+        verify_packing(model, collator=pack)
+    _recompute(model, decided)
+    if decided is not None and dp > 1:
+        vision_dp_from_plan(model, None, decided)
+    device = torch.device(next(model.parameters()).device.type)  # Accelerate may move the model later: same kind
+    return step_loader(loader, sampler, feed.collate(loader.collate_fn), device)
+
+
 def _pack_of(given: Any, model: Any, num_ranks: int) -> PackedCollator:
     if isinstance(given, PackedCollator):
         return given
@@ -104,6 +204,12 @@ def _pack_of(given: Any, model: Any, num_ranks: int) -> PackedCollator:
     assert alone.family is not None, "filled in when made"
     must = bool(alone.family.joined) and num_ranks > 1  # else the others would wait in the tower
     return replace(alone, vision_in_every_pack=alone.family.smallest is not None or must)
+
+
+def _feed_of(
+    tables: PlanTables | None, decided: Plan | None, pack: PackedCollator, *, reshuffle: bool, verify: bool
+) -> Feed:
+    return Feed(plan=tables, reshuffle=reshuffle, verify=verify, pack=pack, decided=decided)
 
 
 def _switch_on(trainer: Any, decided: Plan | None) -> None:
