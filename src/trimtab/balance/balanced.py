@@ -228,7 +228,7 @@ def _try(trial: FloatArray, counted: FloatArray, bounds: FloatArray, aim: Aim, d
         effort=aim.effort(),
         state=make_stream(0, 0, 2),
     )
-    groups = Groups(packed.members, np.concatenate([[0], np.cumsum(packed.counts)]).astype(np.int64))
+    groups = Groups(packed.members, offsets_of(packed.counts))
     # its rows, level, and what they wait for
     width = min(dp, groups.num_packs)
     groups = level_rows(trial.take(groups.members, axis=0), groups, width, bounds, (0, 0))

@@ -14,6 +14,7 @@ from trimtab.balance.schedule import (
     check_order,
     complete_rows,
     fill_table,
+    offsets_of,
     order_packs,
     reorder,
 )
@@ -140,7 +141,7 @@ def pack_samples(
 
     # no sample is lost
     packing = Packing(
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)]),
+        offsets=offsets_of(np.concatenate(counts)),
         indices=rows[:num_packed],
         limits=tuple(limits),
         oversize=large if oversize == "skip" else np.empty(0, np.int64),
@@ -148,7 +149,9 @@ def pack_samples(
         seed=seed,
     )
     assert len(packing.indices) + len(packing.oversize) == len(samples), "a sample was lost"
-    return PackResult(packing=packing, schedule=fill_table(np.arange(num_packs), dp, num_microbatches, order))
+    counts.clear()
+    sequence = np.arange(num_packs, dtype=rows.dtype)
+    return PackResult(packing=packing, schedule=fill_table(sequence, dp, num_microbatches, order))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
