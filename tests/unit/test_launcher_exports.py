@@ -1,5 +1,6 @@
 """Megatron-Bridge, ms-swift and Pai-Megatron-Patch: what each of these launchers is told, and what none can be."""
 
+import dataclasses
 import shlex
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from trimtab.adapters.pai_megatron import pai_ladder, pai_splits
 from trimtab.adapters.running import Exported, Launch, degree_problems
 from trimtab.errors import UnsupportedPlanError
 from trimtab.options import DType, Precision
+from trimtab.plan.plan import VisionDecision
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 
@@ -88,6 +90,26 @@ def test_bridge_copies_the_recompute_to_qwen3_vls_tower_alone():
         for way in ways:
             assert bridge(model, way).runs == way
             assert bridge(model, way).warnings == ()
+
+
+def test_bridge_shares_images_over_cp_where_its_provider_can():
+    shared = VisionDecision(
+        group="cp",
+        degree=2,
+        exchange="gather",
+        pooling=1,
+        rule="contiguous",
+        objective="time",
+        reduction=None,
+    )
+    for family, runs in (("qwen3_vl", True), ("qwen2_5_vl", False)):
+        model = make_model(family=family)
+        export = bridge(model, by_counts(model, 3, 4, 5), vision=shared)
+        assert export.fields.get("cfg.model.vision_dp_when_cp", False) is runs
+        assert export.warnings == ()
+    by_cost = dataclasses.replace(shared, rule="balanced")
+    model = make_model(family="qwen3_vl")
+    assert any("contiguous" in x for x in bridge(model, by_counts(model, 3, 4, 5), vision=by_cost).warnings)
 
 
 def test_bridge_lines_set_the_configuration():

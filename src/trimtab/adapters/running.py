@@ -91,7 +91,7 @@ class Decided:
     max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
     samples_per_pack: float = 1.0  # the mean
     global_batch: int | None = None  # samples of every step; None: it varies
-    own: VisionDecision | None = None  # of a tower on devices of its own
+    vision: VisionDecision | None = None  # the tower's grid; None: the decoder's
 
     @property
     def packs_per_step(self) -> int:
@@ -137,6 +137,7 @@ class Target:
     host: HostName = "megatron"  # what it does by itself, which is priced where the plan says nothing
     lora: tuple[int, ...] = ()  # bits of frozen weights next to which its export tells adapters; none: it cannot
     has_own: bool = False  # whether its export tells devices of the tower's own
+    shares_over_cp: tuple[str, ...] = ()  # families of which its export shares images over cp
     packs_by_tokens: bool = False  # whether its trainer packs by itself: greedily, by tokens
 
     def refuse_lora(self, lora: Lora | None) -> None:
@@ -173,7 +174,7 @@ def decided(found: ReloadedPlan, host: HostName) -> Decided:
         max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
         samples_per_pack=len(case.packing.indices) / case.packing.num_packs,
         global_batch=None if options.fills_packs else options.global_batch,
-        own=case.vision.decision if case.vision is not None and isinstance(case.apart, Lanes) else None,
+        vision=None if case.vision is None else case.vision.decision,
     )
 
 
@@ -229,7 +230,8 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     if is_own and not target.has_own:
         raise UnsupportedPlanError(f"{target.title} has no tower on devices of its own: export to megatron-bridge")
     exported = target.export(decided(found, target.host))
-    if case.vision is not None and not is_own:
+    over_cp = case.vision is not None and case.vision.decision.group == "cp"
+    if case.vision is not None and not is_own and not (over_cp and case.model.family in target.shares_over_cp):
         said.append(
             f"{target.title} shares no images over {case.vision.decision.group}: use trimtab.vision.vision_dp_from_plan"
         )
