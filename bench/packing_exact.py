@@ -4,7 +4,6 @@ Every family of AutoModelForImageTextToText, built small from its default config
 one layer of each kind), goes through `verify_packing`: texts, and images where one can be made by the rules there.
     packed: texts are exact, by logits and gradients.  images: the same with images inside and at the ends of samples.
     apart: layers with a state that run each sample by itself, for want of their fused kernels on this machine.
---speed prints instead how fast packs train and are collated on one core, next to the padded batch and to Transformers.
 --json FILE writes the rows as a list of objects; --no-images leaves them out. No weights, no network; 90 CPU seconds.
 """
 
@@ -14,9 +13,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +26,6 @@ from drawn_images import draw_image_samples  # noqa: E402
 from shrunk_models import make_shrunk  # noqa: E402
 
 from trimtab.errors import TrimtabError  # noqa: E402
-from trimtab.runtime.data.collate import PackedCollator, attend_in_blocks  # noqa: E402
 from trimtab.runtime.data.packing import verify_packing  # noqa: E402
 
 
@@ -105,65 +101,16 @@ def print_rows(rows: list[Row]) -> None:
     print(f"\n{packed} of {len(rows)} packed exact, {images} of them with images; slowest check {slowest:.2f} s")
 
 
-def print_speed() -> None:
-    """Print how fast packs train on one core next to the samples padded, and are collated next to Transformers' own."""
-    draw = torch.Generator().manual_seed(1)
-    config = transformers.Qwen2Config(
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        vocab_size=4096,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    print("| samples | tokens | useful in a padded batch | tokens/s: padded, packs by mask, by blocks | collated, ms |")
-    print("|---|---|---|---|---|")
-    for lengths in ([64] * 32, torch.randint(20, 300, (12,), generator=draw).tolist(), [1000, 800, 200]):
-        texts = [torch.randint(10, 4000, (length,), generator=draw) for length in lengths]
-        samples = [{"input_ids": ids, "labels": ids} for ids in texts]
-        rows = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        own = (rows > 0).long()
-        padded = {"input_ids": rows, "attention_mask": own, "labels": rows.masked_fill(own == 0, -100)}
-        speeds = []
-        for attention in ("", "sdpa", "sdpa_blocks"):
-            if attention == "sdpa_blocks":
-                attend_in_blocks(model)
-            collator = PackedCollator(model.config, attention=attention or "sdpa", vision_in_every_pack=False)
-            batch = collator(samples) if attention else {**padded, "use_cache": False}
-            speeds.append(sum(lengths) / _least_seconds(lambda batch=batch: model(**batch).loss.backward(), 3))
-        model.config.get_text_config()._attn_implementation = "sdpa"
-        lists = [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in texts]
-        theirs = transformers.DataCollatorWithFlattening()
-        spent = [1e3 * _least_seconds(partial(collate, lists), 50) for collate in (collator, theirs)]
-        figures = ", ".join(f"{x:.0f}" for x in speeds), f"{spent[0]:.2f}, theirs {spent[1]:.2f}"
-        useful = sum(lengths) / rows.numel()
-        print(f"| {len(lengths)} | {sum(lengths)} | {useful:.2f} | {figures[0]} | {figures[1]} |", flush=True)
-
-
-def _least_seconds(call: Callable[[], object], num_calls: int) -> float:
-    spent = []
-    for _ in range(num_calls):
-        start = time.process_time()
-        call()
-        spent.append(time.process_time() - start)
-    return min(spent)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help="model types; without any, all")
     parser.add_argument("--json", type=Path, help="file for the rows")
     parser.add_argument("--no-images", action="store_true")
-    parser.add_argument("--speed", action="store_true", help="nothing but tokens a second, packed and padded")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.getLogger("trimtab").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    if arguments.speed:
-        print_speed()
-        return
     chosen = arguments.families or sorted(FAMILIES)
     rows = [check_family(family, with_images=not arguments.no_images) for family in chosen]
     print_rows(rows)

@@ -7,10 +7,10 @@ from trimtab.runtime.data.dataset import PlanDataLoader as PlanDataLoader
 from trimtab.runtime.data.tables import hold_tables as hold_tables
 from trimtab.plan.file.records import open_records as open_records
 from trimtab.runtime.data.collate import PackedCollator as PackedCollator
-from trimtab.runtime.data.collate import attend_in_blocks as attend_in_blocks
 
 # Packs and their loss
 from trimtab.runtime.data.formats import ask_format as ask_format
+from trimtab.runtime.data.collate import attend_by_sample as attend_by_sample
 from trimtab.runtime.data.collate import packed_loss as packed_loss
 from trimtab.runtime.data.collate import step_denominator as step_denominator
 

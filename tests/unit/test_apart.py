@@ -301,7 +301,8 @@ def test_every_form_that_was_simulated_has_its_row(apart, tmp_path):
         forms = made.plan.estimates.forms
         assert [x.form for x in forms] == names
         for x in forms:
-            assert x.bound_s is None or x.bound_s <= x.epoch_s
+            assert x.bound_s is not None
+            assert 0 < x.bound_s <= x.epoch_s
             assert 0 < x.busy_share < 1
         assert forms[1].epoch_s == pytest.approx(made.variants[-1].epoch_s, rel=1e-3)
         assert (forms[1].tower_gib is None) == (forms[1].form != "own")

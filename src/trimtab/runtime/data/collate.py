@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
@@ -10,6 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError, join_problems
 from trimtab.models.asking.inputs import image_token
@@ -176,56 +180,74 @@ def text_masks(text_config: Any, lengths: Sequence[int], *, images: Tensor | Non
     return {kind: pack_mask(lengths, window=windows[kind], images=images) for kind in sorted(types)}
 
 
-# Attention of each sample by itself, under SDPA: no mask of tokens^2, no work outside the samples' blocks.
+# SDPA without that mask: a call for each sample, where samples see themselves causally and nothing else.
 
 
-BLOCKS = "sdpa_blocks"
+BY_SAMPLE = "sdpa_by_sample"
+"""The name under which Transformers finds `_attend_by_sample` and the borders that it takes in place of a mask."""
 
 
-def attend_in_blocks(model: Any) -> None:
-    """Have the language model of a Transformers model compute packs sample by sample: one SDPA call a sample and layer.
+def attend_by_sample(model: Any) -> None:
+    """Let the language model of a model loaded with SDPA attend sample by sample; with other attention, do nothing.
 
-    Use it after loading with SDPA, where packs hold many samples and flash attention is not there; what is no pack is
-    computed as before. `PackedCollator(config, attention="sdpa_blocks")` then gives the samples' lengths as the mask.
-    On a CPU packs of 32 samples then train 1.7 times as many tokens a second, as many as a batch without padding.
+    Use it where a model runs packs (`balanced` and `trimtab train` do): one call over a whole pack computes and masks
+    tokens^2 pairs, the samples' own calls only theirs. Whatever else the model is asked for runs as before: padded
+    batches, masks of its own (images that see themselves whole), windows shorter than a sample, generation.
 
     >>> import transformers
-    >>> config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64,
-    ...     num_attention_heads=2, num_key_value_heads=2)
-    >>> model = transformers.LlamaForCausalLM(config)
-    >>> attend_in_blocks(model)
-    >>> collate = PackedCollator(model.config, attention="sdpa_blocks", vision_in_every_pack=False)
-    >>> pack = collate([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}])
-    >>> pack["attention_mask"].tolist(), model(**pack).logits.shape
-    ([[[[3, 2]]]], torch.Size([1, 5, 64]))
+    >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, intermediate_size=48,
+    ...     num_hidden_layers=2, vocab_size=64, num_attention_heads=2, num_key_value_heads=2))
+    >>> attend_by_sample(model)
+    >>> pack = PackedCollator(model.config)([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 2)
+    >>> model(**pack).logits.shape
+    torch.Size([1, 6, 64])
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(BLOCKS, _block_attention)
-    AttentionMaskInterface.register(BLOCKS, sdpa_mask)  # of what is no pack
     text = model.config.get_text_config()
-    if text._attn_implementation not in ("sdpa", BLOCKS):
-        raise UnsupportedPlanError(
-            f"attn_implementation is {text._attn_implementation}: load the model with sdpa to attend in blocks"
-        )
-    text._attn_implementation = BLOCKS
+    if getattr(text, "_attn_implementation", None) == "sdpa":
+        AttentionInterface.register(BY_SAMPLE, _attend_by_sample)
+        AttentionMaskInterface.register(BY_SAMPLE, _borders_or_mask)
+        text._attn_implementation = BY_SAMPLE
 
 
-def _block_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
+def loaded_attention(config: Any) -> Any:
+    """Return the attention of the language model as `PackedCollator` names it, however it is computed."""
+    loaded = getattr(config.get_text_config(), "_attn_implementation", None)
+    return "sdpa" if loaded == BY_SAMPLE else "flash_attention_2" if "flash" in str(loaded) else loaded
+
+
+def _borders_or_mask(**given: Any) -> Tensor | None:
+    """Return (samples + 1,) offsets on the CPU where the mask is nothing but causal samples, else SDPA's own mask.
+
+    `given` is what Transformers gives the function that makes SDPA's masks. A sample starts where a token does not see
+    the one before it. Masks that were added to the causal one (`use_vmap`) and rows where a token sees the next one are
+    SDPA's.
+    """
+    cached = given.get("cache_position")  # of Transformers 4; 5 gives q_length and q_offset
+    length = given["q_length"] if cached is None else len(cached)
+    is_whole = given["batch_size"] == 1 and given.get("attention_mask") is None and length == given["kv_length"]
+    if is_whole and not given.get("use_vmap"):
+        device = given.get("device") if cached is None else cached.device
+        sees, index = given["mask_function"], torch.arange(length, device=device)
+        here, before, first = index[1:], index[:-1], index[:1]
+        starts = here[~sees(first, first, here, before)].tolist()
+        offsets, window = torch.tensor([0, *starts, length]), given.get("local_size")
+        is_causal = not bool(sees(first, first, before, here).any())
+        if starts and is_causal and (window is None or window >= int(offsets.diff().max())):
+            return offsets
+    mask: Tensor | None = sdpa_mask(**given)
+    return mask
+
+
+def _attend_by_sample(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return what Transformers' SDPA does, where the mask is no (1, 1, 1, samples) of lengths; else block by block."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    attend: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
-    if attention_mask is None or attention_mask.dtype != torch.int32:
-        return attend(module, query, key, value, attention_mask, **how)
-    lengths, window, parts = attention_mask.flatten().tolist(), how.get("sliding_window"), []
-    for q, k, v in zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True):
-        cut = window is not None and q.shape[2] > window
-        mask = pack_mask([q.shape[2]], window=window).to(q.device) if cut else None
-        parts.append(attend(module, q, k, v, mask, **how)[0])
+    """Attend as Transformers' SDPA does; (samples + 1,) offsets in place of a mask: each sample by itself."""
+    if attention_mask is None or attention_mask.dim() > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    parts = [
+        sdpa_attention_forward(module, *(x[:, :, first:last] for x in (query, key, value)), None, **options)[0]
+        for first, last in itertools.pairwise(attention_mask.tolist())
+    ]
     return torch.cat(parts, dim=1), None
 
 
@@ -296,7 +318,7 @@ def mrope_rows(lengths: Sequence[int], axes: Sequence[Tensor]) -> Tensor:
     return torch.cat([text_positions(lengths), torch.cat(tuple(axes), dim=1)])[:, None]
 
 
-Attention = Literal["sdpa", "sdpa_blocks", "eager", "flash_attention_2"]
+Attention = Literal["sdpa", "eager", "flash_attention_2"]
 LossWeighting = Literal["token", "sample"]
 
 
@@ -324,7 +346,7 @@ class PackedCollator:
 
     config: Any  # of the model, as Transformers loads it
     _: KW_ONLY
-    attention: Attention = "sdpa"  # as the model was loaded; "sdpa_blocks" after `attend_in_blocks`
+    attention: Attention = "sdpa"  # as the model was loaded
     loss_weighting: LossWeighting = "token"
     vision_in_every_pack: bool = True
     family: PackFormat | None = None  # None: declared in `models.families`, or asked of Transformers
@@ -383,9 +405,7 @@ class PackedCollator:
         types = [sample.token_types for sample in pack]
         if family.types_key is not None:
             apart[family.types_key] = torch.cat(types)[None]
-        if self.attention == BLOCKS and family.sees is None:
-            apart["attention_mask"] = torch.tensor(lengths, dtype=torch.int32)[None, None, None]
-        elif self.attention != "flash_attention_2" and _needs_masks(family):
+        if self.attention != "flash_attention_2" and _needs_masks(family):
             blocks = None
             if family.sees is not None:
                 blocks = image_numbers(types) if family.sees == "images" else prefix_numbers(types)
@@ -398,18 +418,20 @@ class PackedCollator:
 
 def _labels(pack: Sequence[ProcessedSample], weighting: LossWeighting) -> dict[str, Tensor]:
     """Return `labels`, and `loss_weights` unless they are 1 for each label."""
-    lengths = [len(sample.labels) for sample in pack]
-    labels = torch.cat([sample.labels for sample in pack])
-    labels[cumulative_lengths(lengths)[:-1].long()] = IGNORED
-    parts = torch.split(labels, lengths)
-    for own, sample in zip(parts, pack, strict=True):
+    labels, weights = [], []
+    weighted = weighting == "sample" or any(sample.weight not in (0, 1) for sample in pack)
+    for sample in pack:
+        own = sample.labels.clone()
+        own[0] = IGNORED
         if sample.weight == 0:
             own[:] = IGNORED
-    result = {"labels": labels[None]}
-    if weighting == "sample" or any(sample.weight not in (0, 1) for sample in pack):
-        kept = [own != IGNORED for own in parts]
-        shares = [max(int(own.sum()), 1) if weighting == "sample" else 1 for own in kept]
-        weights = [k.float() * (s.weight / share) for k, s, share in zip(kept, pack, shares, strict=True)]
+        labels.append(own)
+        if weighted:
+            kept = own != IGNORED
+            share = sample.weight / max(int(kept.sum()), 1) if weighting == "sample" else sample.weight
+            weights.append(kept.float() * share)
+    result = {"labels": torch.cat(labels)[None]}
+    if weighted:
         result["loss_weights"] = torch.cat(weights)[None]
     return result
 
@@ -449,9 +471,8 @@ def _problems_of(collator: PackedCollator) -> list[str]:
             asked, allowed = getattr(collator, name), ", ".join(get_args(choices))
             raise TrimtabError(f"{name} {asked!r} is unknown: choose one of {allowed}")
     problems = []
-    loaded = getattr(text, "_attn_implementation", None)
-    both_flash = "flash" in str(loaded) and collator.attention == "flash_attention_2"  # 3, or a kernel from the Hub
-    if loaded is not None and loaded != collator.attention and not both_flash:
+    loaded = loaded_attention(collator.config)
+    if loaded is not None and loaded != collator.attention:
         problems.append(f"attn_implementation is {loaded}, attention {collator.attention!r}: give one to both")
     if collator.attention == "flash_attention_2" and family.sees is not None:
         problems.append(f"images of {collator.config.model_type} see themselves whole: load it with sdpa")
@@ -463,7 +484,7 @@ def _problems_of(collator: PackedCollator) -> list[str]:
     if collator.vision_in_every_pack and family.joined and family.smallest is None:
         problems.append(f"the smallest image of {kind!r} is not known: give vision_in_every_pack=False")
     unlike = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if (_needs_masks(family) or collator.attention == BLOCKS) and unlike:
+    if _needs_masks(family) and unlike:
         problems.append(
             f"packs of {kind!r} have no masks for {', '.join(sorted(unlike))} layers: train without packing"
         )
