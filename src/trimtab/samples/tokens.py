@@ -307,7 +307,8 @@ class TokenCounter:
         """Find out by rendering whether the template takes content as parts, as a string, or both."""
         parts = [{"type": "image"}, {"type": "text", "text": "probe"}]
         shown = self._try([{"role": "user", "content": parts}])
-        self._typed = shown is not None and _shows(shown, self._markup.placeholder)
+        is_shown = shown is not None and shown.count(self._markup.placeholder) == 1
+        self._typed = shown is not None and is_shown and "probe" in shown and "'type'" not in shown
         text = self._try([{"role": "user", "content": "probe"}])
         self._plain = text is not None and "probe" in text
         if not self._typed and not self._plain:
@@ -518,7 +519,3 @@ def _build_tokenizer(files: TokenizerFiles) -> Tokenizer:
 def _marker_tokens(markup: ImageMarkup) -> list[str]:
     text = markup.before + markup.soft + markup.after + (markup.written or "")
     return list(dict.fromkeys([markup.soft, *re.findall(r"<[^<>\s]+>", text)]))
-
-
-def _shows(text: str, placeholder: str) -> bool:
-    return text.count(placeholder) == 1 and "probe" in text and "'type'" not in text
