@@ -216,10 +216,8 @@ def model_row(name: str, devices: int, kind: str) -> str:
     taken = plan.decisions.vision_data_parallel
     name_of = f"{best.form}: {best.setting}" + ("" if taken is not None else ", not taken")
     setting = grid.setting.removesuffix(", not shared")
-    return (
-        f"{start} {setting} | {in_seconds(grid.epoch_s)} | {in_seconds(grid.bound_s)} | {name_of} | {in_seconds(best.epoch_s)} | "
-        f"{in_seconds(best.bound_s)} | {gain:.3f} |"
-    )
+    figures = [(in_seconds(x.epoch_s), in_seconds(x.bound_s)) for x in (grid, best) if x.bound_s is not None]
+    return f"{start} {setting} | {' | '.join(figures[0])} | {name_of} | {' | '.join(figures[1])} | {gain:.3f} |"
 
 
 def models_page(known: Path) -> str:
