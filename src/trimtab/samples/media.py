@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 from urllib.parse import unquote, unquote_to_bytes
@@ -324,7 +325,7 @@ class MediaFolder:
         self._root = os.path.realpath(root)
         self._allowed = allowed
         self._exif: Exif = exif
-        self._real_folders: dict[str, str] = {}
+        self._real_folder = cache(os.path.realpath)
         self._seen: dict[str, str] = {}
 
     def take_seen(self) -> tuple[str, ...]:
@@ -429,12 +430,6 @@ class MediaFolder:
                     if error.errno != errno.ELOOP:  # the file itself is a symlink
                         raise
         return os.open(self._inside(os.path.realpath(path, strict=True), name), _FLAGS | (_NOFOLLOW or 0))
-
-    def _real_folder(self, folder: str) -> str:
-        real = self._real_folders.get(folder)
-        if real is None:
-            real = self._real_folders[folder] = os.path.realpath(folder)
-        return real
 
     def _inside(self, real: str, name: str) -> str:
         if real != self._root and not real.startswith(self._root.rstrip(os.sep) + os.sep):

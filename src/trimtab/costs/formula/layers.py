@@ -182,6 +182,12 @@ def host_seconds(layer: LayerSpec, settings: CostSettings) -> float:
     return (1.0 + host.routing) * own + launches * host.expert_s
 
 
+def _launch_seconds(layer: LayerSpec, settings: CostSettings) -> float:
+    """Return the seconds of a forward in which the device waits for launches: of experts' kernels, or of all."""
+    experts_s = expert_launches(layer, settings) * settings.of_host.expert_s if settings.of_host.takes_turns else 0.0
+    return experts_s + (host_seconds(layer, settings) if settings.blocking_launches else 0.0)
+
+
 def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
     """Find the columns of rows, "patches" or "tokens", and of pairs: squares, or windowed ones where a window cuts.
 
@@ -319,9 +325,6 @@ class _LayerSeconds:
         unpacked = quantised_params(layer, settings.lora, tp)
         own = [p.forward_line(products, peak) for p in matmuls]
         forward = own + [p.forward_line(*narrow) for p in factors]
-        launched = expert_launches(layer, settings) * settings.of_host.expert_s if settings.of_host.takes_turns else 0.0
-        if settings.blocking_launches:
-            launched += host_seconds(layer, settings)
         of_experts = all_to_all + gathered / link
         # what hides behind products is not waited for
         if settings.ep_overlap:  # both directions hide behind products and traffic, three forwards of them in all
@@ -340,7 +343,7 @@ class _LayerSeconds:
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
             attention=pair_flops(layer, tp) / (plain_peak * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
-            kernels=count_kernels(traffic, layer) * KERNEL_S + launched,
+            kernels=count_kernels(traffic, layer) * KERNEL_S + _launch_seconds(layer, settings),
             waits=num_messages * COLLECTIVE_S,
             unpack=unpacked * (NF4_BYTES + w) / bandwidth,
             gather=gather,

@@ -459,23 +459,12 @@ class VisionCheck:
     gradient_error: float  # of the vision parameters' reduced gradients
     dtype: torch.dtype
 
-    @property
-    def problems(self) -> list[str]:
-        found = []
-        if not max(self.loss_error, self.gradient_error) <= CLOSE[self.dtype]:
-            found.append(
-                f"with images shared the loss differs by {self.loss_error:.2g}, vision gradients by "
-                f"{self.gradient_error:.2g}: give a family= that fits the tower"
-            )
-        return found
-
 
 def verify_vision_dp(
     handle: VisionDataParallel,
     loss: Callable[[], Tensor],
     *,
     reduce_gradients: Callable[[], None] | None = None,
-    raise_problems: bool = True,
 ) -> VisionCheck:
     """Call this once before a run in a host of your own: are loss and vision gradients those without the handle?
 
@@ -512,8 +501,11 @@ def verify_vision_dp(
         gradient_error=(_square(differences) / max(_square(alone), 1e-30)) ** 0.5,
         dtype=parameters[0].dtype,
     )
-    if raise_problems and check.problems:
-        raise TrimtabError("\n".join(check.problems))
+    if not max(check.loss_error, check.gradient_error) <= CLOSE[check.dtype]:
+        raise TrimtabError(
+            f"with images shared the loss differs by {check.loss_error:.2g}, vision gradients by "
+            f"{check.gradient_error:.2g}: give a family= that fits the tower"
+        )
     return check
 
 
