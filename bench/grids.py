@@ -189,6 +189,10 @@ def drawn(model: ModelSpec, kind: str, num: int, most_tokens: int = 65_536) -> S
     return SampleTable.of(patches, tokens, num_images=number, patches_sq=squares, patches_windowed=windows)
 
 
+def in_seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def model_row(name: str, devices: int, kind: str) -> str:
     """One line: the single grid and the best other form, each with its bound."""
     model = described(name)
@@ -205,28 +209,41 @@ def model_row(name: str, devices: int, kind: str) -> str:
         least = next((x[1] for said in plan.assumptions if (x := _LEAST.search(said))), None)
         about = "none" if least is None else f"none simulated: the least bound gains {least}"
         setting = f"dp {dims.dp} x pp {dims.pp} x tp {dims.tp}" + (f" x cp {dims.cp}" if dims.cp > 1 else "")
-        return f"{start} {setting} | {plan.estimates.epoch_s:.3g} | | {about} | | | |"
+        return f"{start} {setting} | {in_seconds(plan.estimates.epoch_s)} | | {about} | | | |"
     grid, *forms = plan.estimates.forms
     best = min(forms, key=lambda x: x.epoch_s)
     gain = grid.epoch_s / best.epoch_s
     taken = plan.decisions.vision_data_parallel
     name_of = f"{best.form}: {best.setting}" + ("" if taken is not None else ", not taken")
     setting = grid.setting.removesuffix(", not shared")
-    return (
-        f"{start} {setting} | {grid.epoch_s:.3g} | {grid.bound_s:.3g} | {name_of} | {best.epoch_s:.3g} | "
-        f"{best.bound_s:.3g} | {gain:.3f} |"
-    )
+    figures = [(in_seconds(x.epoch_s), in_seconds(x.bound_s)) for x in (grid, best) if x.bound_s is not None]
+    return f"{start} {setting} | {' | '.join(figures[0])} | {name_of} | {' | '.join(figures[1])} | {gain:.3f} |"
 
 
 def models_page(known: Path) -> str:
     """The table; rows that `known` holds are not planned again, and new ones are kept there."""
     rows = known.read_text(encoding="utf-8").splitlines() if known.exists() else []
     done = {tuple(row.split(" | ")[:3]) for row in rows}
-    for kind, devices, name in itertools.product(KINDS, DEVICES, MODELS):
+    for kind, devices, name in order_of_cases():
         if (f"| {name}", f"{devices:,}", kind) not in done:
             rows.append(model_row(name, devices, kind))
             known.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return "\n".join([*_MODELS_HEAD.strip().splitlines(), *sorted(rows), ""])
+    return models_text(rows)
+
+
+def models_text(rows: list[str]) -> str:
+    """The page of these rows, by model; says how many cases of all they are."""
+    order = {name: i for i, name in enumerate((*MODELS, *(f"{x:,}" for x in DEVICES), *KINDS))}
+    rows = sorted(rows, key=lambda row: [order[x] for x in row.removeprefix("| ").split(" | ")[:3]])
+    taken = [row for row in rows if row.count("|") == 11 and "not taken" not in row and "none" not in row]
+    said = f"{len(rows)} of {len(order_of_cases())} cases were planned; in {len(taken)} a form is taken."
+    head = _MODELS_HEAD.strip().replace("Nothing was measured.", f"Nothing was measured. {said}")
+    return "\n".join([*head.splitlines(), *rows, ""])
+
+
+def order_of_cases() -> list[tuple[str, int, str]]:
+    """Every case, its kind first."""
+    return list(itertools.product(KINDS, DEVICES, MODELS))
 
 
 _MODELS_HEAD = """

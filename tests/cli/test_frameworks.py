@@ -53,7 +53,7 @@ def split(plan_drawn: Callable[..., Path]) -> Path:
 def test_a_plan_that_megatron_cannot_run_is_refused_and_fitted(run, split, tmp_path, name):
     refused = run("export", name, split, "--json")
     assert refused.code == 2
-    assert "x as long a step" in refused.json["error"]
+    assert "--fit" in refused.json["error"]
     failing = run("check", split, "--for", name, "--json")
     assert failing.code == 1
     assert all(x in failing.json["problems"][0] for x in ("model.visual.blocks.", "--fit", "--for megatron"))

@@ -136,6 +136,5 @@ def _run(host: Host, groups: Any, tp: int, cut: bool, what: object) -> None:
                 handle,
                 lambda: host.loss(np.sort(tokens), cut=False),
                 reduce_gradients=lambda: reduce(handle),
-                raise_problems=False,
             )
             assert max(check.loss_error, check.gradient_error) <= CLOSE, (what, check)

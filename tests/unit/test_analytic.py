@@ -163,6 +163,9 @@ def test_eager_attention_keeps_scores_quadratically_and_selective_does_not():
     assert selective.saved_bytes[TERM["tokens_sq"]] == 0
     assert selective.extra_backward_s[TERM["tokens_sq"]] > 0
     assert full.saved_bytes[TERM["tokens_sq"]] == 0
+    # their gradients take as much, in one format twice what is kept
+    both = [cost(text_block(), attention="eager", dtype=x).transient_bytes for x in ("bf16", "fp32")]
+    assert [x[TERM["tokens_sq"]] for x in both] == [4 * (4 + 2), 2 * 4 * 4]
 
 
 def test_sequence_parallel_divides_what_lies_between_products_in_the_language_model_alone():

@@ -312,6 +312,16 @@ def test_every_form_that_was_simulated_has_its_row(apart, tmp_path):
     assert plan_of("one-grid").plan.estimates.forms == ()
 
 
+def test_the_timeline_shows_every_device_encode_before_and_after_its_pipeline(apart):
+    line, decided = apart.variants[-1].timeline, apart.plan.decisions
+    images = line.microbatch == decided.schedule.num_microbatches
+    before, after = (images & (line.kind == kind) for kind in (0, 1))
+    assert sorted(line.device[before]) == sorted(line.device[after]) == list(range(decided.parallel.pp))
+    assert line.end_s[before].max() <= line.start_s[~images].min()
+    assert line.start_s[after].min() == pytest.approx(line.end_s[~images].max())
+    assert line.end_s[after].max() == pytest.approx(line.makespan_s)
+
+
 # Encoding in the bubbles.
 
 

@@ -114,13 +114,12 @@ def test_4_bit_weights_are_stored_by_their_block_and_adapters_beside_them():
     assert share.trained_bytes in (2 * adapters, 4 * adapters)
 
 
+@pytest.mark.parametrize(("gated", "matrices"), [(True, 3), (False, 2)])
 @pytest.mark.parametrize(("rest", "found"), [(-1, False), (0, True)])
-def test_experts_have_biases_where_a_block_has_as_many_other_parameters(rest, found):
+def test_experts_have_biases_where_a_block_has_as_many_other_parameters(gated, matrices, rest, found):
     assert not has_expert_biases(text_block())
-    mlp = MlpSpec(intermediate_size=64, gated=True, num_experts=8, experts_per_token=2)
-    layer = replace(
-        text_block(), mlp=mlp, num_matmul_params=2 * 3 * H * 64, num_params=8 * (3 * H * 64 + H + 64) + rest
-    )
+    mlp, each = MlpSpec(intermediate_size=64, gated=gated, num_experts=8, experts_per_token=2), matrices * H * 64
+    layer = replace(text_block(), mlp=mlp, num_matmul_params=2 * each, num_params=8 * (each + H + 64) + rest)
     assert has_expert_biases(layer) == found
 
 
@@ -373,6 +372,17 @@ def test_keys_and_values_go_round_the_other_ranks(cp, tp):
     assert ring_bytes(vision_block(), own) == 0.0
     slow, fast = (cost(text_block(), cp=cp, tp=tp, cp_bytes_per_s=x).forward_s[TOKENS] for x in (1e9, 2e9))
     assert slow - fast == pytest.approx(ring_bytes(text_block(), own) / cp / 2e9)
+
+
+def test_experts_on_other_devices_wait_for_two_messages_and_divided_ones_for_two_more():
+    def once(num_experts, **dims):
+        mlp = MlpSpec(intermediate_size=64, gated=True, num_experts=num_experts, experts_per_token=2)
+        own = CostSettings(dims=ParallelDims(dp=2, **dims), efficiency=PERFECT)
+        return cost_layer(replace(text_block(), mlp=mlp), BOTH, A100, own, group=0).forward_s[ONCE]
+
+    assert once(16, ep=2) - once(8) == pytest.approx(2 * COLLECTIVE_S)  # as many on a device
+    divided, whole = (once(8, tp=2, ep=2, etp=x) for x in (2, 1))
+    assert divided - whole == pytest.approx(2 * COLLECTIVE_S)
 
 
 def test_an_expert_of_several_devices_gathers_its_rows_and_scatters_results():

@@ -39,7 +39,7 @@ def test_with_no_limits_the_plan_itself_is_the_best(found: ReloadedPlan) -> None
 
 
 @pytest.mark.parametrize("name", KEEP_THE_TOWER_WHOLE)
-def test_a_refusal_quotes_the_price_of_the_plan_that_fit_writes(found: ReloadedPlan, name: str, tmp_path: Path) -> None:
+def test_what_is_refused_is_fitted_into_a_plan_that_runs(found: ReloadedPlan, name: str, tmp_path: Path) -> None:
     target = find_target(name)
     if best_expressible(found.case, target.can(MODEL, 4)) is None:
         with refused(PartitionError, "4", target.title):

@@ -27,15 +27,15 @@ def megatron(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Megatron
 
 
 def bridge(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
-    return megatron_hosts.export_bridge(decide(model, stages, **options), None)
+    return megatron_hosts.export_bridge(decide(model, stages, **options))
 
 
 def swift(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
-    return megatron_hosts.export_swift(decide(model, stages, **options), None)
+    return megatron_hosts.export_swift(decide(model, stages, **options))
 
 
-def pai(model: ModelSpec, stages: tuple[Stage, ...], *, price: float | None = None, **options) -> Exported:
-    return pai_megatron.export(decide(model, stages, **options), price)
+def pai(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
+    return pai_megatron.export(decide(model, stages, **options))
 
 
 def full(*layers: int) -> list[RecomputeChoice]:
@@ -247,7 +247,7 @@ def test_degrees_of_experts_and_contexts_are_told_and_read_back(dims):
     own = given.dims
     assert (read.tp, read.pp, read.cp or 1, read.ep, read.etp) == (2, 2, own.cp, own.ep, own.expert_tp)
     assert ("--sequence-parallel" in flags, "--moe-token-dispatcher-type alltoall" in flags) == (True, own.ep > 1)
-    arguments = pai_megatron.export(given, None).fields["arguments"]
+    arguments = pai_megatron.export(given).fields["arguments"]
     assert arguments[11:15] == (str(own.cp), str(own.expert_tp), str(own.ep), "true")
 
 

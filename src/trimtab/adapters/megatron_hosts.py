@@ -55,14 +55,14 @@ _LAYOUT = "cfg.model.pipeline_model_parallel_layout"
 _GRADS = "cfg.mixed_precision.grad_reduce_in_fp32"
 
 
-def export_bridge(plan: Decided, price: float | None) -> Exported:
+def export_bridge(plan: Decided) -> Exported:
     """Return assignments to a recipe's `cfg`, to run between the recipe that makes it and the training that takes it.
 
     `cfg.model` is the provider of the whole model. Its vision tower needs no clearing: it is Hugging Face's class, or
     its configuration is made afresh; Qwen3-VL's takes the language model's recompute settings.
     """
     _refuse_family(plan.model)
-    flags = megatron_flags(plan, price)
+    flags = megatron_flags(plan)
     settings = {name: setting for name, setting in flags.settings.items() if name not in _OWN_WORDS}
     fields = {f"{_TRAIN.get(name, 'cfg.model')}.{name}": setting for name, setting in settings.items()}
     fields |= _launch(plan)
@@ -259,14 +259,14 @@ _KNOWN: Mapping[str, Collection[object]] = {
 _SWIFT_FREEZES: Mapping[str, Tower] = {"llm": "language", "vit": "vision", "aligner": "projector"}
 
 
-def export_swift(plan: Decided, price: float | None) -> Exported:
+def export_swift(plan: Decided) -> Exported:
     """Return the arguments of `megatron sft`, with those whose defaults would add something to the plan.
 
     ms-swift recomputes core attention, the vision tower, shards the optimizer, freezes tower and projector and shuffles
     unless its settings say otherwise. With packing, its batch sizes count packs; `export swift-packs` writes these and
     the plug-in that keeps them. The model is the user's own.
     """
-    flags = megatron_flags(plan, price)
+    flags = megatron_flags(plan)
     refuse(plan.launch.problems("ms-swift", **_KNOWN))
     given: dict[str, object] = {name: x for name, x in flags.settings.items() if name not in _NOT_TAKEN}
     given["torch_dtype"] = _DTYPES[plan.launch.dtype]

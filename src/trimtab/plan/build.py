@@ -272,12 +272,13 @@ def _settle_open(
         settled = [grid if hosted is None else hosted]
     limit_s = grid.vision.best.epoch_s / MUST_GAIN
     # 2. other settings, the least expected first; those of a decoder alone come with their own packs
-    whole = whole_tower(model, cluster, options)
+    whole, dims = whole_tower(model, cluster, options), case.setting.dims
+    decoder = replace(options, ep=options.ep or dims.ep, etp=options.etp or dims.etp)  # experts are divided as there
     expected = [(_expected_s(model, epoch, x, whole, replica=within is None), x) for x in chosen.considered]
     if replica:
         num, below_s = len(epoch.rows), limit_s / len(epoch.rows)
         slow = {x.setting.dims for seconds, x in expected if seconds > limit_s}
-        apart = settings_apart(model, epoch.drawn, cluster, options, budget, below_s=below_s, without=slow)
+        apart = settings_apart(model, epoch.drawn, cluster, decoder, budget, below_s=below_s, without=slow)
         expected += [(num * seconds, priced) for seconds, priced in apart]
     known = {(case.setting.dims, case.options.sharding)}
     for seconds, priced in sorted(expected, key=lambda pair: pair[0]):
@@ -296,7 +297,7 @@ def _settle_open(
     if replica:
         try:
             below_s = limit_s / len(epoch.rows)
-            own = _settle_own(model, epoch, cluster, options, budget, chosen, grid.vision.best, below_s=below_s)
+            own = _settle_own(model, epoch, cluster, decoder, budget, chosen, grid.vision.best, below_s=below_s)
             settled.append(own)
         except (PartitionError, PlanError):  # nothing gains so much by its bound, or runs so
             pass

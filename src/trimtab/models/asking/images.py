@@ -349,11 +349,6 @@ def run_clip(looker: Looker, clip: Clip, make: Callable[[str, int, int], Any], *
     return looker.call("videos", 1, [(clip.width, clip.height)], make, token=token, more=more)
 
 
-def look_at_clip(looker: Looker, clip: Clip) -> Seen:
-    """Look at a clip of blank frames, which take no memory."""
-    return see_clip(looker, *run_clip(looker, clip, partial(_blank_frames, clip.num_frames)))
-
-
 def see_clip(looker: Looker, output: Mapping[str, Any], texts: list[str]) -> Seen:
     """Return what `run_clip` made; its text always says something."""
     tokens, soft = looker.count_tokens(output)
@@ -408,7 +403,8 @@ def set_sampling(looker: Looker, sampling: VideoOptions) -> None:
     for name, other in (("fps", "num_frames"), ("num_frames", "fps")):
         if name in asked and other not in asked and getattr(processor, other, None) is not None:
             try:  # most take one of the two, and the files may have set the other
-                look_at_clip(looker, Clip(width=256, height=256, num_frames=96, fps=24.0))
+                clip = Clip(width=256, height=256, num_frames=96, fps=24.0)
+                see_clip(looker, *run_clip(looker, clip, partial(_blank_frames, clip.num_frames)))
             except ValueError as error:
                 if "mutually exclusive" in str(error):
                     setattr(processor, other, None)

@@ -400,8 +400,8 @@ def settings_own(
 ) -> Iterator[tuple[float, Priced, int]]:
     """The fastest settings of the decoder alone on a part of the devices, and how many others the tower takes.
 
-    Each comes with seconds a sample that it is expected to take at least; with `below_s` they are the fastest of the
-    two first parts, if those may take fewer.
+    Each comes with seconds a sample that it is expected to take at least; with `below_s` it is the fastest of the
+    first part, if that may take fewer.
 
     Parts are whole nodes, or as many devices of every node: those nearest to the tower's share of all seconds. Degrees
     that were asked for are the decoder's. Raises `PlanError` for what no tower on devices of its own runs with.
@@ -418,7 +418,7 @@ def settings_own(
     decoder, text, W = decoder_only(model), _without_images(samples), cluster.num_devices
     alone = replace(options, max_patches=None, schedule="1F1B", num_chunks=1, zero_stages=(1,), vision=VisionChoice())
     # 2. of each part the decoder's fastest; the tower takes as many of the rest as its lanes divide
-    for part in _parts(cluster, options, own=W * tower_s / all_s)[: 2 if below_s else _MOST_PARTS]:
+    for part in _parts(cluster, options, own=W * tower_s / all_s)[: 1 if below_s else _MOST_PARTS]:
         own = W - part.num_devices
         least_s = max(tower_s / own, (all_s - tower_s) / part.num_devices) * W
         if below_s is not None and least_s > below_s:
