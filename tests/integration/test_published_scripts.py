@@ -26,7 +26,7 @@ from trimtab.demo import draw_dataset, write_model  # noqa: E402
 SCRIPTS = Path(__file__).parents[1] / "hosts" / "examples"
 TRAIN = "trainer.train()"
 PREPARE = "model, optimizer, train_dataloader = accelerator.prepare("
-COUNTED = 'num_items_in_batch=accelerator.reduce((batch["labels"][:, 1:] != -100).sum(), "mean")'
+COUNTED = 'num_items_in_batch=accelerator.reduce((batch["labels"][:, 1:] != -100).sum().float(), "mean")'
 CHANGES = {  # (old, new): of the plain run, and the two lines
     "sft_vlm": ((TRAIN, f"trainer.model_accepts_loss_kwargs = True\n{TRAIN}"), TRAIN, "trainer = balanced(trainer)"),
     "finetune_vlm": (
@@ -43,7 +43,7 @@ CHANGES = {  # (old, new): of the plain run, and the two lines
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's data and tiny model."""
     folder = tmp_path_factory.mktemp("demo")
-    write_model(folder / "model", draw_dataset(folder / "data", num_samples=512))
+    write_model(folder / "model", draw_dataset(folder / "data", num_samples=2000))
     return folder
 
 
