@@ -23,8 +23,6 @@ from trimtab.errors import TrimtabError
 
 TIE = 0.02
 """Relative; iterations of one run differ by as much."""
-ONE_ITERATION = "bigscience-tr11"
-"""It logs the second iteration of each row, and says that it fluctuates: 1,568 samples take as long as 2,048."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +55,9 @@ class Sweep:
 
     @property
     def pairs(self) -> list[tuple[Outcome, Outcome]]:
-        """Pairs that a measurement tells apart, the faster row first."""
-        ordered = sorted(self.outcomes, key=lambda x: x.measured)
-        return [(a, b) for a, b in itertools.combinations(ordered, 2) if b.measured > (1 + TIE) * a.measured]
+        """Pairs of unlike settings that a measurement tells apart, the faster row first."""
+        pairs = itertools.combinations(sorted(self.outcomes, key=lambda x: x.measured), 2)
+        return [(a, b) for a, b in pairs if b.measured > (1 + TIE) * a.measured and not a.row.is_run_again(b.row)]
 
     @property
     def in_order(self) -> int:
@@ -166,15 +164,10 @@ def wrong(sweeps: Sequence[Sweep]) -> Iterator[str]:
             yield f"- {x.name}: {x.pick.row.name} over {best.row.name}: ours {ours:.2f}, measured {measured:.2f}"
 
 
-def _steady(sweeps: Sequence[Sweep]) -> list[Sweep]:
-    return [x for x in sweeps if x.source != ONE_ITERATION]
-
-
 def page(stated: Sequence[Sweep], defaults: Sequence[Sweep]) -> str:
     known = [x for x in stated if x.pairs]
     return _PAGE.format(
         summary=Score.of(stated).sentence(),
-        steady=Score.of(_steady(stated)).sentence(),
         defaults=Score.of(defaults).sentence(),
         table=_HEAD + "".join(line(x) + "\n" for x in known),
         wrong="".join(text + "\n" for text in wrong(known)),
@@ -198,7 +191,7 @@ def main() -> None:
     if given.write is not None:
         given.write.write_text(page(stated, defaults), encoding="utf-8")
     print(_HEAD + "\n".join(line(x) for x in stated if x.pairs))
-    for name, sweeps in (("stated", stated), ("without tr11", _steady(stated)), ("defaults", defaults)):
+    for name, sweeps in (("stated", stated), ("defaults", defaults)):
         print(f"{name}: {Score.of(sweeps).sentence()}")
 
 

@@ -99,7 +99,7 @@ def exported(name: str, family: str = "qwen2_5_vl") -> Mapping[str, object]:
     chosen = {0: [RecomputeChoice(tier="full", layers=(*model.indices("vision", "block"), block))]}
     stages = by_counts(model, 6, 6, recompute=chosen)
     dims = ParallelDims(dp=2, pp=2, tp=2, cp=1 if name == "pai-megatron" else 2, ep=2, etp=1)
-    return find_target(name).export(decide(model, stages, dims=dims, max_tokens=4096, dispatcher="deepep"), None).fields
+    return find_target(name).export(decide(model, stages, dims=dims, max_tokens=4096, dispatcher="deepep")).fields
 
 
 def missing(given: set[str], known: set[str], where: str) -> Iterator[str]:
@@ -256,7 +256,7 @@ def exported_whole(name: str) -> Mapping[str, object]:
     model = make_model()
     chosen = {0: [RecomputeChoice(tier="full", layers=tuple(model.indices("language", "block")))]}
     plan = decide(model, cut(model, recompute=chosen), zero_stage=3)
-    return find_target(name).export(plan, None).fields
+    return find_target(name).export(plan).fields
 
 
 def check_llama_factory(source: Source) -> Iterator[str]:

@@ -290,6 +290,7 @@ def show_scale(arguments: argparse.Namespace) -> None:
                 mapped[first : first + (1 << 22)] = getattr(mixture, name)[rows]
             del mapped
             columns[name] = np.load(path, mmap_mode="r")
+        del mixture
         none = np.broadcast_to(np.int32(0), arguments.samples)
         unused = dict.fromkeys(("num_images", "patches_sq", "patches_windowed", "source"), none)
         start = time.process_time()

@@ -79,6 +79,11 @@ class Row:
     def is_full(self) -> bool:
         return self.quality == "full"
 
+    def is_run_again(self, other: Row) -> bool:
+        """Return whether `other` is the same run, measured once more."""
+        names = ("model", "cluster", "settings", "samples", "stated", "network")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     @property
     def model_spec(self) -> ModelSpec:
         return model_of(self.model, self.settings["stages"] if self.is_built_as_stages_say else None)
@@ -299,14 +304,18 @@ def groups(found: Sequence[Found]) -> Iterator[tuple[str, dict[str, list[Found]]
 
 
 def alike(found: Sequence[Found]) -> str:
-    """Return the sentence in which each source counts alike, whatever the number of its rows."""
-    own = [x for x in _counted(found) if x.defaults is not None]
-    sources = sorted({x.row.source for x in own})
-    errors = [np.abs([x.defaults for x in own if x.row.source == s]) for s in sources]
-    return (
-        f"Each of {len(sources)} sources counting alike: median {np.median([np.median(e) for e in errors]):.0%}, "
-        f"{np.mean([np.mean(e <= 0.3) for e in errors]):.0%} inside 30 %, by defaults"
-    )
+    """Return the sentences in which each source counts alike, whatever the number of its rows."""
+
+    def sentence(what: str, column: str) -> str:
+        own = [x for x in _counted(found) if getattr(x, column) is not None]
+        sources = sorted({x.row.source for x in own})
+        errors = [np.abs([getattr(x, column) for x in own if x.row.source == s]) for s in sources]
+        return (
+            f"{what} of {len(sources)} sources counting alike: median {np.median([np.median(e) for e in errors]):.0%}, "
+            f"{np.mean([np.mean(e <= 0.3) for e in errors]):.0%} inside 30 %"
+        )
+
+    return f"{sentence('Seconds by defaults', 'defaults')}. {sentence('Bytes as stated', 'memory_stated')}"
 
 
 def table(found: Sequence[Found]) -> list[str]:

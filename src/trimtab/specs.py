@@ -496,7 +496,7 @@ class Packing:
 
     def sums(self, columns: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
         """Sum per-sample `columns`, (num_samples,) or (num_samples, k), over each pack."""
-        gathered = columns[self.indices]
+        gathered = columns.take(self.indices, axis=0)
         if self.num_packs == 0:
             return gathered[:0]
         # reduceat cannot sum empty packs, and no packer makes one

@@ -10,6 +10,7 @@ from trimtab.runtime.data.collate import PackedCollator as PackedCollator
 
 # Packs and their loss
 from trimtab.runtime.data.formats import ask_format as ask_format
+from trimtab.runtime.data.collate import attend_by_sample as attend_by_sample
 from trimtab.runtime.data.collate import packed_loss as packed_loss
 from trimtab.runtime.data.collate import step_denominator as step_denominator
 

@@ -58,18 +58,25 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def planned(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a plan for that data set."""
+def plan_drawn(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Plan that data set in 1F1B on eight A100; the options and settings, and the folder that is written."""
     from trimtab.cli.app import app
 
-    out = tmp_path_factory.mktemp("planned") / "plan"
-    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json"]
-    words += [
-        *("--cluster", "8xA100-80GB", "--pp", "2", "--set"),
-        *("num_microbatches=4", "--set", "schedule=1F1B", "--out", out),
-    ]
-    app([str(word) for word in words], standalone_mode=False)
-    return out
+    def plan(words: str, *settings: str) -> Path:
+        out = tmp_path_factory.mktemp("planned") / "plan"
+        given = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", "--out", out]
+        given += ["--cluster", "8xA100-80GB", *words.split()]
+        given += [word for one in ("schedule=1F1B", *settings) for word in ("--set", one)]
+        app([str(word) for word in given], standalone_mode=False)
+        return out
+
+    return plan
+
+
+@pytest.fixture(scope="session")
+def planned(plan_drawn: Callable[..., Path]) -> Path:
+    """Folder of a plan for that data set."""
+    return plan_drawn("--pp 2", "num_microbatches=4")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +44,16 @@ def test_what_a_host_is_said_to_carry_is_proved_by_a_test_that_is_there() -> Non
 
 
 @pytest.fixture(scope="module")
-def split(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def split(plan_drawn: Callable[..., Path]) -> Path:
     """A plan over four ranks: it cuts inside the vision tower."""
-    from trimtab.cli.app import app
-
-    out = tmp_path_factory.mktemp("split") / "plan"
-    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json"]
-    words += ["--cluster", "8xA100-80GB", "--pp", "4", "--tp", "2", "--set", "num_microbatches=8"]
-    words += ["--set", "schedule=1F1B", "--out", out]
-    app([str(word) for word in words], standalone_mode=False)
-    return out
+    return plan_drawn("--pp 4 --tp 2", "num_microbatches=8")
 
 
 @pytest.mark.parametrize("name", ["megatron", "ms-swift", "pai-megatron"])
 def test_a_plan_that_megatron_cannot_run_is_refused_and_fitted(run, split, tmp_path, name):
     refused = run("export", name, split, "--json")
     assert refused.code == 2
-    assert "x as long a step" in refused.json["error"]
+    assert "--fit" in refused.json["error"]
     failing = run("check", split, "--for", name, "--json")
     assert failing.code == 1
     assert all(x in failing.json["problems"][0] for x in ("model.visual.blocks.", "--fit", "--for megatron"))

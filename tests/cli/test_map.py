@@ -117,3 +117,16 @@ def test_export_needs_something_that_was_placed(run: Run, tmp_path: Path):
     found = run("export", "vllm", tmp_path)
     assert found.code == 2
     assert "there is no placement at" in found.err
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_trace_gets_a_layout_its_bound_and_commands(run: Run, tmp_path: Path, engine: str):
+    trace = tmp_path / "requests.jsonl"
+    line = {"arrival_s": 0, "prompt_tokens": 90, "output_tokens": 20, "images": [[640, 480]]}
+    trace.write_text("".join(json.dumps(line | {"arrival_s": i / 4}) + "\n" for i in range(20)))
+    asked = ["map", MODEL, "--gpus", "4xH100-80GB", "--trace", trace, "--serve-with", engine]
+    found = run(*asked, "--json").json
+    best = found["layouts"][0]
+    assert best["served"]["requests_per_s"] <= found["bound"]["requests_per_s"] * (1 + 1e-9)
+    assert best["layout"]["encoders"] + best["layout"]["engines"] * best["layout"]["tp"] == 4
+    assert all(command in run(*asked).out for command in found["commands"])

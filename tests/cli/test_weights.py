@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,8 @@ def test_a_mixed_plan_is_written_checked_exported_and_read(run: Run, drawn: Path
 
 
 @pytest.fixture(scope="module")
-def mixed(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from trimtab.cli.app import app
-
-    out = tmp_path_factory.mktemp("mixed") / "plan"
-    words = ["plan", "Qwen2.5-VL-7B", drawn / "data.jsonl", "--tokenizer", drawn / "tokenizer.json", *WORDS]
-    app([str(word) for word in (*words, "--set", f"weights={WEIGHTS}", "--out", out)], standalone_mode=False)
-    return out
+def mixed(plan_drawn: Callable[..., Path]) -> Path:
+    return plan_drawn("--pp 2", "num_microbatches=2", "source_key=source", f"weights={WEIGHTS}")
 
 
 def without_mixture(plan: Any) -> Any:

@@ -107,7 +107,7 @@ BLOCK = MODEL.indices("language", "block")[0]
 def run(folder: Path, stages: tuple[Stage, ...]) -> list[dict[str, object]]:
     dims = ParallelDims(pp=len(stages))
     plan = Decided(model=MODEL, stages=stages, dims=dims, schedule="1F1B", num_microbatches=4, zero_stage=0)
-    (folder / "planned.py").write_text(export(plan, None).text, encoding="utf-8")
+    (folder / "planned.py").write_text(export(plan).text, encoding="utf-8")
     (folder / "worker.py").write_text(WORKER, encoding="utf-8")
     environment = {
         **os.environ,
@@ -167,7 +167,7 @@ def test_the_module_refuses_other_layers_and_other_stages(tmp_path: Path) -> Non
         schedule="1F1B",
         num_microbatches=4,
     )
-    (tmp_path / "planned.py").write_text(export(plan, None).text, encoding="utf-8")
+    (tmp_path / "planned.py").write_text(export(plan).text, encoding="utf-8")
     script = """
 import deepspeed, torch
 from planned import LAYERS, PlannedPipelineModule

@@ -198,16 +198,22 @@ def on_first_rank():
     parallel_state.set_pipeline_model_parallel_rank(None)
 
 
+def copied(config: TransformerConfig) -> TransformerConfig:
+    """The 24 layers of a tower, as Megatron-LM's examples/multimodal/model.py makes them of the language model's."""
+    vision = copy.deepcopy(config)
+    vision.num_layers = 24
+    vision.pipeline_model_parallel_size = 1
+    # the names of an older Megatron-Core
+    vision.first_pipeline_num_layers = None
+    vision.last_pipeline_num_layers = None
+    return vision
+
+
 @pytest.mark.parametrize("counts", [(8, 20), (0, 28)])
 def test_the_vision_tower_is_truncated_by_a_copied_split_and_whole_with_our_fields(on_first_rank, counts):
     model = make_model(24, 28)
     result = export(model, by_counts(model, *counts), 2)
-    vision = copy.deepcopy(configure(result.flags, 28))
-    vision.num_layers = 24
-    # what Megatron-LM's examples/multimodal/model.py resets: the names of an older Megatron-Core
-    vision.pipeline_model_parallel_size = 1
-    vision.first_pipeline_num_layers = None
-    vision.last_pipeline_num_layers = None
+    vision = copied(configure(result.flags, 28))
     assert get_num_layers_to_build(vision) == counts[0] < 24
     exec(result.vision_python(), {"vision_config": vision})
     assert get_num_layers_to_build(vision) == 24
@@ -300,11 +306,7 @@ def test_our_reading_of_the_flags_is_megatrons():
 def test_we_foretell_how_many_vision_layers_a_copied_split_builds(on_first_rank, text):
     flags = parse_megatron_flags(f"--pipeline-model-parallel-size 2 {text}")
     words = f"--pipeline-model-parallel-size 2 {text}".split()
-    vision = copy.deepcopy(configure(tuple(words), 14 if "first" in text and "last" in text else 28))
-    vision.num_layers = 24
-    vision.pipeline_model_parallel_size = 1
-    vision.first_pipeline_num_layers = None
-    vision.last_pipeline_num_layers = None
+    vision = copied(configure(tuple(words), 14 if "first" in text and "last" in text else 28))
     assert built_vision_layers(24, flags) == get_num_layers_to_build(vision)
 
 

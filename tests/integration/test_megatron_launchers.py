@@ -120,7 +120,7 @@ def provider_fields() -> set[str]:
 
 @pytest.mark.parametrize("decided", CASES)
 def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(decided):
-    export = megatron_hosts.export_bridge(decided, None)
+    export = megatron_hosts.export_bridge(decided)
     container = fields_of(source("megatron-bridge", "megatron/bridge/training/config.py"))
     provider = fields_of(source("megatron-bridge", "megatron/bridge/models/gpt_provider.py"), "GPTModelProvider")
     pytest.importorskip("torch", reason="megatron-core needs torch")
@@ -174,7 +174,7 @@ def test_every_field_of_bridge_is_there_and_megatron_takes_the_models(decided):
 
 @pytest.mark.parametrize("decided", CASES)
 def test_swift_reads_our_command_as_we_mean_it(decided):
-    export = megatron_hosts.export_swift(decided, None)
+    export = megatron_hosts.export_swift(decided)
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     known = {}
@@ -219,7 +219,7 @@ def test_mimo_takes_both_grids():
     stages = stages_between((0, model.indices("language", "block")[30], len(model.layers)))
     dims = ParallelDims(dp=4, pp=2, tp=2)
     plan = Decided(model=model, stages=stages, dims=dims, schedule="1F1B", num_microbatches=8, global_batch=64, own=own)
-    fields = megatron_hosts.export_bridge(plan, None).fields
+    fields = megatron_hosts.export_bridge(plan).fields
     path = "megatron/bridge/models/megatron_mimo/megatron_mimo_config.py"
     if not any(str(file) == path for file in importlib.metadata.files("megatron-bridge") or []):
         pytest.skip("needs megatron-bridge 0.6")

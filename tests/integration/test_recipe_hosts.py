@@ -92,7 +92,7 @@ def settings(name: str, plan: Path) -> dict[str, Any]:
     found = decide(
         case.model, reload_plan(plan).stages, dims=ParallelDims(), num_microbatches=2, zero_stage=0, launch=LAUNCH
     )
-    told = yaml.safe_load(find_target(name).export(found, None).text)
+    told = yaml.safe_load(find_target(name).export(found).text)
     assert isinstance(told, dict)
     return told
 

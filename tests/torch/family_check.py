@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.runtime.vision.hooks import Place, find_functions
-from trimtab.runtime.vision.inputs import Family, Kind, find_family
-from trimtab.runtime.vision.outputs import read_features, rows_of, write_features
+from trimtab.runtime.vision.inputs import Family, Kind, find_family, read_features, rows_of, write_features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

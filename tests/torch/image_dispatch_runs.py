@@ -69,7 +69,9 @@ def run_step(rank: int, own: Any, family: str, contents: Sequence[Sequence[Seque
         held += np.bincount(home, both.patches, 2).astype(int)
         encoded += [both.patches[shares.atoms_of(r)].sum() for r in range(2)]
         share = shares.atoms_of(rank)
-        calls.append(int(both.parts[0].lengths[share].sum()) if len(share) else len(dispatch.template.parts[0].rows))
+        calls.append(
+            int(both.parts[0].lengths[share].sum()) if len(share) else len(dispatch.tower.template.parts[0].rows)
+        )
     load = pipeline.image_load
     assert load is not None
     assert (load.held, load.encoded) == (tuple(held), tuple(encoded)), (family, contents)

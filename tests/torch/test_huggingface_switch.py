@@ -19,7 +19,7 @@ def test_the_lines_switch_on_exactly_the_planned_layers():
     )
     stages = (Stage(index=0, start=0, stop=len(spec.layers), recompute=chosen),)
     plan = Decided(model=spec, stages=stages, dims=ParallelDims(), schedule="1F1B", num_microbatches=1)
-    exec(TARGETS["transformers"].export(plan, None).text, {"model": model, "TrainingArguments": lambda **_: None})
+    exec(TARGETS["transformers"].export(plan).text, {"model": model, "TrainingArguments": lambda **_: None})
     found = {
         name: module.forward.granularity
         for name, module in model.named_modules()

@@ -12,8 +12,16 @@ from shrunk_models import make_shrunk
 from tiny_models import as_saved, make_tiny_model
 
 from refusals import refused
+from trimtab.costs.formula.layers import Gradients
 from trimtab.costs.formula.settings import CostSettings
-from trimtab.costs.measured.timed import TimingOptions, measure_device, open_device, profile_timed, time_layers
+from trimtab.costs.measured.timed import (
+    TimingOptions,
+    measure_device,
+    open_device,
+    profile_timed,
+    time_layer,
+    time_layers,
+)
 from trimtab.costs.measured.timed_model import build_model, refusing, runs
 from trimtab.costs.profile import group_layers, load_profile, save_profile
 from trimtab.errors import ConfigError, TrimtabError, UnknownModelError
@@ -187,11 +195,27 @@ def test_a_timed_profile_is_whole_grows_with_its_work_and_is_saved(tmp_path) -> 
     assert load_profile(tmp_path / "p.json") == profile
 
 
-def test_a_device_that_is_measured_has_the_figures_of_its_source() -> None:
-    device = measure_device(CPU, "fp32")
-    assert device.name == "cpu"
-    assert min(device.peak_flops, device.memory_bytes_per_s, device.memory_bytes) > 0
-    assert "measured: fp32 products" in device.source
+@pytest.mark.parametrize(("dtype", "flops"), [("fp32", 2 * 2 * 768**3), ("bf16", 2 * 768**3)])
+def test_a_device_is_rated_by_its_fastest_product_and_copy(dtype: str, flops: int, monkeypatch) -> None:
+    def known(steps, *_args, **_more):
+        assert [tuple(step().shape) for step in steps] == [(768, 768), (2**26,)]
+        return [(3.0, 2.0), (0.5, 4.0)]
+
+    monkeypatch.setattr("trimtab.costs.measured.timed.time_each", known)
+    device = measure_device(CPU, dtype)
+    assert (device.name, device.peak_flops, device.memory_bytes_per_s) == ("cpu", flops / 2.0, 2 * 2**26 / 0.5)
+    assert f"measured: {dtype} products" in device.source
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_frozen_layer_takes_no_gradients_of_its_weights(weights: bool) -> None:
+    tiny = make_tiny_model("internvl qwen2")
+    block = tiny.spec.indices("language", "block")[0]
+    real = build_model(as_saved(tiny.model.config), tiny.spec, [block], settings(), CPU)
+    module = real.module.get_submodule(tiny.spec.layers[block].name)
+    gradients = Gradients(inputs=True, weights=weights)
+    time_layer(module, real, block, gradients, list(runs(real, (16,)))[-1:], TimingOptions(repeats=1))
+    assert {p.requires_grad for p in module.parameters()} == {weights}
 
 
 # -- what cannot be timed -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from traced_families import DESCRIBED, FAMILIES, allocated_peak_bytes, find_laye
 
 from refusals import refused
 from trimtab.costs.devices import DEVICES
+from trimtab.costs.measured import traced as traced_profiles
 from trimtab.costs.measured.timed_model import build_to_run
 from trimtab.costs.measured.traced import profile_traced
 from trimtab.costs.measured.traced_fit import share_bytes
@@ -27,7 +28,7 @@ from trimtab.models.describe import describe, read_config
 from trimtab.specs import WORK_TERMS, evaluate
 
 H200 = DEVICES["H200"]
-TOKENS, TOKENS_SQ = WORK_TERMS.index("tokens"), WORK_TERMS.index("tokens_sq")
+TOKENS, TOKENS_SQ, TILES_SQ = (WORK_TERMS.index(x) for x in ("tokens", "tokens_sq", "patches_sq"))
 ROTATION = [(torch.bfloat16, "sdpa"), (torch.float32, "eager"), (torch.float32, "sdpa"), (torch.bfloat16, "eager")]
 
 
@@ -150,9 +151,26 @@ def test_flash_keeps_neither_masks_nor_repeated_keys():
     place = tiny.spec.indices("language", "block")[0]
     kept = {name: x.profile.layers[place].tiers[0].saved_bytes for name, x in {"sdpa": sdpa, "flash": flash}.items()}
     assert kept["flash"][TOKENS_SQ] == 0
+    assert not any(x.kept_bytes[TILES_SQ] for x in flash.kinds)  # of equal tiles rows explain all
     assert kept["sdpa"][TOKENS_SQ] == 2  # the mask, cast to bf16
     # k and v of 2 heads each copied to 4, q copied by the join of rotary halves either way: 2 x 2 heads x 16 x 2 bytes
     assert kept["sdpa"][TOKENS] - kept["flash"][TOKENS] == pytest.approx(2 * 2 * 16 * 2, abs=1)
+
+
+@pytest.mark.parametrize(("rows", "times"), [((64, 200), [4, 12]), ((4, 8), [1, 1])])
+def test_steps_with_recompute_have_as_many_images_as_give_their_rows(monkeypatch, rows, times):
+    found = []
+
+    def spy(kinds, num_images, num_text, *, recompute=False):
+        if recompute:
+            found.append((num_images, num_text))
+        return probe(kinds, num_images, num_text, recompute=recompute)
+
+    probe = traced_profiles._probe
+    monkeypatch.setattr(traced_profiles, "_probe", spy)
+    tiny = make_tiny_model("internvl qwen2")
+    profile_traced(as_saved(tiny.model.config), tiny.spec, H200, rows=rows)
+    assert found == list(zip(times, rows, strict=True))
 
 
 def test_fused_kernels_save_norm_copies_and_an_activation():

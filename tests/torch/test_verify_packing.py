@@ -11,7 +11,7 @@ from shrunk_models import draw_weights, make_shrunk, shrink
 
 from refusals import refused
 from trimtab.errors import SampleError, UnknownModelError, UnsupportedPlanError
-from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.collate import PackedCollator, attend_by_sample
 from trimtab.runtime.data.formats import PackFormat, ask_format, pack_format
 from trimtab.runtime.data.packing import verify_packing
 
@@ -37,22 +37,65 @@ STATEFUL = {
 # -- exact ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["one mask", "by sample"])
+def made(request):
+    """Makes a shrunk model of a family, whose language model attends to a pack in either way."""
+
+    def make(family):
+        model = make_shrunk(family)
+        if request.param == "by sample":
+            attend_by_sample(model)
+        return model
+
+    return make
+
+
 @pytest.mark.parametrize("family", DECODERS)
-def test_packs_of_text_are_exact(family):
-    proof = verify_packing(make_shrunk(family))
+def test_packs_of_text_are_exact(family, made):
+    proof = verify_packing(made(family))
     assert proof.leak <= 1e-6
     assert proof.logits_error <= 1e-5
     assert proof.gradient_error <= 1e-4
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "idefics3", "hunyuan_vl"])
-def test_packs_with_images_are_exact(family):
-    model = make_shrunk(family)
+def test_packs_with_images_are_exact(family, made):
+    model = made(family)
     samples = draw_image_samples(model)
     assert samples is not None
     proof = verify_packing(model, samples, max_tokens=64)
     assert proof.num_samples == 4
     assert max(proof.leak, proof.logits_error, proof.gradient_error / 10) <= 1e-5
+
+
+@pytest.mark.parametrize(("family", "is_apart"), [("qwen3_vl", True), ("llava", True), ("gemma3", False)])
+def test_samples_attend_apart_where_nothing_but_their_order_decides_who_is_seen(family, is_apart, monkeypatch):
+    model = make_shrunk(family)
+    attend_by_sample(model)
+    samples = [{"input_ids": torch.arange(5, 5 + n), "labels": torch.arange(5, 5 + n)} for n in (4, 9, 1, 6)]
+    pack = PackedCollator(model.config, vision_in_every_pack=False)(samples)
+    own, rows = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(query, *args, **options):
+        rows.append(query.shape[2])
+        return own(query, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    model(**pack)
+    assert sorted(set(rows)) == ([1, 4, 6, 9] if is_apart else [20])
+    assert len(rows) == model.config.get_text_config().num_hidden_layers * (4 if is_apart else 1)
+
+
+def test_other_batches_run_as_they_did_before_samples_attended_apart():
+    model = make_shrunk("llava").eval()
+    ids = torch.arange(5, 29).reshape(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0  # padded on the left
+    before = model(input_ids=ids, attention_mask=mask).logits
+    words = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    attend_by_sample(model)
+    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
+    assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, do_sample=False), words)
 
 
 def test_a_family_registered_here_needs_no_line():

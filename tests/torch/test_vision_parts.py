@@ -17,8 +17,16 @@ from trimtab.runtime.vision import apply as callback
 from trimtab.runtime.vision.agreement import differing_ranks, fingerprint
 from trimtab.runtime.vision.exchange import lay_out_rows, zigzag_rows
 from trimtab.runtime.vision.hooks import KINDS, Heartbeat
-from trimtab.runtime.vision.inputs import BatchFamily, GridFamily, VisionInputs, VisionPart, join_inputs
-from trimtab.runtime.vision.outputs import read_features, touch, write_features
+from trimtab.runtime.vision.inputs import (
+    BatchFamily,
+    GridFamily,
+    VisionInputs,
+    VisionPart,
+    join_inputs,
+    read_features,
+    touch,
+    write_features,
+)
 from trimtab.vision import encode_pooled, share_images
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trimtab.runtime.vision.apply import VisionDataParallel, verify_vision_dp, vision_dp
 from trimtab.runtime.vision.exchange import zigzag_rows
 from trimtab.runtime.vision.hooks import find_functions
-from trimtab.runtime.vision.outputs import rows_of
+from trimtab.runtime.vision.inputs import rows_of
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "glm4v", "internvl")  # qwen3_vl: DeepStack; internvl: tiles of one size
 CLOSE = 1e-7  # some towers compute positions or a norm in float32, whatever their own type
@@ -136,6 +136,5 @@ def _run(host: Host, groups: Any, tp: int, cut: bool, what: object) -> None:
                 handle,
                 lambda: host.loss(np.sort(tokens), cut=False),
                 reduce_gradients=lambda: reduce(handle),
-                raise_problems=False,
             )
             assert max(check.loss_error, check.gradient_error) <= CLOSE, (what, check)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab import Packing, PlanDetails, SampleTable, Schedule, check_plan
+from trimtab import Packing, PlanDetails, SampleTable, Schedule, check_plan, write_plan
 from trimtab.files import write_atomically
 from trimtab.plan.decide.steps import even_steps
-from trimtab.plan.file.reload import load_details
+from trimtab.plan.file.reload import ReloadedPlan, load_details, reload_plan
 from trimtab.plan.file.yaml import pack_contents
 
 
@@ -45,9 +45,16 @@ def write_packs(folder: Path, packing: Packing, schedule: Schedule) -> Path:
     return folder
 
 
-def read_back(made: PlanDetails, folder: Path) -> PlanDetails:
-    """The plan that `made` was written as: it passes `check_plan`, and simulates to the same figures."""
+def write_checked(made: PlanDetails, folder: Path) -> ReloadedPlan:
+    """The plan as it is read back from where it was written; it passes `check_plan`."""
+    write_plan(made, folder)
     assert check_plan(folder) == []
+    return reload_plan(folder)
+
+
+def read_back(made: PlanDetails, folder: Path) -> PlanDetails:
+    """The same with its details, which simulate to the same figures."""
+    write_checked(made, folder)
     loaded = load_details(folder)
     assert loaded.plan == made.plan
     for before, after in zip(made.variants, loaded.variants, strict=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plan_cases import read_back
+from plan_cases import read_back, write_checked
 from vision_cases import CLUSTER, OPTIONS, QWEN, image_samples, table_of
 
 from trimtab import PlanDetails, check_plan, describe, make_plan, parse_cluster, simulate, write_plan
@@ -40,14 +40,13 @@ def apart() -> PlanDetails:
     return plan_of("replica")
 
 
-def test_a_step_is_its_phases_around_a_pipeline_without_a_tower(apart, tmp_path):
+def test_a_step_is_its_phases_around_a_pipeline_without_a_tower(apart):
     """By hand: of every replica the slowest share's seconds, then the decoder's pipeline; the slowest one counts."""
-    write_plan(apart, tmp_path)
-    found = reload_plan(tmp_path)
-    case, table = found.case, found.case.schedule.table
+    case, stages = read_case(apart)
+    table = case.schedule.table
     towers = [x for x in tower_alone(case.without_vision(), 8).layers if x.tower != "language"]
     assert case.apart is not None
-    times = times_of(case.work, found.stages, case.setting.profile, case.cluster)
+    times = times_of(case.work, stages, case.setting.profile, case.cluster)
     step, ends = 1, []
     for rank in range(table.shape[1]):
         packs = table[step, rank]
@@ -58,15 +57,13 @@ def test_a_step_is_its_phases_around_a_pipeline_without_a_tower(apart, tmp_path)
         whole = sum(float(images @ (np.array(x.forward_s) + np.array(x.backward_s))) for x in towers)
         assert whole <= case.apart.seconds[step, rank] <= 1.1 * whole
         ends.append(pipeline + case.apart.step_s[step, rank])
-    update_s = rank_step_s(case.problem, found.stages)
+    update_s = rank_step_s(case.problem, stages)
     assert apart.variants[-1].step_s[step] == pytest.approx(max(ends) + update_s, rel=1e-9)
-    assert apart.variants[-1].step_s.sum() == pytest.approx(epoch_s(case, found.stages))
+    assert apart.variants[-1].step_s.sum() == pytest.approx(epoch_s(case, stages))
 
 
-def test_features_and_the_tower_are_counted_where_they_lie(apart, tmp_path):
-    write_plan(apart, tmp_path)
-    found = reload_plan(tmp_path)
-    case, stages = found.case, found.stages
+def test_features_and_the_tower_are_counted_where_they_lie(apart):
+    case, stages = read_case(apart)
     memory = case.problem.assess(stages).memory
     alone = tower_alone(case.without_vision(), 8)
     state = sum(x.state_bytes for x in alone.layers if x.tower != "language")
@@ -82,8 +79,7 @@ def test_features_and_the_tower_are_counted_where_they_lie(apart, tmp_path):
 
 
 def test_a_plan_with_its_tower_on_the_replica_checks_and_reads_back(apart, tmp_path):
-    write_plan(apart, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(apart, tmp_path)
     read_back(apart, tmp_path)
     path = Path(tmp_path) / "plan.yaml"
     text = path.read_text()
@@ -136,16 +132,6 @@ def test_the_decoder_alone_keeps_its_layers_and_cuts():
         assert alone.forbidden_cuts == {cut - first for cut in model.forbidden_cuts if cut > first}
 
 
-def test_degrees_are_searched_again_without_a_tower_in_the_pipeline():
-    options = PlanOptions(schedule="1F1B", zero_stage=1, risk=0.05, global_batch=64, host="none")
-    samples = image_samples(192, most=8)
-    found = {
-        group: make_plan(QWEN, samples, CLUSTER, dataclasses.replace(options, vision=VisionChoice(group=group)))
-        for group in ("one-grid", "auto")
-    }
-    assert found["auto"].variants[-1].epoch_s <= 1.005 * found["one-grid"].variants[-1].epoch_s
-
-
 # A tower on devices of its own.
 
 
@@ -156,11 +142,7 @@ def own_case(dp: int, devices: int, **changes: object) -> tuple[PlanDetails, Cas
     needed = 2 * dp + devices
     cluster = parse_cluster(f"{needed if needed <= 8 else 16}xH100-80GB")
     made = make_plan(describe("Qwen2.5-VL-3B"), image_samples(160, largest=2048), cluster, options)
-    with tempfile.TemporaryDirectory() as folder:
-        write_plan(made, folder)
-        assert check_plan(folder) == []
-        found = reload_plan(Path(folder))
-        return made, found.case, found.stages
+    return made, *read_case(made)
 
 
 def coupled_s(case: Case, stages: tuple[Stage, ...], step: int) -> float:
@@ -319,15 +301,25 @@ def test_every_form_that_was_simulated_has_its_row(apart, tmp_path):
         forms = made.plan.estimates.forms
         assert [x.form for x in forms] == names
         for x in forms:
-            assert x.bound_s is None or x.bound_s <= x.epoch_s
+            assert x.bound_s is not None
+            assert 0 < x.bound_s <= x.epoch_s
             assert 0 < x.busy_share < 1
         assert forms[1].epoch_s == pytest.approx(made.variants[-1].epoch_s, rel=1e-3)
         assert (forms[1].tower_gib is None) == (forms[1].form != "own")
         page = html_report(made)
         assert all(x.hosts in page for x in forms)
-        write_plan(made, tmp_path)
         read_back(made, tmp_path)
     assert plan_of("one-grid").plan.estimates.forms == ()
+
+
+def test_the_timeline_shows_every_device_encode_before_and_after_its_pipeline(apart):
+    line, decided = apart.variants[-1].timeline, apart.plan.decisions
+    images = line.microbatch == decided.schedule.num_microbatches
+    before, after = (images & (line.kind == kind) for kind in (0, 1))
+    assert sorted(line.device[before]) == sorted(line.device[after]) == list(range(decided.parallel.pp))
+    assert line.end_s[before].max() <= line.start_s[~images].min()
+    assert line.start_s[after].min() == pytest.approx(line.end_s[~images].max())
+    assert line.end_s[after].max() == pytest.approx(line.makespan_s)
 
 
 # Encoding in the bubbles.
@@ -387,6 +379,5 @@ def tower_terms(tower: list[LayerCost]) -> tuple[np.ndarray, np.ndarray]:
 
 def read_case(made: PlanDetails) -> tuple[Case, tuple[Stage, ...]]:
     with tempfile.TemporaryDirectory() as folder:
-        write_plan(made, folder)
-        found = reload_plan(Path(folder))
+        found = write_checked(made, Path(folder))
     return found.case, found.stages

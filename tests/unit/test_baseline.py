@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plan_cases import tile_samples
+from plan_cases import tile_samples, write_checked
 
-from trimtab import PlanDetails, check_plan, describe, make_plan, parse_cluster, simulate, write_plan
+from trimtab import PlanDetails, describe, make_plan, parse_cluster, simulate
 from trimtab.balance.packing import MOST_LIMIT, pack_samples
 from trimtab.cli.plan import _narrowed
 from trimtab.plan.decide import compare
@@ -87,8 +87,7 @@ def test_each_baseline_is_what_its_words_say(made: PlanDetails) -> None:
 
 
 def test_a_plan_with_baselines_is_read_back_with_them(made: PlanDetails, tmp_path: Path) -> None:
-    write_plan(made, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(made, tmp_path)
     loaded = load_details(tmp_path)
     assert loaded.plan.inputs.training.baselines == ASKED
     for before, after in zip(made.variants, loaded.variants, strict=True):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plan_cases import read_back, tile_samples
+from plan_cases import read_back, tile_samples, write_checked
 
 from refusals import refused
 from trimtab import PlanDetails, PlanOptions, check_plan, describe, make_plan, parse_cluster, write_plan
@@ -74,15 +74,7 @@ def test_other_choices_give_plans_that_check_and_simulate_alike(options: PlanOpt
     cluster = dataclasses.replace(CLUSTER, node_link_bytes_per_s=5e9, latency_s=1e-4)
     model = dataclasses.replace(MODEL, forbidden_cuts=MODEL.forbidden_cuts | frozenset(range(1, 20)))
     made = make_plan(model, tile_samples(300), cluster, options)
-    write_plan(made, tmp_path)
     read_back(made, tmp_path)
-
-
-def test_a_global_batch_is_met_on_average() -> None:
-    made = make_plan(MODEL, tile_samples(), CLUSTER, PlanOptions(pp=4, tp=2, global_batch=128))
-    decision = made.plan.decisions
-    per_step = 600 / made.packing.num_packs * decision.parallel.dp * decision.schedule.num_microbatches
-    assert 90 < per_step < 180
 
 
 def test_oversize_samples_are_an_error_alone_or_skipped(tmp_path: Path) -> None:
@@ -94,19 +86,16 @@ def test_oversize_samples_are_an_error_alone_or_skipped(tmp_path: Path) -> None:
         make_plan(MODEL, samples, CLUSTER, limits)
     alone = make_plan(MODEL, samples, CLUSTER, dataclasses.replace(limits, oversize="alone"))
     assert len(alone.packing.indices) == 300
-    write_plan(alone, tmp_path / "alone")
-    assert check_plan(tmp_path / "alone") == []
+    write_checked(alone, tmp_path / "alone")
     skipped = make_plan(MODEL, samples, CLUSTER, dataclasses.replace(limits, oversize="skip"))
     assert skipped.plan.decisions.packing.num_oversize == num_large
-    write_plan(skipped, tmp_path / "skipped")
-    assert check_plan(tmp_path / "skipped") == []
+    write_checked(skipped, tmp_path / "skipped")
 
 
 def test_fewer_samples_than_ranks_still_make_a_plan(tmp_path: Path) -> None:
     made = make_plan(MODEL, tile_samples(3), CLUSTER, OPTIONS)
     assert sorted(made.packing.indices.tolist()) == [0, 1, 2]
-    write_plan(made, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(made, tmp_path)
 
 
 def test_a_model_without_a_file_is_checked_with_the_model_in_hand(tmp_path: Path) -> None:
@@ -151,23 +140,14 @@ def test_text_alone_makes_a_plan(max_patches: int | None) -> None:
 @pytest.mark.parametrize("num_samples", [230, 280])
 def test_gpipe_fits_with_the_micro_batches_it_was_priced_with(num_samples: int, tmp_path: Path) -> None:
     options = PlanOptions(pp=8, tp=2, schedule="GPipe", memory_bytes=50 * 2**30)
-    write_plan(make_plan(MODEL, tile_samples(num_samples), CLUSTER, options), tmp_path)
-    assert check_plan(tmp_path) == []
-
-
-@pytest.mark.parametrize("global_batch", [100, 250])
-def test_interleaved_steps_hold_whole_rounds_of_the_pipeline(global_batch: int) -> None:
-    options = PlanOptions(pp=4, tp=2, schedule="Interleaved1F1B", num_chunks=2, global_batch=global_batch)
-    made = make_plan(MODEL, tile_samples(300), CLUSTER, options)
-    assert made.plan.decisions.schedule.num_microbatches % 4 == 0
+    write_checked(make_plan(MODEL, tile_samples(num_samples), CLUSTER, options), tmp_path)
 
 
 def test_figures_of_a_device_are_its_own_or_the_published_ones(tmp_path: Path) -> None:
     slow = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, peak_flops=1e14))
     for cluster in (slow, CLUSTER):
         made = make_plan(MODEL, tile_samples(100), cluster, OPTIONS)
-        write_plan(made, tmp_path)
-        assert check_plan(tmp_path) == []
+        write_checked(made, tmp_path)
     text = (tmp_path / "plan.yaml").read_text()
     now = made.plan.inputs.cluster.device_blake2b
     (tmp_path / "plan.yaml").write_text(text.replace(now, "0" * len(now)))  # as if the table had changed since

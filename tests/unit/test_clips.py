@@ -9,6 +9,7 @@ import pytest
 from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
 
 from refusals import refused
+from tables import read_table
 from trimtab.errors import ConfigError, ImageError
 from trimtab.models.images import asked as clips
 from trimtab.samples.encode import ConversationEncoder
@@ -54,27 +55,11 @@ def part(**fields):
     return [{"role": "user", "content": [{"type": "video", **fields}, {"type": "text", "text": "what"}]}]
 
 
-@pytest.mark.parametrize(
-    ("record", "sources"),
-    [
-        ({"video": "a.mp4", "conversations": talk("<video>\nwhat")}, ["a.mp4"]),
-        ({"video": "a.mp4", "conversations": talk("<image>\nwhat")}, ["a.mp4"]),
-        ({"videos": ["a.mp4", "b.mp4"], "conversations": talk("<video>", "one", "<video>")}, ["a.mp4", "b.mp4"]),
-        ({"video": ["a.png", "b.png"], "conversations": talk("<video>")}, [("a.png", "b.png")]),
-        ({"videos": [["a.png", "b.png"]], "messages": part()}, [("a.png", "b.png")]),
-        ({"messages": part(video="a.mp4")}, ["a.mp4"]),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "a.mp4"}}]}]},
-            ["a.mp4"],
-        ),
-        ({"messages": part(video=["a.png"], fps=2)}, [("a.png",)]),
-        ({"video": {"bytes": b"x", "path": None}, "conversations": talk("<video>")}, [b"x"]),
-        ({"conversations": talk("the tag <video> of HTML")}, []),
-    ],
-)
+@pytest.mark.parametrize(("record", "sources"), read_table("records", "videos"))
 def test_every_spelling_of_a_video_is_read(record, sources):
     conversation = read_conversation(record)
-    assert [video.source for video in conversation.videos] == sources
+    found = [list(x.source) if isinstance(x.source, tuple) else x.source for x in conversation.videos]
+    assert found == sources
     assert sum(message.content.count(Slot.VIDEO) for message in conversation.messages) == len(sources)
 
 

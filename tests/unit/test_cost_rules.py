@@ -19,12 +19,13 @@ from trimtab.costs.formula.activations import (
     selective_bytes,
 )
 from trimtab.costs.formula.curves import Efficiency, product_line, product_rates, weight_line
+from trimtab.costs.formula.flops import has_expert_biases, layer_matmuls
 from trimtab.costs.formula.layers import COLLECTIVE_S, KERNEL_S, Gradients, cost_layer, expert_tp_bytes, ring_bytes
 from trimtab.costs.formula.settings import CostSettings
 from trimtab.costs.formula.state import Share, added_bytes, bytes_per_param, shares_of, state_bytes, step_seconds
 from trimtab.costs.profile import chosen_tiers, price_model, profile_model, weight_coefficients
 from trimtab.lora import NF4_BYTES, Lora
-from trimtab.specs import WORK_TERMS, MlpSpec, ParallelDims, RecomputeChoice, Stage
+from trimtab.specs import WORK_TERMS, MeasuredWork, MlpSpec, ParallelDims, RecomputeChoice, Stage
 
 A100 = DEVICES["A100-80GB"]
 PERFECT = Efficiency(matmul=1, outputs=0, depth=0, product_s=0, attention=1, memory=1, link=1)
@@ -113,6 +114,21 @@ def test_4_bit_weights_are_stored_by_their_block_and_adapters_beside_them():
     assert share.trained_bytes in (2 * adapters, 4 * adapters)
 
 
+@pytest.mark.parametrize(("gated", "matrices"), [(True, 3), (False, 2)])
+@pytest.mark.parametrize(("rest", "found"), [(-1, False), (0, True)])
+def test_experts_have_biases_where_a_block_has_as_many_other_parameters(gated, matrices, rest, found):
+    assert not has_expert_biases(text_block())
+    mlp, each = MlpSpec(intermediate_size=64, gated=gated, num_experts=8, experts_per_token=2), matrices * H * 64
+    layer = replace(text_block(), mlp=mlp, num_matmul_params=2 * each, num_params=8 * (each + H + 64) + rest)
+    assert has_expert_biases(layer) == found
+
+
+def test_a_layer_that_was_measured_without_work_has_no_products():
+    none = (0.0,) * len(WORK_TERMS)
+    layer = replace(text_block(), measured=MeasuredWork(forward_flops=none, kept_bytes=none), linears=())
+    assert [layer_matmuls(layer, tp) for tp in (1, 2)] == [(), ()]
+
+
 # -- traffic --------------------------------------------------------------------------------------------------------
 
 # bytes of each value that an unfused kernel of these moves, 16 bits
@@ -161,6 +177,19 @@ def test_adapters_scale_and_add_their_results_and_cast_their_inputs(bits, weight
     expected = [(5 + 2 * copies) * 2 * out + (8 + 2 * 2) * casts * into for into, out in ((H, Q), (F, H))]
     assert [x.row_bytes for x in found] == expected
     assert [x.num_kernels for x in found] == [2 + copies + 2 * casts] * 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "target", "skipped"),
+    [
+        (projector(), None, 0.25 * 256 * 128),  # of its first product
+        *((text_block(), x, H * (Q + 2 * KV) + more) for x, more in (("q_proj", 8 * H), ("o_proj", 0))),
+    ],
+)
+def test_the_first_trained_layer_needs_no_gradient_of_what_enters_it(layer, target, skipped):
+    own = {"lora": Lora(r=8, targets=(target,)) if target else None}
+    whole, first = (sum(cost(layer, Gradients(inputs=x, weights=True), **own).backward_s) for x in (True, False))
+    assert whole - first == pytest.approx(2 * skipped / A100.peak_flops)
 
 
 def test_backward_moves_twice_the_traffic_and_fused_attention_computes_scores_again():
@@ -343,6 +372,17 @@ def test_keys_and_values_go_round_the_other_ranks(cp, tp):
     assert ring_bytes(vision_block(), own) == 0.0
     slow, fast = (cost(text_block(), cp=cp, tp=tp, cp_bytes_per_s=x).forward_s[TOKENS] for x in (1e9, 2e9))
     assert slow - fast == pytest.approx(ring_bytes(text_block(), own) / cp / 2e9)
+
+
+def test_experts_on_other_devices_wait_for_two_messages_and_divided_ones_for_two_more():
+    def once(num_experts, **dims):
+        mlp = MlpSpec(intermediate_size=64, gated=True, num_experts=num_experts, experts_per_token=2)
+        own = CostSettings(dims=ParallelDims(dp=2, **dims), efficiency=PERFECT)
+        return cost_layer(replace(text_block(), mlp=mlp), BOTH, A100, own, group=0).forward_s[ONCE]
+
+    assert once(16, ep=2) - once(8) == pytest.approx(2 * COLLECTIVE_S)  # as many on a device
+    divided, whole = (once(8, tp=2, ep=2, etp=x) for x in (2, 1))
+    assert divided - whole == pytest.approx(2 * COLLECTIVE_S)
 
 
 def test_an_expert_of_several_devices_gathers_its_rows_and_scatters_results():

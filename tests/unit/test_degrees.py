@@ -218,7 +218,7 @@ def test_a_plan_for_experts_takes_ep(tmp_path):
     assert check_plan(tmp_path) == []
     found = reload_plan(tmp_path)
     assert same_fields(found.case.setting.dims, ParallelDims) == same_fields(parallel, ParallelDims)
-    flags = find_target("megatron").export(decided(found, "megatron"), None).text
+    flags = find_target("megatron").export(decided(found, "megatron")).text
     assert f"--expert-model-parallel-size {parallel.ep}" in flags
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusals import refused
+from tables import read_table
 from trimtab import Lora, PlanOptions, make_plan, profile_model
 from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.errors import ConfigError
@@ -22,16 +23,12 @@ from trimtab.models.description import find_same, read_shipped, shipped_models
 from trimtab.models.images.rules import with_limits
 from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload
-from trimtab.specs import LayerSpec, ModelSpec, SampleTable
+from trimtab.specs import SampleTable
 from trimtab.units import GIB
 
 LIMITS = {"min_pixels": 3136, "max_pixels": 1003520, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 QWEN25 = dict(read_config("Qwen2.5-VL-7B"))
 INTERNVL = dict(read_config("InternVL-Chat-V1-5"))
-
-
-def layer(spec: ModelSpec, name: str) -> LayerSpec:
-    return next(x for x in spec.layers if x.name.endswith(name))
 
 
 # -- shipped models ---------------------------------------------------------------------------------------------------
@@ -113,27 +110,9 @@ def test_shipped_models_are_descriptions_of_named_sources():
     assert sum(len(zlib.compress(x.read_bytes())) for x in files) < 200_000  # as a wheel stores them, one by one
 
 
-BILLIONS = {  # as model cards and tables give them
-    "Gemma3-27B": 27.4,
-    "InternVL-Chat-V1-5": 25.5,
-    "InternVL2-8B": 8.1,
-    "InternVL3-1B": 0.94,
-    "InternVL3_5-8B": 8.5,
-    "InternVL3_5-30B-A3B": 30.8,
-    "InternVL3_5-241B-A28B": 240.7,
-    "LLaVA-1.5-7B": 7.06,
-    "LLaVA-OneVision-72B": 73.2,
-    "Qwen2-VL-2B": 2.21,
-    "Qwen2-VL-72B": 73.4,
-    "Qwen2.5-VL-3B": 3.75,
-    "Qwen3-VL-4B": 4.44,
-    "Qwen3-VL-235B-A22B": 235.7,
-}
-
-
-@pytest.mark.parametrize("name", BILLIONS)
-def test_shipped_models_have_the_published_parameters(name):
-    assert describe(name).num_params / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
+@pytest.mark.parametrize(("name", "billions"), read_table("published", "billions").items())
+def test_shipped_models_have_the_published_parameters(name, billions):
+    assert describe(name).num_params / 1e9 == pytest.approx(billions, rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -267,37 +246,10 @@ def test_small_models_of_the_tests_are_whole():
 # -- what weights on disk say ------------------------------------------------------------------------------------------
 
 
-QWEN = dict(read_config("Qwen2.5-VL-7B"))
-
-
-def compressed(*weights):
-    groups = {str(i): {"weights": {"type": kind, "num_bits": bits}} for i, (kind, bits) in enumerate(weights)}
-    return {"quant_method": "compressed-tensors", "config_groups": groups}
-
-
-FORMATS = [
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bnb-nf4"),
-    ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "bnb-nf4-double"),
-    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bnb-int8"),
-    ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq"),
-    ({"quant_method": "gptq", "bits": 4}, "awq"),
-    ({"quant_method": "gptq", "bits": 8}, "gptq-8"),
-    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-    ({"quant_method": "hqq"}, "hqq"),
-    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
-    (compressed(("float", 8)), "fp8"),
-    (compressed(("int", 4)), "awq"),
-    (compressed(("float", 4)), "compressed-tensors"),
-    (compressed(("float", 8), ("int", 4)), "compressed-tensors"),
-    ({"quant_method": "compressed-tensors", "config_groups": [1]}, "compressed-tensors"),
-]
-
-
-@pytest.mark.parametrize(("said", "name"), FORMATS)
+@pytest.mark.parametrize(("said", "name"), read_table("published", "formats"))
 def test_every_quantization_config_has_a_name(said, name):
     assert stored_format(said) == name
-    assert describe({**QWEN, "quantization_config": said}).stored_as == name
+    assert describe({**QWEN25, "quantization_config": said}).stored_as == name
 
 
 @pytest.mark.parametrize(("name", "gib"), [("bnb-nf4-double", 5.5), ("awq", 6.45), (None, 15.45)])
@@ -321,8 +273,8 @@ def table(tokens: int = 700) -> SampleTable:
 
 
 def test_samples_longer_than_the_positions_are_said():
-    text = {**QWEN["text_config"], "max_position_embeddings": 600}
-    model = describe({**QWEN, "text_config": text})
+    text = {**QWEN25["text_config"], "max_position_embeddings": 600}
+    model = describe({**QWEN25, "text_config": text})
     assert model.max_positions == 600
     details = make_plan(model, table(), parse_cluster("8xA100-80GB"), PlanOptions(pp=1, tp=1, num_microbatches=4))
     assert any("64 samples" in x and "600" in x for x in details.plan.assumptions)

@@ -3,6 +3,7 @@
 import pytest
 from plan_cases import tile_samples
 
+from tables import read_table
 from trimtab import PlanOptions, describe, load_plan, make_plan, write_plan
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
 from trimtab.placement.machine import parse_machine
@@ -10,31 +11,7 @@ from trimtab.plan.file.reload import find_cluster
 from trimtab.units import GIB
 
 
-@pytest.mark.parametrize(
-    ("said", "meant"),
-    [
-        ("a100", "A100-80GB"),
-        ("A100-80", "A100-80GB"),
-        ("A100 80gb", "A100-80GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("H100", "H100-80GB"),
-        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
-        ("h200", "H200"),
-        ("NVIDIA H200", "H200"),
-        ("H20", "H20"),
-        ("b200", "B200"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA GB200", "GB200"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-        ("4090", "RTX-4090"),
-        ("NVIDIA RTX 6000 Ada Generation", "6000-Ada"),
-        ("L40", "L40"),
-        ("AMD Instinct MI300X", "MI300X"),
-        ("ascend910b", "Ascend-910B"),
-    ],
-)
+@pytest.mark.parametrize(("said", "meant"), read_table("published", "devices"))
 def test_a_device_is_found_however_it_is_spelt(said, meant):
     assert find_device(said) is DEVICES[meant]
 

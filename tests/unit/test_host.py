@@ -127,6 +127,18 @@ def test_the_hosts_seconds_are_a_constant_of_a_block_and_a_third_of_it_elsewhere
     assert not any(x.host_forward_s for x in profile_model(model, H100, host="recipe").layers)
 
 
+@pytest.mark.parametrize("expert_products", ["grouped", "loop"])
+def test_where_launches_block_a_pass_lasts_as_long_as_device_and_host_together(expert_products):
+    block, once = experts() if expert_products == "loop" else text_block(), 0
+    apart, blocked = (
+        priced(block, host="eager", expert_products=expert_products, blocking_launches=on) for on in (False, True)
+    )
+    again, again_blocked = (x.tier("full").extra_backward_s[once] for x in (apart, blocked))
+    assert blocked.forward_s[once] - apart.forward_s[once] == pytest.approx(apart.host_forward_s)
+    assert blocked.backward_s[once] - apart.backward_s[once] == pytest.approx(2 * apart.host_forward_s)
+    assert again_blocked - again == pytest.approx(apart.host_forward_s)
+
+
 def experts(number=16):
     mlp = MlpSpec(intermediate_size=64, gated=True, num_experts=number, experts_per_token=2)
     dense = 128 * 32 * (2 * 4 + 2 * 2) + 128 * number

@@ -1,5 +1,6 @@
 """Megatron-Bridge, ms-swift and Pai-Megatron-Patch: what each of these launchers is told, and what none can be."""
 
+import dataclasses
 import shlex
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from trimtab.adapters.pai_megatron import pai_ladder, pai_splits
 from trimtab.adapters.running import Exported, Launch, degree_problems
 from trimtab.errors import UnsupportedPlanError
 from trimtab.options import DType, Precision
+from trimtab.plan.plan import VisionDecision
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 
@@ -25,15 +27,15 @@ def megatron(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Megatron
 
 
 def bridge(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
-    return megatron_hosts.export_bridge(decide(model, stages, **options), None)
+    return megatron_hosts.export_bridge(decide(model, stages, **options))
 
 
 def swift(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
-    return megatron_hosts.export_swift(decide(model, stages, **options), None)
+    return megatron_hosts.export_swift(decide(model, stages, **options))
 
 
-def pai(model: ModelSpec, stages: tuple[Stage, ...], *, price: float | None = None, **options) -> Exported:
-    return pai_megatron.export(decide(model, stages, **options), price)
+def pai(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
+    return pai_megatron.export(decide(model, stages, **options))
 
 
 def full(*layers: int) -> list[RecomputeChoice]:
@@ -88,6 +90,26 @@ def test_bridge_copies_the_recompute_to_qwen3_vls_tower_alone():
         for way in ways:
             assert bridge(model, way).runs == way
             assert bridge(model, way).warnings == ()
+
+
+def test_bridge_shares_images_over_cp_where_its_provider_can():
+    shared = VisionDecision(
+        group="cp",
+        degree=2,
+        exchange="gather",
+        pooling=1,
+        rule="contiguous",
+        objective="time",
+        reduction=None,
+    )
+    for family, runs in (("qwen3_vl", True), ("qwen2_5_vl", False)):
+        model = make_model(family=family)
+        export = bridge(model, by_counts(model, 3, 4, 5), vision=shared)
+        assert export.fields.get("cfg.model.vision_dp_when_cp", False) is runs
+        assert export.warnings == ()
+    by_cost = dataclasses.replace(shared, rule="balanced")
+    model = make_model(family="qwen3_vl")
+    assert any("contiguous" in x for x in bridge(model, by_counts(model, 3, 4, 5), vision=by_cost).warnings)
 
 
 def test_bridge_lines_set_the_configuration():
@@ -225,7 +247,7 @@ def test_degrees_of_experts_and_contexts_are_told_and_read_back(dims):
     own = given.dims
     assert (read.tp, read.pp, read.cp or 1, read.ep, read.etp) == (2, 2, own.cp, own.ep, own.expert_tp)
     assert ("--sequence-parallel" in flags, "--moe-token-dispatcher-type alltoall" in flags) == (True, own.ep > 1)
-    arguments = pai_megatron.export(given, None).fields["arguments"]
+    arguments = pai_megatron.export(given).fields["arguments"]
     assert arguments[11:15] == (str(own.cp), str(own.expert_tp), str(own.ep), "true")
 
 

@@ -118,19 +118,21 @@ GROWING = "{% set ns = namespace(s='xx') %}{% for i in range(60) %}{% set ns.s =
 TURNING = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize("attack", ["{{ '{:>100000000000}'.format(1) }}", "{{ '%100000000000d' % 1 }}", GROWING])
-def test_a_template_that_makes_too_much_costs_its_sample(tmp_path, attack):
+@pytest.mark.parametrize(
+    ("attack", "kind"),
+    [
+        *((x, "template") for x in ("{{ '{:>100000000000}'.format(1) }}", "{{ '%100000000000d' % 1 }}", GROWING)),
+        pytest.param(TURNING, "reader", marks=pytest.mark.integration),
+    ],
+)
+def test_a_template_that_makes_too_much_or_does_not_end_costs_its_sample(tmp_path, attack, kind):
     guarded = "{% if messages[0].content == 'attack' %}" + attack + "{% endif %}" + CHATML
     result = sized(tmp_path, guarded, "before", "attack", "after")
     assert result.table.ids == ("before", "after")
-    assert [(bad.line, bad.id, bad.kind) for bad in result.bad] == [(2, "attack", "template")]
+    assert [(bad.line, bad.id, bad.kind) for bad in result.bad] == [(2, "attack", kind)]
 
 
 @pytest.mark.integration
-def test_a_template_that_does_not_end_costs_its_sample(tmp_path):
-    guarded = "{% if messages[0].content == 'attack' %}" + TURNING + "{% endif %}" + CHATML
-    result = sized(tmp_path, guarded, "before", "attack", "after")
-    assert result.table.ids == ("before", "after")
-    assert [(bad.line, bad.id, bad.kind) for bad in result.bad] == [(2, "attack", "reader")]
+def test_a_template_that_never_ends_is_refused(tmp_path):
     with refused(ConfigError):
         sized(tmp_path, TURNING + CHATML, "before")

@@ -182,7 +182,7 @@ def test_a_framework_is_told_adapters_or_refuses_them_in_a_sentence(name):
         return
     target.refuse_lora(lora)
     plan = decide(MODEL, WHOLE, dims=ParallelDims(), lora=lora, zero_stage=0)
-    assert "16" in target.export(plan, None).text
+    assert "16" in target.export(plan).text
     if 4 not in target.lora:
         with refused(UnsupportedPlanError, "4"):
             target.refuse_lora(Lora(r=16, bits=4))
@@ -191,7 +191,7 @@ def test_a_framework_is_told_adapters_or_refuses_them_in_a_sentence(name):
 def test_python_hosts_are_told_peft_and_bitsandbytes():
     lora = Lora(r=8, alpha=16, bits=4)
     plan = decide(MODEL, WHOLE, dims=ParallelDims(dp=2), lora=lora, zero_stage=3)
-    exported = find_target("fsdp2").export(plan, None)
+    exported = find_target("fsdp2").export(plan)
     assert exported.fields["peft"] == {
         "r": 8,
         "lora_alpha": 16,
@@ -209,28 +209,28 @@ def test_python_hosts_are_told_peft_and_bitsandbytes():
 def test_megatron_hosts_are_told_their_own_layers():
     swift, bridge = find_target("ms-swift"), find_target("megatron-bridge")
     plan = decide(MODEL, WHOLE, dims=ParallelDims(), lora=Lora(r=8, weights="same"), zero_stage=0)
-    fields = swift.export(plan, None).fields
+    fields = swift.export(plan).fields
     assert (fields["tuner_type"], fields["lora_rank"], fields["target_modules"]) == ("lora", 8, ("all-linear",))
     assert (fields["freeze_vit"], fields["freeze_aligner"], fields["freeze_llm"]) == (True, True, False)
-    text = bridge.export(plan, None).text
+    text = bridge.export(plan).text
     assert "cfg.peft = CanonicalLoRA(dim=8, alpha=32" in text
     assert all(f"'*language_model*.{name}'" in text for name in ("linear_q", "linear_proj", "mlp.linear_fc1_gate"))
     experts = replace(plan, model=describe("Qwen3-VL-30B-A3B"))
     experts = replace(experts, stages=(Stage(index=0, start=0, stop=len(experts.model.layers)),))
-    assert swift.export(experts, None).fields["target_modules"] == (
+    assert swift.export(experts).fields["target_modules"] == (
         "linear_qkv",
         "linear_proj",
     )  # its all takes experts
-    assert "linear_fc" not in bridge.export(experts, None).text
+    assert "linear_fc" not in bridge.export(experts).text
     one = replace(plan, lora=Lora(r=8, targets=("q_proj", "v_proj"), weights="same"))
-    assert "linear_k" not in bridge.export(one, None).text
+    assert "linear_k" not in bridge.export(one).text
     with refused(UnsupportedPlanError):
-        swift.export(one, None)
+        swift.export(one)
     alone = replace(plan, lora=Lora(r=8, targets=("layers.3.self_attn.q_proj",), weights="same"))
     with refused(UnsupportedPlanError):
-        bridge.export(alone, None)
+        bridge.export(alone)
     with refused(UnsupportedPlanError, "weights=same,towers=language"):
-        bridge.export(replace(plan, lora=Lora(r=8, weights="fp32")), None)
+        bridge.export(replace(plan, lora=Lora(r=8, weights="fp32")))
 
 
 def test_the_own_loop_refuses_quantised_weights():

@@ -11,9 +11,9 @@ from trimtab.errors import UnsupportedPlanError
 from trimtab.specs import ModelSpec, ParallelDims, RecomputeChoice, Stage
 
 
-def export(model: ModelSpec, stages: tuple[Stage, ...], *, price: float | None = None, **options) -> MegatronExport:
+def export(model: ModelSpec, stages: tuple[Stage, ...], **options) -> MegatronExport:
     options = {"dims": ParallelDims(pp=len(stages))} | options
-    return megatron_flags(decide(model, stages, **options), price)
+    return megatron_flags(decide(model, stages, **options))
 
 
 def value(flags: tuple[str, ...], name: str) -> str:
@@ -195,7 +195,7 @@ def test_vision_heads_that_tp_does_not_divide_are_padded():
     model = make_model(vision_heads=25)  # InternViT-6B
     result = export(model, by_counts(model, 6, 6), dims=ParallelDims(pp=2, tp=2))
     assert dict(result.vision_fields)["num_attention_heads"] == 26
-    told = megatron.export(decide(model, by_counts(model, 6, 6), dims=ParallelDims(pp=2, tp=2)), None)
+    told = megatron.export(decide(model, by_counts(model, 6, 6), dims=ParallelDims(pp=2, tp=2)))
     assert "vision_config.num_attention_heads = 26" in str(told.also)
     assert "builds fewer vision layers silently" in str(told.also)
     assert "padded with zero weights" in str(told.also)

@@ -3,6 +3,7 @@
 import pytest
 
 from export_cases import first_block, make_model
+from tables import read_table
 from trimtab.adapters.megatron_check import (
     MegatronFlags,
     built_vision_layers,
@@ -54,46 +55,13 @@ def written(text: str) -> str:
     return " ".join(SHORT.get(word, word) for word in text.split())
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("--pp 5", ["12", "pp 5", "Et*3|t*3|t*2|t*2|t*2L"]),
-        ("--pp 4 --embedding", ["12", "1", "pp 4"]),
-        ("--pp 4 --first 0", ["0", "E|t*12L"]),
-        ("--pp 4 --first 4", ["8", "3", "Et*3"]),
-        ("--pp 2 --first 3 --last 3", ["6", "12", "pp 2"]),
-        ("--first 3", ["3", "pp 1", "12"]),
-        ("--pp 2 --num-virtual-stages-per-pipeline-rank 4", ["6", "4"]),
-        ("--pp 2 --first 5 --loss", ["--account-for-loss-in-pipeline-split"]),
-        ("--pp 2 --first 5 --layout Et*5|t*7L", ["layout", "--decoder-first-pipeline-num-layers"]),
-        ("--pp 2 --layout VEt*5|t*7L", ["VEt"]),
-        ("--pp 2 --layout Et*5|t*6L", ["11 t", "12"]),
-        ("--pp 2 --layout Et*5|t*6|tL", ["3", "pp 2"]),
-        ("--pp 2 --layout t*5|t*7", ["one E"]),
-        ("--pp 2 --layout Et*5|Lt*7", ["one L"]),
-        ("--pp 999999999", ["pp 999999999", "12"]),
-        ("--num-layers 10", ["10", "tiny", "12"]),
-        ("--tensor-model-parallel-size 3", ["tp 3", "8"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "names"), read_table("megatron_flags", "fails"))
 def test_what_cannot_start_or_trains_something_else_fails(text, names):
     found = failures(TEXT, written(text))
     assert any(all(name in sentence for name in names) for sentence in found), found
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "--pp 4",
-        "--pp 2 --embedding --loss",
-        "--pp 4 --first 3",
-        "--pp 4 --first 2 --last 2",
-        "--pp 2 --num-layers-per-virtual-pipeline-stage 3",
-        "--pp 4 --layout E|t*4|t*4|t*4L",
-        "--pp 2 --layout E(t|)*3t*9L",
-    ],
-)
+@pytest.mark.parametrize("text", read_table("megatron_flags", "runs"))
 def test_what_runs_is_not_complained_of(text):
     assert check_megatron(TEXT, parse_megatron_flags(written(text))) == []
 

@@ -1,6 +1,6 @@
 """partition/assess.py: the peak of real micro-batches beside the peak that the limits allow."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,16 +15,7 @@ from trimtab.partition.schedules import BACKWARD, FORWARD, splits_backward
 SCHEDULES = [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBH1", 1), ("ZBVZeroBubble", 2)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedPeak:
-    """The worst moment of one pipeline rank, and in which step of which data-parallel rank it comes."""
-
-    memory: DeviceMemory
-    step: int
-    dp_rank: int
-
-
-def replay_peaks(problem, stages, work, table) -> tuple[ReplayedPeak, ...]:
+def replay_peaks(problem, stages, work, table) -> list[DeviceMemory]:
     """The peak of each pipeline rank when `table` (num_steps, dp, M) runs packs of `work` (num_packs, T).
 
     As `SplitProblem.assess` adds up a device, with each micro-batch's own bytes: a forward adds what its stage's tiers
@@ -58,18 +49,14 @@ def replay_peaks(problem, stages, work, table) -> tuple[ReplayedPeak, ...]:
                 held = held - (which.whole if split else which.saved)[pack]
         worst = int(most.argmax())
         result.append(
-            ReplayedPeak(
-                memory=DeviceMemory(
-                    state_bytes=float(state),
-                    saved_bytes=float(saved_then[worst]),
-                    transient_bytes=float(most[worst] - saved_then[worst]),
-                    overhead_bytes=float(problem.overhead_bytes),
-                ).with_share(problem.overhead_share),
-                step=worst // table.shape[1],
-                dp_rank=worst % table.shape[1],
-            )
+            DeviceMemory(
+                state_bytes=float(state),
+                saved_bytes=float(saved_then[worst]),
+                transient_bytes=float(most[worst] - saved_then[worst]),
+                overhead_bytes=float(problem.overhead_bytes),
+            ).with_share(problem.overhead_share)
         )
-    return tuple(result)
+    return result
 
 
 def with_choices(stages, profile, rng):
@@ -100,11 +87,11 @@ def test_full_packs_reach_what_the_limits_allow_and_smaller_ones_never_more(sche
         work = np.tile(ONE, (table.size, 1))
         full = replay_peaks(problem, stages, work, table)
         if schedule in ("1F1B", "GPipe"):  # elsewhere not all that is largest comes at once
-            assert [peak.memory.total_bytes for peak in full] == pytest.approx(allowed)
+            assert [peak.total_bytes for peak in full] == pytest.approx(allowed)
         work[:, 0] = rng.random(table.size)
         for peak, other, limit in zip(replay_peaks(problem, stages, work, table), full, allowed, strict=True):
-            assert peak.memory.total_bytes <= other.memory.total_bytes * (1 + 1e-12) <= limit * (1 + 1e-9)
-            assert peak.memory.state_bytes == other.memory.state_bytes
+            assert peak.total_bytes <= other.total_bytes * (1 + 1e-12) <= limit * (1 + 1e-9)
+            assert peak.state_bytes == other.state_bytes
 
 
 def test_a_window_of_micro_batches_is_held_by_hand():
@@ -115,22 +102,14 @@ def test_a_window_of_micro_batches_is_held_by_hand():
     work = np.outer([1.0, 2.0, 4.0, 1.0], ONE)
     table = np.arange(4).reshape(1, 1, 4)
     first, last = replay_peaks(problem, stages, work, table)
-    assert (first.memory.state_bytes, first.memory.overhead_bytes) == (100.0, 5.0)
+    assert (first.state_bytes, first.overhead_bytes) == (100.0, 5.0)
     # micro-batches 1 and 2 are held when 2 runs forward: 10 x (2 + 4), with the transient of 2
-    assert (first.memory.saved_bytes, first.memory.transient_bytes) == (60.0, 12.0)
-    assert (last.memory.saved_bytes, last.memory.transient_bytes) == (40.0, 12.0)
+    assert (first.saved_bytes, first.transient_bytes) == (60.0, 12.0)
+    assert (last.saved_bytes, last.transient_bytes) == (40.0, 12.0)
     again = replace(stages[0], recompute=(RecomputeChoice(tier="full", layers=(0,)),))
     first, _ = replay_peaks(problem, [again, stages[1]], work, table)
     # 2 x (2 + 4) held; of micro-batch 2 the workspace, 3 x 4, and what is computed again, 8 x 4
-    assert (first.memory.saved_bytes, first.memory.transient_bytes) == (12.0, 44.0)
-
-
-def test_the_worst_step_and_rank_are_named():
-    profile = profile_of([layer(0, saved=((0.0, 10.0),))])
-    problem = problem_of(profile, 1, 1)
-    work = np.outer([1, 2, 1, 1, 1, 5], ONE)
-    (peak,) = replay_peaks(problem, [Stage(index=0, start=0, stop=1)], work, np.arange(6).reshape(3, 2, 1))
-    assert (peak.step, peak.dp_rank, peak.memory.saved_bytes) == (2, 1, 50.0)
+    assert (first.saved_bytes, first.transient_bytes) == (12.0, 44.0)
 
 
 @settings(max_examples=20, deadline=None)
@@ -144,8 +123,5 @@ def test_a_stage_behind_the_first_layer_of_a_tower_holds_its_tables_too(seed):
     for cut in (1, 2, 3):
         stages = [Stage(index=0, start=0, stop=cut), Stage(index=1, start=cut, stop=4)]
         work = np.tile(ONE, (M, 1))
-        held = [
-            x.memory.saved_bytes
-            for x in replay_peaks(problem_of(profile, 2, M), stages, work, np.arange(M)[None, None])
-        ]
+        held = [x.saved_bytes for x in replay_peaks(problem_of(profile, 2, M), stages, work, np.arange(M)[None, None])]
         assert held == [min(2, M) * (10.0 * cut + size), 10.0 * (4 - cut) + (size if cut < 3 else 0.0)]

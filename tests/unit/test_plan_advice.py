@@ -5,13 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plan_cases import tile_samples
+from plan_cases import tile_samples, write_checked
 from report_fixtures import plan_text
 
-from trimtab import PlanDetails, PlanOptions, SampleTable, check_plan, describe, make_plan, parse_cluster, write_plan
+from trimtab import PlanDetails, PlanOptions, SampleTable, describe, make_plan, parse_cluster
 from trimtab.errors import PartitionError
 from trimtab.plan.decide.advice import _smaller, possible_changes
-from trimtab.plan.file.reload import reload_plan
 from trimtab.report.html import html_report
 
 SAMPLES = SampleTable.of(np.full(64, 1024), np.full(64, 500))
@@ -81,9 +80,7 @@ def test_the_fastest_of_the_best_ranked_is_the_plan_and_the_optimum_stands_besid
 
 
 def test_the_plan_says_how_it_was_searched(made: PlanDetails, tmp_path: Path) -> None:
-    write_plan(made, tmp_path)
-    assert check_plan(tmp_path) == []
-    found = reload_plan(tmp_path)
+    found = write_checked(made, tmp_path)
     assert (found.plan.inputs.training.search, found.plan.inputs.training.radius) == ("omnibal", 2)
     assert "OmniBal's search" in plan_text(made)
     assert "exact optimum" in html_report(made)

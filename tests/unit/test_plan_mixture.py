@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import read_back, tile_samples
+from plan_cases import read_back, tile_samples, write_checked
 
 from refusals import refused
 from trimtab import PlanDetails, PlanOptions, SampleTable, describe, make_plan, parse_cluster, write_plan
@@ -113,8 +113,7 @@ def test_a_plan_split_again_keeps_its_mixture(made: PlanDetails, tmp_path: Path)
     assert len(old) == 1
     kept = tuple(said for said in made.plan.assumptions if said not in old)
     assert again.plan.assumptions == (*kept, "Split again, for a test.")
-    write_plan(again, tmp_path / "again")
-    assert check_plan(tmp_path / "again") == []
+    write_checked(again, tmp_path / "again")
     refuse_broken(tmp_path / "again")
     without = dataclasses.replace(
         again.plan,
@@ -154,8 +153,7 @@ def test_oversize_samples_of_a_mixture_are_left_out_as_often_as_they_are_drawn(s
     assert expected.sum() > 0
     assert made.plan.decisions.packing.num_oversize == expected.sum()
     assert np.array_equal(np.bincount(made.packing.oversize, minlength=400), expected)
-    write_plan(made, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(made, tmp_path)
     assert np.array_equal(np.sort(made.packing.oversize), reload_plan(tmp_path).case.packing.oversize)
     with pytest.raises(PackingError) as error:
         make_plan(MODEL, samples, CLUSTER, dataclasses.replace(options, oversize="error"))

@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,11 +36,8 @@ from trimtab.units import GIB
 MODEL = describe("InternVL-Chat-V1-5")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
-    folder = tmp_path_factory.mktemp("plan")
+def reloaded(folder: Path, **more: Any) -> ReloadedPlan:
     options = PlanOptions(
-        schedule="1F1B",
         zero_stage=1,
         risk=0.05,
         dp=2,
@@ -48,9 +47,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
         max_patches=9225,
         max_tokens=4096,
         oversize="skip",
+        **more,
     )
     write_plan(make_plan(MODEL, tile_samples(), parse_cluster("16xH200"), options), folder)
     return reload_plan(folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> ReloadedPlan:
+    return reloaded(tmp_path_factory.mktemp("plan"), schedule="1F1B")
 
 
 def truth_of(profile: Profile, *, blocks: float, state: float, more: float) -> Profile:
@@ -98,7 +103,7 @@ def probes_of(case: Case, found: ReloadedPlan, truth: Profile) -> tuple[list[Kep
                 state_bytes=round(held.state_bytes),
                 kept_bytes=round(held.saved_bytes),
                 peak_bytes=round(held.total_bytes),
-                in_flight=(result.in_flight[device],),
+                in_flight=tuple(n for n, x in zip(result.in_flight, problem.order.device, strict=True) if x == device),
             )
             for device, held in enumerate(result.memory)
         ]
@@ -125,6 +130,19 @@ def test_a_device_that_keeps_otherwise_is_predicted_to_the_byte(found, blocks, m
             assert ours.total_bytes == pytest.approx(theirs.total_bytes, abs=64)
     assert max(probed.correction_bytes) == pytest.approx(more, abs=64)
     assert profile_from_bytes(profile_bytes(probed.profile), origin="file") == probed.profile
+
+
+def test_chunks_that_peak_lower_together_lower_no_transient(tmp_path: Path) -> None:
+    found = reloaded(tmp_path, schedule="Interleaved1F1B", num_chunks=2)
+    case = found.case
+    assert case.problem.num_chunks > 1
+    truth = truth_of(case.setting.profile, blocks=1.0, state=1.0, more=-0.1 * GIB)
+    probed = probed_profile(case, found.stages, *probes_of(case, found, truth), where="a device")
+    assert not any(probed.correction_bytes[1:7])  # the first and the last device lack what the ends hold beside
+    inner = [i for s in found.stages if s.index % 8 in range(1, 7) for i in range(s.start, s.stop)]
+    assert all(
+        probed.profile.layers[i].transient_bytes == case.setting.profile.layers[i].transient_bytes for i in inner
+    )
 
 
 def test_a_plan_read_back_has_the_probed_bytes_and_other_degrees_scale_them(found: ReloadedPlan) -> None:

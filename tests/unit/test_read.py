@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from refusals import refused
+from tables import read_table
 
 pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
 parquet = pytest.importorskip("pyarrow.parquet", reason="the [data] extra is not installed")
@@ -140,30 +141,9 @@ def test_sources_are_named_by_column(tmp_path):
     assert [table.source_names[code] for code in table.source] == ["x", "y", "no source", "x", "y", "z"]
 
 
-BAD_LENGTHS = {
-    "none": ({"vit_num": 1}, "0 of token_num, num_tokens and length"),
-    "two": ({"length": 1, "num_tokens": 1}, "2 of token_num"),
-    "zero": ({"length": 0}, "'length' is 0: it must be a whole number of at least 1"),
-    "negative": ({"length": -5}, "'length' is -5"),
-    "huge": ({"length": 2**60}, "'length' is 1152921504606846976"),
-    "fraction": ({"length": 1.5}, "'length' is 1.5"),
-    "bool": ({"length": True}, "'length' is True"),
-    "text": ({"length": "12"}, "'length' is '12'"),
-    "list": ({"length": [1]}, "'length' is [1]"),
-    "tiles": ({"length": 4, "vit_num": -1}, "'vit_num' is -1"),
-    "flags": ({"length": 4, "vit_num": 1, "image_flags": "x"}, "'image_flags' is 'x'"),
-    "units": ({"length": 4, "vit_num": 1, "image_wh": [[1, 1]]}, "both 'vit_num' and 'image_wh'"),
-    "sizes": ({"length": 4, "image_wh": [[1, 0]]}, "pairs of whole numbers above 0"),
-    "size text": ({"length": 4, "image_wh": "10x10"}, "pairs of whole numbers above 0"),
-    "refused size": ({"length": 4, "image_wh": [[5000, 1]]}, "longer than 100 times"),
-    "no object": (7, "the record is a int"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_LENGTHS)
+@pytest.mark.parametrize(("row", "reason"), read_table("records", "bad_lengths").values())
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_a_bad_length_is_named(tmp_path, name, suffix):
-    row, reason = BAD_LENGTHS[name]
+def test_a_bad_length_is_named(tmp_path, row, reason, suffix):
     rows = [{"length": 3}, row, {"length": 4}, row]
     path = tmp_path / f"a.{suffix}"
     if suffix == "json":

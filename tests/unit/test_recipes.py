@@ -21,7 +21,7 @@ MODEL = make_model(4, 6)  # layers 1 to 4 are vision blocks, 5 the projector, 6 
 
 
 def export(name: str, model: ModelSpec, stages: tuple[Stage, ...], **options: Any) -> Exported:
-    return find_target(name).export(decide(model, stages, **options), None)
+    return find_target(name).export(decide(model, stages, **options))
 
 
 def full(*layers: int) -> list[RecomputeChoice]:
@@ -109,7 +109,7 @@ BLOCK = first_block(TIED)
 
 
 def pipeline_module(model: ModelSpec, stages: tuple[Stage, ...], **options) -> Exported:
-    return deepspeed.export(decide(model, stages, **options), None)
+    return deepspeed.export(decide(model, stages, **options))
 
 
 def constants(python: str) -> dict[str, object]:
@@ -167,19 +167,19 @@ def test_layers_come_by_tier_in_ranges():
         RecomputeChoice(tier="selective", layers=tuple(range(BLOCK, BLOCK + 3))),
         RecomputeChoice(tier="full", layers=(*VISION, BLOCK + 5)),
     ]
-    found = trainer_lines(decide(TIED, by_counts(TIED, 12, recompute={0: chosen})), None)
+    found = trainer_lines(decide(TIED, by_counts(TIED, 12, recompute={0: chosen})))
     assert found.fields["recompute"] == {"full": ("visual.blocks[0..3]", "layers.5"), "selective": ("layers[0..2]",)}
     assert "'full': ['visual.blocks[0..3]', 'layers.5']," in found.text
-    nothing = trainer_lines(decide(TIED, by_counts(TIED, 12), zero_stage=0), None)
+    nothing = trainer_lines(decide(TIED, by_counts(TIED, 12), zero_stage=0))
     assert "apply_recompute" not in nothing.text
     assert "gradient_accumulation_steps=8, per_device_train_batch_size=1" in nothing.text.splitlines()[-1]
 
 
 def test_a_frozen_tower_and_tensor_parallelism_are_named():
-    found = trainer_lines(decide(TIED, by_counts(TIED, 12), dims=ParallelDims(tp=2), frozen_towers=("vision",)), None)
+    found = trainer_lines(decide(TIED, by_counts(TIED, 12), dims=ParallelDims(tp=2), frozen_towers=("vision",)))
     assert "activation_checkpointing" in str(found.also)
     assert any("tp_plan='auto'" in w and " 2" in w for w in found.warnings)
-    (other,) = trainer_lines(decide(TIED, by_counts(TIED, 12)), None).warnings
+    (other,) = trainer_lines(decide(TIED, by_counts(TIED, 12))).warnings
     assert "stage 3, not 1" in other
 
 
@@ -194,7 +194,7 @@ def test_a_frozen_tower_and_tensor_parallelism_are_named():
 )
 def test_each_host_is_told_its_steps_and_its_sharding(name: str, zero_stage: int, line: str):
     plan = decide(TIED, by_counts(TIED, 12), zero_stage=zero_stage)
-    found = TARGETS[name].export(plan, None)
+    found = TARGETS[name].export(plan)
     assert line in found.text
     assert found.warnings == ()
     compile(found.text, name, "exec")

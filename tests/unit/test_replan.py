@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import report_fixtures as fixtures
+from plan_cases import write_checked
 
 from refusals import refused
-from trimtab import PlanOptions, SampleTable, check_plan, describe, make_plan, parse_cluster, write_plan
+from trimtab import PlanOptions, SampleTable, describe, make_plan, parse_cluster, write_plan
 from trimtab.costs.measured.fitted import TermFit, apply_terms
 from trimtab.errors import PlanError
 from trimtab.files import blake2b
@@ -109,8 +110,7 @@ def test_noise_is_one_factor_not_three(found: ReloadedPlan) -> None:
 def test_the_new_plan_goes_on_with_the_same_batches(folder: Path, found: ReloadedPlan, tmp_path: Path, devices) -> None:
     lesson = learn_from(found, log_of(found, seconds_under(found, **FACTORS)[:6]))
     details = replan_rest(found, lesson, cluster=parse_cluster(devices))
-    write_plan(details, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(details, tmp_path)
     old, new = open_tables(folder), open_tables(tmp_path)
 
     def samples_from(order, cursor) -> list[list[int]]:

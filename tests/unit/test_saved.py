@@ -3,15 +3,16 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cost_models import small_model
-from plan_cases import tile_samples
+from plan_cases import tile_samples, write_checked
 
 from refusals import refused
-from trimtab import PlanOptions, check_plan, describe, make_plan, profile_model, write_plan
+from trimtab import PlanOptions, describe, make_plan, profile_model, write_plan
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
 from trimtab.costs.measured.saved import carry_bytes, carry_seconds
 from trimtab.errors import PlanError, TrimtabError
@@ -42,14 +43,16 @@ def slower(profile: Profile, factor: float, **changes: object) -> Profile:
     return dataclasses.replace(profile, **fields)
 
 
-def carry(saved: Profile, dims: ParallelDims, **settings: object) -> Profile:
-    def formulas(device: DeviceSpec, dims: ParallelDims) -> Profile:
-        return profile_model(MODEL, device, dims=dims, **settings)
+def carry(
+    saved: Profile, dims: ParallelDims, *, by: Callable[..., Profile] = carry_seconds, zero_stage: int = 1
+) -> Profile:
+    def formulas(device: DeviceSpec, dims: ParallelDims, zero_stage: int = min(zero_stage, 2)) -> Profile:
+        return profile_model(MODEL, device, dims=dims, zero_stage=zero_stage)
 
-    return carry_seconds(
+    return by(
         saved,
         base=formulas(A100, saved.dims),
-        target=formulas(A100, dims),
+        target=formulas(A100, dims, zero_stage),
         linkless=formulas(dataclasses.replace(A100, link_bytes_per_s=math.inf), dims),
     )
 
@@ -121,22 +124,13 @@ def counted(profile: Profile, factor: float, *, pair_bytes: float = 2.0) -> Prof
     return dataclasses.replace(profile, layers=layers, method="traced", assumptions=said)
 
 
-def carry_counted(saved: Profile, dims: ParallelDims, *, zero_stage: int = 1) -> Profile:
-    def formulas(device: DeviceSpec, dims: ParallelDims, zero_stage: int = min(zero_stage, 2)) -> Profile:
-        return profile_model(MODEL, device, dims=dims, zero_stage=zero_stage)
-
-    return carry_bytes(
-        saved,
-        base=formulas(A100, saved.dims),
-        target=formulas(A100, dims, zero_stage),
-        linkless=formulas(dataclasses.replace(A100, link_bytes_per_s=math.inf), dims),
-    )
-
-
 def test_at_its_own_degrees_a_profile_keeps_its_counted_bytes_to_the_bit() -> None:
     saved = counted(profile_model(MODEL, A100), 1.3)
     dims = ParallelDims(pp=2, dp=4)
-    carried, formula = carry_counted(saved, dims, zero_stage=2), profile_model(MODEL, A100, dims=dims, zero_stage=2)
+    carried, formula = (
+        carry(saved, dims, zero_stage=2, by=carry_bytes),
+        profile_model(MODEL, A100, dims=dims, zero_stage=2),
+    )
     for ours, theirs, priced in zip(carried.layers, saved.layers, formula.layers, strict=True):
         assert [t.saved_bytes for t in ours.tiers] == [t.saved_bytes for t in theirs.tiers]
         assert (ours.output_bytes, ours.transient_bytes) == (theirs.output_bytes, theirs.transient_bytes)
@@ -150,7 +144,7 @@ def test_at_its_own_degrees_a_profile_keeps_its_counted_bytes_to_the_bit() -> No
 
 def test_tp_divides_counted_bytes_as_it_divides_the_formulas_and_leaves_masks_whole() -> None:
     saved, dims = counted(profile_model(MODEL, A100), 1.5), ParallelDims(tp=2)
-    carried, formula = carry_counted(saved, dims), profile_model(MODEL, A100, dims=dims)
+    carried, formula = carry(saved, dims, by=carry_bytes), profile_model(MODEL, A100, dims=dims)
     for ours, priced in zip(carried.layers, formula.layers, strict=True):
         for tier, by_formula in zip(ours.tiers, priced.tiers, strict=True):
             expected = 1.5 * np.array(by_formula.saved_bytes)
@@ -161,7 +155,7 @@ def test_tp_divides_counted_bytes_as_it_divides_the_formulas_and_leaves_masks_wh
 
 def test_weights_that_zero_3_gathers_come_on_top_of_counted_transients() -> None:
     saved, dims = counted(profile_model(MODEL, A100), 1.5), ParallelDims(dp=8)
-    carried = carry_counted(saved, dims, zero_stage=3)
+    carried = carry(saved, dims, zero_stage=3, by=carry_bytes)
     for ours, theirs in zip(carried.layers, saved.layers, strict=True):
         gathered = np.array(ours.transient_bytes) - np.array(theirs.transient_bytes)
         assert gathered.tolist() == [2 * 2 * ours.num_params, 0, 0, 0, 0, 0, 0]  # two layers' weights of two bytes
@@ -193,8 +187,7 @@ def test_a_plan_keeps_the_profile_it_was_made_with(tmp_path: Path) -> None:
     assert 1.3 < made.plan.estimates.step_ms / formulas.plan.estimates.step_ms < 2.1  # traffic and optimizer do not
     assert "Seconds were measured." in made.plan.assumptions
 
-    write_plan(made, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(made, tmp_path)
     loaded = load_details(tmp_path)
     for before, after in zip(made.variants, loaded.variants, strict=True):
         np.testing.assert_array_equal(before.step_s, after.step_s)
@@ -220,8 +213,7 @@ def test_a_plan_from_a_traced_profile_reads_its_bytes(tmp_path: Path) -> None:
     backward_s = [x.variants[-1].stage_backward_s.sum() for x in (formulas, made)]
     assert backward_s[1] < 0.95 * backward_s[0]
     assert [x.forward_s for x in made.profile.layers] == [x.forward_s for x in formulas.profile.layers]
-    write_plan(made, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(made, tmp_path)
     assert load_details(tmp_path).profile == made.profile
 
 

@@ -7,47 +7,16 @@ from typing import Any
 import pytest
 from sample_sets import PixelRule, png, write_jsonl
 
-from trimtab.samples.rows import Conversation, read_conversation
+from tables import read_table
+from trimtab.samples.rows import read_conversation
 from trimtab.samples.shapes import read_columns
 from trimtab.samples.size import size_samples
 
-TURNS = [("user", ("What?",)), ("assistant", ("A cat.",))]
-WITH_IMAGE = [("user", (None, "What?")), ("assistant", ("A cat.",))]
 
-
-def turns(conversation: Conversation) -> list[tuple[str, tuple[Any, ...]]]:
-    return [(message.role, message.content) for message in conversation.messages]
-
-
-@pytest.mark.parametrize(
-    ("record", "columns", "expected"),
-    [
-        ({"instruction": "What?", "input": "", "output": "A cat."}, "", TURNS),
-        ({"query": "What?", "response": "A cat.", "images": ["a.png"]}, "", WITH_IMAGE),
-        ({"query": "<image>What?", "response": "A cat.", "images": ["a.png"]}, "", WITH_IMAGE),
-        ({"prompt": "What?", "completion": "A cat."}, "", TURNS),
-        (
-            {
-                "prompt": [{"role": "user", "content": "What?"}],
-                "completion": [{"role": "assistant", "content": "A cat."}],
-            },
-            "",
-            TURNS,
-        ),
-        ({"question": "What?", "answer": "A cat.", "image": "a.png"}, "", WITH_IMAGE),
-        ({"q": "What?", "label": "A cat.", "img": "a.png"}, "question=q,answer=label,image=img", WITH_IMAGE),
-        ({"talk": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A cat."}]}, "messages=talk", TURNS),
-        ({"caption": "A cat.", "image": "a.png"}, "", [("user", (None,)), ("assistant", ("A cat.",))]),
-        (
-            {"query": "What?", "response": "A cat.", "system": "Be kind.", "history": [["Hi", "Yo"]]},
-            "",
-            [("system", ("Be kind.",)), ("user", ("Hi",)), ("assistant", ("Yo",)), *TURNS],
-        ),
-    ],
-)
-def test_a_record_of_any_shape_is_a_conversation(record: Any, columns: str, expected: Any) -> None:
-    found = read_conversation(record, columns=read_columns(columns))
-    assert turns(found) == expected
+@pytest.mark.parametrize("given", read_table("records", "shapes"))
+def test_a_record_of_any_shape_is_a_conversation(given: dict[str, Any]) -> None:
+    found = read_conversation(given["record"], columns=read_columns(given.get("columns", "")))
+    assert [[message.role, list(message.content)] for message in found.messages] == given["turns"]
     assert len(found.images) == sum(message.num_images for message in found.messages)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plan_cases import tile_samples
+from plan_cases import tile_samples, write_checked
 
 from refusals import refused
 from trimtab import PlanDetails, PlanOptions, check_plan, describe, make_plan, parse_cluster, write_plan
@@ -46,8 +46,7 @@ def test_every_step_holds_the_batch_that_was_asked_for(global_batch: int, device
     assert last == 1100 - global_batch * len(full)
     assert made.plan.decisions.packing.global_batch == global_batch
     assert sorted(made.packing.indices.tolist()) == list(range(1100))
-    write_plan(made, tmp_path)
-    assert check_plan(tmp_path) == []
+    write_checked(made, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-VL-7B", "InternVL-Chat-V1-5"])

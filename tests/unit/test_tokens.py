@@ -1,6 +1,7 @@
 """Token counts: exact with a tokenizer whatever the template takes, a stated estimate without one."""
 
 import json
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from sample_sets import CHATML, GEMMA, INTERNVL, SPECIAL, VICUNA, talk, write_to
 from trimtab.errors import ConfigError  # noqa: E402
 from trimtab.samples.problems import BadRecordError  # noqa: E402
 from trimtab.samples.rows import read_conversation  # noqa: E402
-from trimtab.samples.tokens import MARKUPS, TokenCounter, read_tokenizer  # noqa: E402
+from trimtab.samples.tokens import CUTTING, MARKUPS, TokenCounter, read_tokenizer  # noqa: E402
 from trimtab.specs import ImageCounts, ImageMarkup  # noqa: E402
 
 
@@ -210,6 +211,34 @@ def test_truncation_and_padding_of_the_file_do_not_count(tmp_path):
     counted = count(TokenCounter(read_tokenizer(tmp_path)), sharegpt("the cat sits on the mat"))
     write_tokenizer(tmp_path)
     assert counted == encoded(tmp_path, "<|im_start|>user\nthe cat sits on the mat<|im_end|>\n")
+
+
+@pytest.mark.parametrize("numbers", [None, r"\p{N}", r"\p{N}{1,3}"])
+def test_counts_by_words_met_before_equal_those_of_the_text(tmp_path, numbers):
+    write_tokenizer(tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    split, byte_level = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    if numbers is not None:
+        rule = next(rule for rule in CUTTING if rule.count(numbers + "|") == 1)
+        levels = [split(tokenizers.Regex(rule), "isolated"), byte_level(add_prefix_space=False, use_regex=False)]
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(levels)
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    counter, draw = TokenCounter(read_tokenizer(tmp_path)), random.Random(0)
+    few = ["the", "cat", "'s", "1234", "é", "猫!?", "<|im_end|>", *"   \n\t\u00a0\u0301", "  "]
+    texts = ["".join(draw.choices(few, k=draw.randrange(1, 30))) for _ in range(300)] * 4
+    assert counter.count_by_words(texts) == [encoded(tmp_path, text) for text in texts]
+    assert counter.count_by_words([str(number) for number in range(9000, 9050)]) is None  # most are new
+
+
+@pytest.mark.parametrize("own", [{"lstrip": True}, {"single_word": True}, {"content": "a cat"}])
+def test_words_of_other_tokenizers_are_not_counted_apart(tmp_path, own):
+    write_tokenizer(tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_tokens([tokenizers.AddedToken(**{"content": "<own>"} | own)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert TokenCounter(read_tokenizer(tmp_path)).count_by_words(["the cat"] * 9) is None
 
 
 def test_tokens_of_the_config_are_added(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from described_configs import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import read_back, tile_samples
+from plan_cases import read_back, tile_samples, write_checked
 from report_fixtures import plan_text
 from vision_cases import CLUSTER, OPTIONS, QWEN, TILES, image_samples, table_of, with_vision
 
@@ -220,7 +220,6 @@ def test_sharing_over_tp_trades_state_for_activations(shared):
 
 
 def test_a_plan_that_shares_images_checks_and_simulates_to_the_same_figures(shared, tmp_path):
-    write_plan(shared, tmp_path)
     loaded = read_back(shared, tmp_path)
     assert options_of(loaded.plan).vision == VisionChoice(group="tp", pooling=1)
     assert html_report(loaded) == html_report(shared)
@@ -236,15 +235,12 @@ def test_a_pipeline_keeps_the_tower_whole_on_its_first_stage(tmp_path):
     assert details.variants[-1].stages[0].stop > last
     assert details.plan.decisions.vision_data_parallel.pooling == 1
     assert details.plan.inputs.model.forbidden_cuts == ()
-    write_plan(details, tmp_path)
-    assert check_plan(tmp_path) == []
-    found = reload_plan(tmp_path)
+    found = write_checked(details, tmp_path)
     moved = best_expressible(found.case, Expressible(forbidden_cuts=frozenset({found.stages[1].start})))
     assert moved is not None
     assert moved[0].stop > last
     again = replan(found, moved, forbidden_cuts=frozenset({found.stages[1].start}), note="Split again, for a test.")
-    write_plan(again, tmp_path / "again")
-    assert check_plan(tmp_path / "again") == []
+    write_checked(again, tmp_path / "again")
     assert again.plan.decisions.vision_data_parallel == details.plan.decisions.vision_data_parallel
     loaded = load_details(tmp_path)
     assert loaded.variants[-2].stages == details.variants[-2].stages

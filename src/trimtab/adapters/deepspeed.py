@@ -29,7 +29,7 @@ def deepspeed_runs(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return tuple(recomputing(stage, dict.fromkeys(tiers_of(stage), "full")) for stage in stages)
 
 
-def export(plan: Decided, _price: float | None) -> Exported:
+def export(plan: Decided) -> Exported:
     """Return a Python module to save next to the training script."""
     model, stages, dims = plan.model, plan.stages, plan.dims
     zero_stage = plan.zero_stage

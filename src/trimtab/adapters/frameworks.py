@@ -25,7 +25,7 @@ class Framework:
 
 
 FRAMEWORKS: Mapping[str, Framework] = {
-    "megatron": Framework("megatron", "Print Megatron-Core flags for PLAN, or why it cannot be run, and the price."),
+    "megatron": Framework("megatron", "Print Megatron-Core flags for PLAN, or why it cannot be run."),
     "megatron-bridge": Framework("megatron_hosts", "Print assignments to a Megatron-Bridge configuration for PLAN."),
     "ms-swift": Framework("megatron_hosts", "Print arguments of ms-swift's `megatron sft` for PLAN."),
     "pai-megatron": Framework("pai_megatron", "Print environment and arguments of Pai-Megatron-Patch's scripts."),

@@ -180,7 +180,6 @@ def check_whole(plan: Decided, title: str, zero_stages: Sequence[int]) -> tuple[
 
 def export(
     plan: Decided,
-    _price: float | None,
     *,
     title: str,
     lines: Mapping[int, str],
@@ -360,9 +359,7 @@ def _axolotl(plan: Decided, zero_stage: int) -> Settings:
     }
 
 
-def export_recipe(
-    plan: Decided, _price: float | None, *, title: str, settings: Callable[[Decided, int], Settings], head: str
-) -> Exported:
+def export_recipe(plan: Decided, *, title: str, settings: Callable[[Decided, int], Settings], head: str) -> Exported:
     """The settings that the plan decides, to be merged into a file that names model, data and learning rate.
 
     `settings`: of a plan and the ZeRO stage that it gets. `head`: how the file is run.

@@ -1,4 +1,4 @@
-"""A plan's decisions as Megatron-Core flags, or a refusal with its reason and price.
+"""A plan's decisions as Megatron-Core flags, or a refusal with its reason.
 
 A layout string is one field a stage, parted by `|`: E embedding, t decoder block, L norm, head and loss; `t*7` repeats.
 It has no letter for vision layers: Megatron-Core builds the whole tower and its projector next to the embedding, on the
@@ -23,7 +23,6 @@ from trimtab.adapters.running import (
     is_block,
     lost_tiers,
     padded_heads,
-    price_without_cuts,
     recompute_first,
     recomputed_blocks,
     refuse,
@@ -228,21 +227,20 @@ def unsupported_cuts(model: ModelSpec) -> frozenset[int]:
     return frozenset((*range(1, embed + 1), *norm_cuts(model)))
 
 
-def megatron_flags(plan: Decided, price: float | None = None) -> MegatronExport:
+def megatron_flags(plan: Decided) -> MegatronExport:
     """Write flags for Megatron-Core to run these stages, or `UnsupportedPlanError` with everything it cannot express.
 
     A pack is one micro-batch, hence a micro-batch size of 1. Degrees come out as flags, except dp, which Megatron
     derives from the number of processes.
     """
     model, stages, dims = plan.model, plan.stages, plan.dims
-    cost = price_without_cuts(price, then="; it chooses others")
     problems = [
         *schedule_problems(plan, "Megatron-Core", SCHEDULES),
         *cut_problems(
             plan,
             unsupported_cuts(model).difference(norm_cuts(model)),
             "and tower, projector and embedding share Megatron-Core's first stage: export with --fit FOLDER, or plan "
-            f"with --for megatron{cost}",
+            "with --for megatron",
         ),
         *head_problems(model, dims.tp),
         *plan.launch.problems(
@@ -323,9 +321,9 @@ def _launch(plan: Decided) -> dict[str, Setting]:
     return found | {name: True for name, on in switches.items() if on}
 
 
-def export(plan: Decided, price: float | None) -> Exported:
+def export(plan: Decided) -> Exported:
     """The flags as lines of a shell command; the vision tower's fields next to them."""
-    flags = megatron_flags(plan, price)
+    flags = megatron_flags(plan)
     also = None
     if flags.vision_fields:
         also = (

@@ -55,20 +55,23 @@ _LAYOUT = "cfg.model.pipeline_model_parallel_layout"
 _GRADS = "cfg.mixed_precision.grad_reduce_in_fp32"
 
 
-def export_bridge(plan: Decided, price: float | None) -> Exported:
+def export_bridge(plan: Decided) -> Exported:
     """Return assignments to a recipe's `cfg`, to run between the recipe that makes it and the training that takes it.
 
     `cfg.model` is the provider of the whole model. Its vision tower needs no clearing: it is Hugging Face's class, or
     its configuration is made afresh; Qwen3-VL's takes the language model's recompute settings.
     """
     _refuse_family(plan.model)
-    flags = megatron_flags(plan, price)
+    flags = megatron_flags(plan)
     settings = {name: setting for name, setting in flags.settings.items() if name not in _OWN_WORDS}
     fields = {f"{_TRAIN.get(name, 'cfg.model')}.{name}": setting for name, setting in settings.items()}
     fields |= _launch(plan)
-    if plan.own is not None:  # counted in samples, and a micro-batch is that of all ranks
+    own = plan.vision is not None and plan.vision.group == "own"
+    if plan.vision is not None and own:  # counted in samples, and a micro-batch is that of all ranks
         counted = {"micro_batch_size": plan.dims.dp, "global_batch_size": plan.samples_per_step}
         fields |= {f"cfg.train.{name}": count for name, count in counted.items()}
+    if plan.vision is not None and plan.vision.group == "cp" and plan.model.family in _OVER_CP:
+        fields["cfg.model.vision_dp_when_cp"] = True
     values: dict[str, object] = {
         name: list(setting) if isinstance(setting, tuple) else setting for name, setting in fields.items()
     }
@@ -88,8 +91,10 @@ def export_bridge(plan: Decided, price: float | None) -> Exported:
         lines["cfg.peft"] = _lora(plan.model, plan.lora)
     runs = _with_towers_share(plan.model, flags.runs)
     warnings = [*flags.warnings, *_about_tower(plan, runs[0])]
-    if plan.own is not None:
-        modules = _mimo(plan, plan.own.degree)
+    if plan.vision is not None and "cfg.model.vision_dp_when_cp" in fields and plan.vision.rule != "contiguous":
+        warnings.append("Megatron-Bridge shares runs of images in order: plan with --set vision_rule=contiguous")
+    if plan.vision is not None and own:
+        modules = _mimo(plan, plan.vision.degree)
         fields |= {f"{module}.{name}": value for module, given in modules.items() for name, value in given.items()}
         lines["cfg.model"] = _mimo_provider(plan, modules)
         warnings.append("MegatronMIMO takes samples, not packs, and cuts a micro-batch by rows of its images' grids")
@@ -101,6 +106,7 @@ def export_bridge(plan: Decided, price: float | None) -> Exported:
     )
 
 
+_OVER_CP = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # whose providers have vision_dp_when_cp
 _MIMO = ("qwen3_5", "qwen3_5_moe")  # of PROVIDERS, those that build their towers and decoder apart
 
 
@@ -253,14 +259,14 @@ _KNOWN: Mapping[str, Collection[object]] = {
 _SWIFT_FREEZES: Mapping[str, Tower] = {"llm": "language", "vit": "vision", "aligner": "projector"}
 
 
-def export_swift(plan: Decided, price: float | None) -> Exported:
+def export_swift(plan: Decided) -> Exported:
     """Return the arguments of `megatron sft`, with those whose defaults would add something to the plan.
 
     ms-swift recomputes core attention, the vision tower, shards the optimizer, freezes tower and projector and shuffles
     unless its settings say otherwise. With packing, its batch sizes count packs; `export swift-packs` writes these and
     the plug-in that keeps them. The model is the user's own.
     """
-    flags = megatron_flags(plan, price)
+    flags = megatron_flags(plan)
     refuse(plan.launch.problems("ms-swift", **_KNOWN))
     given: dict[str, object] = {name: x for name, x in flags.settings.items() if name not in _NOT_TAKEN}
     given["torch_dtype"] = _DTYPES[plan.launch.dtype]
@@ -322,6 +328,7 @@ TARGETS = {
         export=export_bridge,
         lora=(16,),
         has_own=True,
+        shares_over_cp=_OVER_CP,
     ),
     "ms-swift": Target(
         title="ms-swift",

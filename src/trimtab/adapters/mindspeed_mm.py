@@ -19,7 +19,6 @@ from trimtab.adapters.running import (
     full_blocks,
     head_problems,
     is_block,
-    price_without_cuts,
     recompute_first,
     recomputed_blocks,
     refuse,
@@ -43,7 +42,7 @@ _KNOWN: Mapping[str, Collection[object]] = {
 }
 
 
-def export(plan: Decided, price: float | None) -> Exported:
+def export(plan: Decided) -> Exported:
     """Return arguments to add to those of `pretrain_vlm.py`, and what to set in the file of `--mm-model`."""
     _refuse_family(plan.model)
     model, stages, dims = plan.model, plan.stages, plan.dims
@@ -53,7 +52,7 @@ def export(plan: Decided, price: float | None) -> Exported:
             plan,
             _unsupported_cuts(model),
             "and MindSpeed-MM cuts only between blocks, or before the embedding: export with --fit FOLDER, or plan "
-            f"with --for mindspeed-mm{price_without_cuts(price)}",
+            "with --for mindspeed-mm",
         ),
         *head_problems(model, dims.tp),
     ]

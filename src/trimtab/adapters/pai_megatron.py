@@ -72,18 +72,18 @@ def pai_ladder(model: ModelSpec, stages: Sequence[Stage]) -> list[tuple[Stage, .
     return [recompute_first(model, stages, {}), recompute_first(model, stages, _ALL)]
 
 
-def export(plan: Decided, price: float | None) -> Exported:
+def export(plan: Decided) -> Exported:
     """Return environment and command, quoted; arguments with a $ are the user's own variables, to be set before it."""
     model, stages, dims = plan.model, plan.stages, plan.dims
     problems = _unscripted(model, plan.num_chunks)
     flags: MegatronExport | None = None
     try:
-        flags = megatron_flags(plan, price)
+        flags = megatron_flags(plan)
     except UnsupportedPlanError as error:
         problems.append(str(error))
     counts = [len(blocks_of(model, stage)) for stage in stages]
     if flags is not None:
-        problems += _uneven(model, counts, price)
+        problems += _uneven(model, counts)
     problems += plan.launch.problems("Pai-Megatron-Patch", **_KNOWN)
     if plan.frozen_towers:
         problems.append(f"the scripts train every tower, and {' and '.join(plan.frozen_towers)} is frozen: train it")
@@ -134,7 +134,7 @@ def _unscripted(model: ModelSpec, num_chunks: int) -> list[str]:
     return problems
 
 
-def _uneven(model: ModelSpec, counts: Sequence[int], price: float | None) -> list[str]:
+def _uneven(model: ModelSpec, counts: Sequence[int]) -> list[str]:
     """Return whether the stages' numbers of blocks are a first one and even ones after it."""
     if len(set(counts)) > 1 and model.family in _COPY_THE_COUNT:
         return [
@@ -143,10 +143,9 @@ def _uneven(model: ModelSpec, counts: Sequence[int], price: float | None) -> lis
         ]
     if len(set(counts[1:])) <= 1 and counts[0] > 0 and (len(counts) == 1 or counts[1] > 0):
         return []
-    cost = "" if price is None else f" (the best such split takes {price:.2f} x as long a step)"
     return [
         f"the scripts know a first count above 0 and even stages after it, not {', '.join(map(str, counts))} blocks: "
-        f"export with --fit FOLDER{cost}"
+        "export with --fit FOLDER"
     ]
 
 

@@ -1,6 +1,5 @@
 """A plan in a framework's own words: what the framework makes of it, what that costs, and the best that it can run."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -30,7 +29,6 @@ from trimtab.plan.decide.stages import (
     mean_step_s,
     overfull_ranks,
     rank_bytes,
-    relative_time,
 )
 from trimtab.plan.decide.work import Lanes, above_all, packed_work, select_rows
 from trimtab.plan.file.figures import PlanDetails
@@ -93,7 +91,7 @@ class Decided:
     max_tokens: int | None = None  # of a pack, those of one oversize sample too; None: not known
     samples_per_pack: float = 1.0  # the mean
     global_batch: int | None = None  # samples of every step; None: it varies
-    own: VisionDecision | None = None  # of a tower on devices of its own
+    vision: VisionDecision | None = None  # the tower's grid; None: the decoder's
 
     @property
     def packs_per_step(self) -> int:
@@ -134,12 +132,12 @@ class Target:
     checked_with: str  # the versions whose own code has read an export, or what stands in for that
     packs: str | None  # how its trainer is given the plan's packs; None: it makes micro-batches of its own
     can: Callable[[ModelSpec, int], Expressible]  # of a model, at a pipeline degree
-    export: Callable[[Decided, float | None], Exported]
-    """Raises `UnsupportedPlanError` with everything that the framework cannot express. The price that a refusal quotes
-    is the step time of the best plan that it can run, relative to this plan's; infinite where none fits."""
+    export: Callable[[Decided], Exported]
+    """Raises `UnsupportedPlanError` with everything that the framework cannot express."""
     host: HostName = "megatron"  # what it does by itself, which is priced where the plan says nothing
     lora: tuple[int, ...] = ()  # bits of frozen weights next to which its export tells adapters; none: it cannot
     has_own: bool = False  # whether its export tells devices of the tower's own
+    shares_over_cp: tuple[str, ...] = ()  # families of which its export shares images over cp
     packs_by_tokens: bool = False  # whether its trainer packs by itself: greedily, by tokens
 
     def refuse_lora(self, lora: Lora | None) -> None:
@@ -176,7 +174,7 @@ def decided(found: ReloadedPlan, host: HostName) -> Decided:
         max_tokens=max(case.setting.max_tokens, int(case.packing.sums(case.samples.num_tokens).max())),
         samples_per_pack=len(case.packing.indices) / case.packing.num_packs,
         global_batch=None if options.fills_packs else options.global_batch,
-        own=case.vision.decision if case.vision is not None and isinstance(case.apart, Lanes) else None,
+        vision=None if case.vision is None else case.vision.decision,
     )
 
 
@@ -222,23 +220,8 @@ def full_blocks(layer: LayerSpec) -> tuple[RecomputedTier, ...]:
     return ("full",) if layer.kind == "block" else ()
 
 
-def price_without_cuts(price: float | None, *, then: str = "") -> str:
-    """Write in parentheses the step time of the best plan without the refused cuts, relative to the plan's, if known.
-
-    Infinite is a price too: without such cuts nothing fits, and `then` says what becomes of that.
-    """
-    if price is None:
-        return ""
-    if math.isinf(price):
-        return f" (without such cuts nothing fits these degrees of parallelism{then})"
-    return f" (the best plan without such cuts takes {price:.2f} x as long a step)"
-
-
 def export_plan(found: ReloadedPlan, target: Target) -> Exported:
-    """The plan in the target's words, with what that costs; or `UnsupportedPlanError` with reason and price.
-
-    The price is the predicted time of the best plan that the target can run, at the same degrees, over the plan's.
-    """
+    """The plan in the target's words, with what that costs; or `UnsupportedPlanError` with the reason."""
     case, planned = found.case, found.stages
     target.refuse_lora(case.options.lora)
     can, said = target.can(case.model, case.setting.dims.pp), []
@@ -246,13 +229,9 @@ def export_plan(found: ReloadedPlan, target: Target) -> Exported:
     is_own = isinstance(case.apart, Lanes)
     if is_own and not target.has_own:
         raise UnsupportedPlanError(f"{target.title} has no tower on devices of its own: export to megatron-bridge")
-    try:
-        exported = target.export(decided(found, target.host), None)
-    except UnsupportedPlanError:
-        best = best_expressible(case, can)
-        price = math.inf if best is None else relative_time(case, best, planned)
-        exported = target.export(decided(found, target.host), price)
-    if case.vision is not None and not is_own:
+    exported = target.export(decided(found, target.host))
+    over_cp = case.vision is not None and case.vision.decision.group == "cp"
+    if case.vision is not None and not is_own and not (over_cp and case.model.family in target.shares_over_cp):
         said.append(
             f"{target.title} shares no images over {case.vision.decision.group}: use trimtab.vision.vision_dp_from_plan"
         )

@@ -19,16 +19,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from trimtab.errors import ConfigError, UnsupportedPlanError
 from trimtab.files import read_small, write_atomically, written_together
 from trimtab.options import MapRule
 from trimtab.placement.bytes import device_changes
+from trimtab.placement.engines import MAX_RUNNING, MAX_STEP_TOKENS, MEMORY_SHARE, Engine, Layout
 from trimtab.typed_json import parse_json
 from trimtab.units import MIB, parse_bytes
-
-Engine = Literal["vllm", "sglang"]
 
 VARIABLES: Mapping[Engine, str] = {"vllm": "VLLM_PP_LAYER_PARTITION", "sglang": "SGLANG_PP_LAYER_PARTITION"}
 SIZE_FLAGS: Mapping[Engine, str] = {"vllm": "--pipeline-parallel-size", "sglang": "--pp-size"}
@@ -77,15 +76,63 @@ class StageCounts:
             raise UnsupportedPlanError(f"SGLang has no stages of {family}: use {self.by_tensors(engine)}, or vLLM")
 
 
+_LAUNCH: Mapping[Engine, str] = {"vllm": "vllm serve {}", "sglang": "python -m sglang.launch_server --model-path {}"}
+_LIMITS: Mapping[Engine, str] = {
+    "vllm": f"--max-num-batched-tokens {MAX_STEP_TOKENS} --max-num-seqs {MAX_RUNNING} "
+    f"--gpu-memory-utilization {MEMORY_SHARE}",
+    "sglang": f"--chunked-prefill-size {MAX_STEP_TOKENS} --max-running-requests {MAX_RUNNING} "
+    f"--mem-fraction-static {MEMORY_SHARE}",
+}
+_COPIES: Mapping[Engine, str] = {"vllm": "--data-parallel-size", "sglang": "--dp-size"}
+_FIRST_PORT = 8001  # 8000 is the proxy's
+# vLLM 0.11.1 and later: examples/online_serving/disaggregated_encoder of its repository, where the proxy lies
+_CONNECTOR = (
+    """--ec-transfer-config '{{"ec_connector": "ECExampleConnector", "ec_role": "ec_{}", """
+    """"ec_connector_extra_config": {{"shared_storage_path": "/dev/shm/ec"}}}}'"""
+)
+
+
+def serving_commands(model: str, engine: Engine, layout: Layout) -> tuple[str, ...]:
+    """Write the commands that start a layout: one for equal engines; with encoders one for each, and for the router."""
+    launch, tp = f"{_LAUNCH[engine].format(model)} {_LIMITS[engine]}", layout.tp
+    words = _TENSOR_FLAGS[engine] if layout.images_whole else _TENSOR_FLAGS[engine].partition("{}")[0] + "{}"
+    shared = f" {words.format(tp)}" if tp > 1 else ""
+    if not layout.encoders:
+        copies = f" {_COPIES[engine]} {layout.engines}" if layout.engines > 1 else ""
+        return (launch + shared + copies,)
+    # encoders come first, a GPU and a port each
+    ports = range(_FIRST_PORT, _FIRST_PORT + layout.encoders + layout.engines)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    encoders, engines = urls[: layout.encoders], urls[layout.encoders :]
+    roles = {
+        "vllm": (
+            "--gpu-memory-utilization 0.01 --enforce-eager --no-enable-prefix-caching --enable-request-id-headers "
+            + _CONNECTOR.format("producer"),
+            "--enable-request-id-headers " + _CONNECTOR.format("consumer"),
+        ),
+        "sglang": ("--encoder-only", f"--language-only --encoder-urls {' '.join(encoders)}"),
+    }[engine]
+    started = [
+        f"CUDA_VISIBLE_DEVICES={i} {_LAUNCH[engine].format(model)} --port {ports[i]} {roles[0]}"
+        for i in range(layout.encoders)
+    ]
+    for i, port in enumerate(ports[layout.encoders :]):
+        gpus = ",".join(str(layout.encoders + i * tp + j) for j in range(tp))
+        started.append(f"CUDA_VISIBLE_DEVICES={gpus} {launch}{shared} --port {port} {roles[1]}")
+    routers = {
+        "vllm": f"python disagg_epd_proxy.py --encode-servers-urls {','.join(encoders)} --prefill-servers-urls disable "
+        f"--decode-servers-urls {','.join(engines)}",
+        "sglang": f"python -m sglang_router.launch_router --worker-urls {' '.join(engines)}",
+    }
+    return (*started, routers[engine])
+
+
 def engine_commands(model: str, family: str, device_map: Mapping[str, int | str] | None) -> tuple[str, ...]:
     """Write commands by which vLLM and SGLang serve `model` in the same placement; None: all on one GPU.
 
     An engine without stages of this family gets tensor parallelism. `UnsupportedPlanError` if neither can run it.
     """
-    commands: dict[Engine, str] = {
-        "vllm": f"vllm serve {model}",
-        "sglang": f"python -m sglang.launch_server --model-path {model}",
-    }
+    commands = {engine: launch.format(model) for engine, launch in _LAUNCH.items()}
     devices = [0] if device_map is None else sorted(set(device_map.values()), key=str)
     if len(devices) == 1 and isinstance(devices[0], int):
         return tuple(commands.values())

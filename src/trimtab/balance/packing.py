@@ -14,6 +14,7 @@ from trimtab.balance.schedule import (
     check_order,
     complete_rows,
     fill_table,
+    offsets_of,
     order_packs,
     reorder,
 )
@@ -56,9 +57,10 @@ LEAST_COST, MOST_COST = 1e-200, 1e200
 MOST_LIMIT = (1 << 53) - 1
 """No limit is above: up to here sums of whole numbers are exact in float64."""
 
-SHARD_SAMPLES = 1 << 21
-"""Samples packed together, about: larger data sets are packed in parts, at 200 bytes a sample of one part. A row goes
-to a part by chance, so with the shuffle inside the parts the order of all is random."""
+SHARD_SAMPLES, SHARD_RANKS = 1 << 19, 256
+"""Samples packed together for so many ranks, about: larger data sets are packed in parts, which the caches hold, at 200
+bytes a sample of one part; each part ends with a whole row. A row of the data goes to a part by chance, so with the
+shuffle inside the parts the order of all is random."""
 
 
 def pack_samples(
@@ -126,7 +128,8 @@ def pack_samples(
         batch_size=batch_size,
     )
     # parts of the data set, one unless it is large; packs take the places of the samples that they hold
-    num_parts = max(1, -(-len(samples) // SHARD_SAMPLES)) if method == "balanced" else 1
+    part_samples = SHARD_SAMPLES * -(-dp // SHARD_RANKS)
+    num_parts = max(1, -(-len(samples) // part_samples)) if method == "balanced" else 1
     rows, starts = scatter(len(samples), num_parts, seed, epoch)
     counts, num_packed, num_packs = [np.empty(0, np.int32)], 0, 0
     for part in range(num_parts):
@@ -138,7 +141,7 @@ def pack_samples(
 
     # no sample is lost
     packing = Packing(
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts), dtype=np.int64)]),
+        offsets=offsets_of(np.concatenate(counts)),
         indices=rows[:num_packed],
         limits=tuple(limits),
         oversize=large if oversize == "skip" else np.empty(0, np.int64),
@@ -146,7 +149,9 @@ def pack_samples(
         seed=seed,
     )
     assert len(packing.indices) + len(packing.oversize) == len(samples), "a sample was lost"
-    return PackResult(packing=packing, schedule=fill_table(np.arange(num_packs), dp, num_microbatches, order))
+    counts.clear()
+    sequence = np.arange(num_packs, dtype=rows.dtype)
+    return PackResult(packing=packing, schedule=fill_table(sequence, dp, num_microbatches, order))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,7 +193,7 @@ def _pack_part(asked: _Asked, own: IntArray, part: int, num_before: int) -> tupl
     # 3. rows
     work = np.column_stack([sizes.astype(np.float64), cost])
     if asked.order != "random" or asked.num_microbatches > 1:
-        sums = np.add.reduceat(work[groups.members], groups.offsets[:-1]) if groups.num_packs else work[:0]
+        sums = np.add.reduceat(work.take(groups.members, axis=0), groups.offsets[:-1]) if groups.num_packs else work[:0]
         sequence = order_packs(
             sums,
             dp=asked.dp,
@@ -201,7 +206,9 @@ def _pack_part(asked: _Asked, own: IntArray, part: int, num_before: int) -> tupl
     if asked.method == "balanced":
         from trimtab.balance.rows import level_rows
 
-        groups = level_rows(work[groups.members], groups, asked.dp, np.array([*asked.limits, np.inf]), keys)
+        groups = level_rows(
+            work.take(groups.members, axis=0), groups, asked.dp, np.array([*asked.limits, np.inf]), keys
+        )
     return groups, asked
 
 

@@ -51,7 +51,8 @@ class Scratch(NamedTuple):
     held: FloatArray  # (D, the same) their columns
     sums: npt.NDArray[np.float32]  # of all ways: one column,
     score: npt.NDArray[np.float32]  # all columns,
-    bits: npt.NDArray[np.int32]  # and the same memory as integers
+    bits: npt.NDArray[np.int32]  # and the same memory as integers,
+    ways: npt.NDArray[np.int32]  # 0, 1, 2, ...: a counter of 8 bytes would make integers of 8 bytes of all
 
 
 def make_goal(
@@ -84,6 +85,7 @@ def make_scratch(num_packs: int, num_samples: int, num_columns: int) -> Scratch:
         np.empty_like(score),
         score,
         score.view(np.int32),
+        np.arange(len(score), dtype=np.int32),
     )
 
 
@@ -151,12 +153,13 @@ def _best_way(free: int, current: int, scratch: Scratch) -> int:
     The lowest bits of a score are replaced by its number, so one minimum of integers finds both. Floats are ordered as
     their bits are, negative ones once these are turned round.
     """
-    bits = scratch.bits
+    bits, ways = scratch.bits, scratch.ways
     num_ways = 1 << max(LOW_BITS, free)
-    best = np.int32(0x7FFFFFFF)
+    high, best = np.int32(-num_ways), np.int32(0x7FFFFFFF)
     for way in range(num_ways):
         x = bits[way]
-        key = np.int32(((x ^ ((x >> 31) & 0x7FFFFFFF)) & -num_ways) | way)
+        flip = np.int32(0x7FFFFFFF) if x < 0 else np.int32(0)
+        key = np.int32((np.int32(x ^ flip) & high) | ways[way])
         if key < best:
             best = key
     x = bits[current]

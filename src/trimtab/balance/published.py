@@ -6,7 +6,7 @@ as in the paper: Q_v, Q_t the limits of patches (images there) and tokens, Q'_v,
 
 import numpy as np
 
-from trimtab.balance.schedule import Groups, reorder
+from trimtab.balance.schedule import Groups, offsets_of, reorder
 from trimtab.compiled import compiled, make_stream, permutation, shuffle
 from trimtab.errors import PackingError
 from trimtab.specs import FloatArray, IntArray
@@ -57,7 +57,7 @@ def pack_isf(
         members.append(left[is_packed])
         counts.append(num_held[is_kept])
         left = left[~is_packed]
-    packs = Groups(np.concatenate(members), np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64))
+    packs = Groups(np.concatenate(members), offsets_of(np.concatenate(counts)))
     # packs of early iterations are the fullest: in random order no part of an epoch has them all
     order = np.arange(packs.num_packs)
     shuffle(order, state)
@@ -100,9 +100,7 @@ def pack_greedily(sizes: IntArray, *, limits: tuple[int, ...], seed: int, epoch:
     order = permutation(len(tokens), seed, epoch, 0x677264)
     order = order[np.lexsort((-tokens[order], np.arange(len(order)) // BUFFER))]
     pack = _best_fit(sizes, order, np.array(limits, np.int64))
-    packs = Groups(
-        order[np.argsort(pack, kind="stable")], np.concatenate([[0], np.cumsum(np.bincount(pack))]).astype(np.int64)
-    )
+    packs = Groups(order[np.argsort(pack, kind="stable")], offsets_of(np.bincount(pack)))
     shuffled = np.arange(packs.num_packs)
     shuffle(shuffled, make_stream(seed, epoch, 0x677265))
     return reorder(packs, shuffled)
@@ -179,7 +177,7 @@ def batch_by_device(lengths: FloatArray, *, batch_size: float, dp: int, seed: in
     by_batch = np.argsort(batch, kind="stable")
     by_batch = by_batch[slots[by_batch] >= 0]
     counts = np.bincount(batch[by_batch], minlength=0)
-    return Groups(slots[by_batch], np.concatenate([[0], np.cumsum(counts[counts > 0])]).astype(np.int64))
+    return Groups(slots[by_batch], offsets_of(counts[counts > 0]))
 
 
 def _batch_bounds(num_samples: int, batch_size: float, dp: int) -> IntArray:

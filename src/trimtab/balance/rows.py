@@ -16,7 +16,7 @@ ROW_TRIALS, ROW_PARTNERS = 200, 256
 ROW_CLOSE = 5e-4
 """A row is level once its largest pack is this close to the mean: below, nothing can be seen on a device."""
 
-ROW_FREE = 10
+ROW_FREE = 8
 """Samples of two packs of a row that may change side at once."""
 
 OTHERS_WEIGHT = 1e-3

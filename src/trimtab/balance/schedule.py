@@ -268,4 +268,6 @@ def reorder(groups: Groups, sequence: IntArray) -> Groups:
 
 
 def offsets_of(counts: IntArray | list[int]) -> IntArray:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    offsets = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets

@@ -13,6 +13,7 @@ from trimtab.balance.metrics import above_limits, lower_bound_packs, sum_columns
 from trimtab.balance.packing import MOST_LIMIT, PackResult, check_costs, cost_column, describe_oversize, find_problems
 from trimtab.balance.pair import Goal, Packs, Scratch, make_goal, make_packs, make_scratch, share_pairs
 from trimtab.balance.rows import level_worst
+from trimtab.balance.schedule import offsets_of
 from trimtab.balance.window import pair_extremes, repair, spread
 from trimtab.compiled import UIntArray, below, compiled, inner, make_stream, next_u64, permutation
 from trimtab.errors import PackingError, join_problems
@@ -161,7 +162,7 @@ def pack_steps(
         counts.append(held[filled])
         num_packs += len(filled)
     packing = Packing(
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64),
+        offsets=offsets_of(np.concatenate(counts)),
         indices=np.concatenate(members),
         limits=limits or tuple(int(column.max(initial=1)) * global_batch for column in sizes.T),
         oversize=np.flatnonzero(above) if oversize == "skip" else np.empty(0, np.int64),

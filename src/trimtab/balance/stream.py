@@ -12,6 +12,7 @@ import numpy as np
 
 from trimtab.balance.metrics import sum_columns
 from trimtab.balance.pair import NO_THREE_FIT, Goal, Packs, make_goal, make_packs, make_scratch, match_pairs
+from trimtab.balance.schedule import offsets_of
 from trimtab.balance.window import (
     Effort,
     Pull,
@@ -104,9 +105,17 @@ def pack_stream(
         position += fresh
 
         # 3. its packs
-        window = counted[chosen]
+        window = counted.take(chosen, axis=0)
         packed = pack_window(
-            columns[chosen], min(P, taken), bounds, pull, age, dp=dp, hold_all=last, effort=effort, state=state
+            columns.take(chosen, axis=0),
+            min(P, taken),
+            bounds,
+            pull,
+            age,
+            dp=dp,
+            hold_all=last,
+            effort=effort,
+            state=state,
         )
         out = packed.left
         members.append(chosen[packed.members])
@@ -120,7 +129,7 @@ def pack_stream(
         fill = next_fill(fill, highest, packs_for(sum_columns(window[out])), packed)
     return Streamed(
         members=np.concatenate(members),
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64),
+        offsets=offsets_of(np.concatenate(counts)),
         oldest=oldest,
         num_grown=num_grown,
     )
@@ -199,7 +208,7 @@ def fit_stream(
         fresh = n - position if last else FIT_SAMPLES
         chosen = np.concatenate([carried, np.arange(position, position + fresh)])
         position += fresh
-        window = columns[chosen]
+        window = columns.take(chosen, axis=0)
         packs = fit_samples(window, bounds[:2], rule)
         found = len(packs.head)
         # 2. whole rows
@@ -222,7 +231,7 @@ def fit_stream(
         num_packs += len(held_counts)
         carried = chosen[out]
         num_carried = max(num_carried, len(out))
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
+    offsets = offsets_of(np.concatenate(counts))
     return Streamed(members=np.concatenate(members), offsets=offsets, oldest=int(num_carried > 0), num_grown=0)
 
 

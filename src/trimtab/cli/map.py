@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,11 +12,12 @@ import typer
 from trimtab.cli.data import ConfigArgument, ImageOptions
 from trimtab.cli.output import JsonOption, console, given_command, log, print_json
 from trimtab.cli.settings import verb
-from trimtab.errors import TrimtabError, UnsupportedPlanError
+from trimtab.errors import PartitionError, TrimtabError, UnsupportedPlanError
 from trimtab.placement.machine import Workload
 
 if TYPE_CHECKING:
     from trimtab.placement.bytes import DeviceUse
+    from trimtab.placement.engines import Engine
     from trimtab.placement.machine import Machine
     from trimtab.placement.placed import Assessed, Placement
     from trimtab.specs import ModelSpec
@@ -47,6 +48,16 @@ def map_model(
         ),
     ] = "auto",
     reserve: Annotated[float, typer.Option(min=0, max=90, help="Per cent of each GPU to keep free.")] = 3,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Requests that an engine serves, one JSON object a line: arrival_s, prompt_tokens (text; images come "
+            "on top), output_tokens, images [[height, width], ...]. Needs --serve-with."
+        ),
+    ] = None,
+    serve_with: Annotated[
+        Literal["vllm", "sglang"] | None, typer.Option(help="Engine that serves --trace: its layout and commands.")
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare with the maps of public tools.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for placement.yaml and map.json.")] = None,
     counting: ImageOptions,
@@ -59,6 +70,16 @@ def map_model(
     model = counting.describe(config)
     workload = stored_workload(model, workload)
     machine = parse_machine(gpus, cpu=cpu, disk=disk is not None, kept_share=reserve / 100)
+    if trace is not None or serve_with is not None:
+        if trace is None or serve_with is None:
+            raise PartitionError("a trace is laid out for an engine: give --trace and --serve-with, or neither")
+        only = replace(Workload(), dtype=workload.dtype, quant=workload.quant, attention=workload.attention)
+        if cpu or disk or out or compare or objective != "auto" or workload != only:
+            raise PartitionError(
+                "--trace says what is served: give it with --gpus, --reserve, --dtype and --quant alone"
+            )
+        _lay_out(config, model, machine, workload, trace, serve_with, as_json=as_json)
+        return
     if objective == "auto":
         placement = place_unasked(model, machine, workload)
     else:
@@ -77,6 +98,39 @@ def map_model(
     print_placement(placement, compared, console())
     if out is not None:
         log(f"wrote {out / 'placement.yaml'} and {out / 'map.json'}")
+
+
+def _lay_out(
+    config: str,
+    model: ModelSpec,
+    machine: Machine,
+    workload: Workload,
+    trace: Path,
+    engine: Engine,
+    *,
+    as_json: bool,
+) -> None:
+    """Print what equal GPUs do to serve a trace, and the commands that start it."""
+    from trimtab.adapters.servers import serving_commands
+    from trimtab.costs.devices import find_device
+    from trimtab.placement.engines import offer_layouts, read_trace
+
+    first = machine.gpus[0]
+    if first.name is None or len({(gpu.name, gpu.free_bytes) for gpu in machine.gpus}) > 1:
+        raise PartitionError("a trace is served by equal GPUs of a known kind: give --gpus as in 8xH100-80GB")
+    requests, free = read_trace(trace), round(first.free_bytes * (1 - machine.kept_share))
+    offers, bound = offer_layouts(
+        model, find_device(first.name), len(machine.gpus), requests, engine=engine, workload=workload, free_bytes=free
+    )
+    commands = serving_commands(config, engine, offers[0].layout)
+    if as_json:
+        print_json({"requests": len(requests), "bound": bound, "layouts": offers, "commands": commands})
+        return
+    from trimtab.report.tables import print_layouts
+
+    print_layouts(offers, bound, console(), title=f"{model.name}, {len(requests)} requests by {engine}")
+    for command in commands:
+        typer.echo(command)
 
 
 def compare_maps(config: str, model: ModelSpec, machine: Machine, workload: Workload) -> list[Assessed]:

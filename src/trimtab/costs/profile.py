@@ -289,8 +289,10 @@ def _list_assumptions(model: ModelSpec, device: DeviceSpec, settings: CostSettin
         if any(1 <= count < tp for count in kv):
             said.append(f"Each device of tp {tp} holds a copy of key/value heads of the {tower} tower.")
     if any(uses_dense_pairs(layer, settings) for layer in model.layers) and settings.packed:
+        apart = " (an upper bound: `balanced` and `trimtab train` attend sample by sample)"
         said.append(
-            f"With {settings.attention} attention a pack computes the pairs between its samples too: use flash."
+            f"With {settings.attention} attention a pack computes the pairs between its samples too"
+            f"{apart if settings.attention == 'sdpa' else ''}: use flash."
         )
     # layers without a formula
     measured = [x.name for x in model.layers if x.measured is not None and x.tower != "audio"]
@@ -341,7 +343,10 @@ def _about_host(settings: CostSettings) -> str:
         towers = [tower for tower, on in both if on]
         parts.append(f"sequence parallelism in {' and '.join(towers)}" if towers else "no sequence parallelism")
     if (block_s := settings.host_s("block")) > 0:
-        parts.append(f"{1e3 * block_s:.3g} ms of the host for a block's forward")
+        parts.append(
+            f"{1e3 * block_s:.3g} ms of the host for a block's forward"
+            + (", the device waiting" if settings.blocking_launches else "")
+        )
     return f"Priced as host {settings.host!r} runs: {', '.join(parts)}."
 
 

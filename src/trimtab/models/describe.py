@@ -38,7 +38,8 @@ def stored_format(quantised: object) -> str:
     """
     if not isinstance(quantised, Mapping):
         raise ConfigError(f"quantization_config is {quote(quantised)}: a JSON object is needed, or none")
-    method = str(quantised.get("quant_method", "bitsandbytes" if _is_bitsandbytes(quantised) else "unknown"))
+    is_bitsandbytes = any(name in quantised for name in ("load_in_4bit", "load_in_8bit"))
+    method = str(quantised.get("quant_method", "bitsandbytes" if is_bitsandbytes else "unknown"))
     if method == "bitsandbytes":
         if quantised.get("load_in_8bit"):
             return "bnb-int8"
@@ -62,10 +63,6 @@ def _compressed_format(quantised: Mapping[str, Any]) -> str:
     kinds = {(x.get("type"), x.get("num_bits")) for x in weights if isinstance(x, Mapping)}
     known: dict[tuple[Any, Any], str] = {("float", 8): "fp8", ("int", 4): "awq"}
     return known.get(kinds.pop(), "compressed-tensors") if len(kinds) == 1 else "compressed-tensors"
-
-
-def _is_bitsandbytes(quantised: Mapping[str, Any]) -> bool:
-    return any(name in quantised for name in ("load_in_4bit", "load_in_8bit"))
 
 
 def stored_names(folder: Path) -> frozenset[str]:
@@ -458,14 +455,8 @@ def _checked(value: object, source: str) -> Config:
 
 def _canonical(value: object) -> bytes:
     # `default` also turns read-only mappings into objects
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_as_plain)
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=dict)
     return text.encode()
-
-
-def _as_plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} is not a JSON type")
 
 
 def _digest(config: Config, settings: Config | None) -> str:

@@ -25,6 +25,7 @@ from trimtab.partition.cuts import (
     least_reachable_bottleneck,
 )
 from trimtab.partition.layer_table import LayerTable, layer_table, pipeline_of
+from trimtab.partition.schedules import BACKWARD, FORWARD, devices_of_stages, splits_backward
 from trimtab.partition.simulate import block_costs, blocks_of, makespans, stage_times
 from trimtab.specs import NUM_WORK_TERMS, FloatArray, Stage, recomputing
 from trimtab.units import format_bytes
@@ -217,17 +218,56 @@ class Evaluator:
         self.seen: dict[tuple[int, ...], float] = {}
         self._stages: dict[tuple[int, int, int], Stage | None] = {}
         self._priced: dict[Stage, tuple[FloatArray, FloatArray]] = {}
+        self._least: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._devices = devices_of_stages(
+            problem.schedule, num_devices=problem.num_stages, num_chunks=problem.num_chunks
+        ).tolist()
         self._seconds, self._sends = np.zeros((3, S, len(self.rows))), np.zeros((2, S, len(self.rows)))
 
     def cuts_of(self, stages: Sequence[Stage]) -> tuple[int, ...]:
         return (*(int(np.searchsorted(self.table.positions, x.start)) for x in stages), self.table.num_segments)
 
-    def makespan(self, cuts: tuple[int, ...]) -> float:
-        """Return the mean makespan with the stages' least recompute; infinite where a stage does not fit."""
+    def makespan(self, cuts: tuple[int, ...], *, below: float = np.inf) -> float:
+        """Return the mean makespan with the stages' least recompute; infinite where a stage does not fit.
+
+        Cuts whose `least_makespan` is not below `below` are not simulated: they get that.
+        """
         if cuts not in self.seen:
             stages = self.stages(cuts)
-            self.seen[cuts] = self.makespan_of(stages) if len(stages) == len(cuts) - 1 else np.inf
+            if len(stages) < len(cuts) - 1:
+                return np.inf
+            if below < np.inf and (least := self.least_makespan(cuts)) >= below:
+                return least
+            self.seen[cuts] = self.makespan_of(stages)
         return self.seen[cuts]
+
+    def least_makespan(self, cuts: tuple[int, ...]) -> float:
+        """Return a lower bound of `makespan`, where all stages fit: the busiest device's blocks, once it is reached.
+
+        A device waits until the stages before its first one ran a forward. Where backwards are whole, its last block is
+        one of its first stage, and the stages before run theirs after it.
+        """
+        num, reached_s = self.problem.num_stages, 0.0
+        busy_s = [0.0] * num
+        for i, span in enumerate(itertools.pairwise(cuts)):
+            work_s, ends_s = self._least_of(i, *span)
+            busy_s[self._devices[i]] += work_s
+            if i < num:
+                busy_s[i] += reached_s
+                reached_s += ends_s
+        return max(busy_s)
+
+    def _least_of(self, i: int, first: int, last: int) -> tuple[float, float]:
+        """Return mean seconds of a stage's blocks, and of the least of those that others wait for at either end."""
+        if (i, first, last) not in self._least:
+            stage = self._stages[i, first, last]
+            assert stage is not None, "its bound is asked of cuts that fit"
+            seconds = self._price_once(stage)[0][:, self.slots]
+            ends = seconds[FORWARD].min(axis=1)
+            if not splits_backward(self.problem.schedule):
+                ends = ends + seconds[BACKWARD].min(axis=1)
+            self._least[i, first, last] = float(seconds.sum(axis=(0, 2)).mean()), float(ends.mean())
+        return self._least[i, first, last]
 
     def stages(self, cuts: tuple[int, ...]) -> tuple[Stage, ...]:
         """The stages between the cuts, each with its least recompute; without those that exceed the cap."""
@@ -242,12 +282,15 @@ class Evaluator:
     def makespan_of(self, stages: Sequence[Stage]) -> float:
         """Return the mean makespan of stages as they are, their own recompute included."""
         for i, stage in enumerate(stages):
-            if stage not in self._priced:
-                self._priced[stage] = self._price(stage)
-            self._seconds[:, i], send = self._priced[stage]
+            self._seconds[:, i], send = self._price_once(stage)
             if i + 1 < len(stages):
                 self._sends[0, i] = self._sends[1, i + 1] = send
         return float(makespans(self.blocks, self._seconds, self._sends, self.slots).mean())
+
+    def _price_once(self, stage: Stage) -> tuple[FloatArray, FloatArray]:
+        if stage not in self._priced:
+            self._priced[stage] = self._price(stage)
+        return self._priced[stage]
 
     def _price(self, stage: Stage) -> tuple[FloatArray, FloatArray]:
         """Return (3, rows) seconds FORWARD, BACKWARD, WEIGHT; (rows,) to the next stage, as long on the way back."""
@@ -265,80 +308,62 @@ class Evaluator:
 
 MAX_SIMULATED = 4000  # candidates
 _STEPS = (-1, 1, -2, 2, -3, 3)
-"""Runs of layers by which a cut moves; pairs of cuts, each by its own."""
+"""Runs of layers by which a cut moves."""
 _EQUAL = 1 - 1e-12  # makespans nearer than this are rounding apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A split worth trying on the devices."""
+class SearchResult:
+    """The best split found; makespans are means over the sampled steps, without optimizer and all-reduce."""
 
     split: SplitResult
-    makespan_s: float  # mean over the sampled steps, without optimizer and all-reduce
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The best splits found, no two with the same cuts, the best first."""
-
-    candidates: tuple[Candidate, ...]
+    makespan_s: float
     start_makespan_s: float  # of the split with the least bottleneck, where the search began
     num_simulated: int  # candidate splits
 
-    @property
-    def split(self) -> SplitResult:
-        return self.candidates[0].split
 
-    @property
-    def makespan_s(self) -> float:
-        return self.candidates[0].makespan_s
-
-
-def search_makespan(evaluator: Evaluator, *, keep: int = 1, max_simulated: int = MAX_SIMULATED) -> SearchResult:
-    """The `keep` splits of least mean simulated makespan that were found; the first never worse than the exact split.
+def search_makespan(evaluator: Evaluator, *, max_simulated: int = MAX_SIMULATED) -> SearchResult:
+    """Return the split of least mean simulated makespan that was found; never worse than the exact split.
 
     Descent from the split of least bottleneck: a round tries every move of one kind and takes each that is better at
-    once: one cut moved by up to three runs of layers, then neighbouring cuts moved together, then any two cuts. Each
-    stage's recompute is solved again exactly under the cap (least time at `problem.work_mean`). Heuristic, no bound;
-    deterministic; stops after `max_simulated` candidates.
+    once: one cut moved by up to three runs of layers, then neighbouring cuts moved together. Moves whose lower bound is
+    no better are not simulated. Each stage has its least recompute under the cap, exact (least time at
+    `problem.work_mean`). Heuristic; deterministic; stops after `max_simulated` candidates.
     """
     problem = evaluator.problem
     start = split_stages(problem)
-    own, start_makespan = evaluator.cuts_of(start.stages), evaluator.makespan_of(start.stages)
-    # down from the exact split; of all that was simulated the best are kept
-    _descend(evaluator, own, max_simulated=max_simulated)
-    found = dict(evaluator.seen)
-    keeps_start = start_makespan * _EQUAL <= found[own]  # chunks may share their device's room otherwise
-    if keeps_start:
-        found[own] = start_makespan * _EQUAL  # of equals the start is the first
-    fitting = sorted((seconds, cuts) for cuts, seconds in found.items() if seconds < float("inf"))
-    candidates = tuple(
-        Candidate(split=start, makespan_s=start_makespan)
-        if keeps_start and cuts == own
-        else Candidate(split=replace(problem.assess(evaluator.stages(cuts)), exact=False), makespan_s=seconds)
-        for seconds, cuts in fitting[:keep]
+    start_makespan = evaluator.makespan_of(start.stages)
+    cuts, makespan = _descend(evaluator, evaluator.cuts_of(start.stages), max_simulated=max_simulated)
+    split = start
+    if makespan < start_makespan * _EQUAL:  # chunks of the start may share their device's room otherwise
+        split = replace(problem.assess(evaluator.stages(cuts)), exact=False)
+    return SearchResult(
+        split=split,
+        makespan_s=min(makespan, start_makespan),
+        start_makespan_s=start_makespan,
+        num_simulated=len(evaluator.seen),
     )
-    return SearchResult(candidates=candidates, start_makespan_s=start_makespan, num_simulated=len(evaluator.seen))
 
 
-def _descend(evaluator: Evaluator, cuts: tuple[int, ...], *, max_simulated: int) -> None:
-    """Takes every move that is better, through ever wider neighbourhoods; `evaluator.seen` holds what was simulated."""
+def _descend(evaluator: Evaluator, cuts: tuple[int, ...], *, max_simulated: int) -> tuple[tuple[int, ...], float]:
+    """Take every move that is better, through ever wider neighbourhoods; return the last one's cuts and makespan."""
     best = evaluator.makespan(cuts)
-    neighbourhoods = (_single_moves, _joint_moves, _pair_moves)
+    neighbourhoods = (_single_moves, _joint_moves)
     kind = 0
     while kind < len(neighbourhoods):
         is_better = False
         for move in neighbourhoods[kind](len(cuts) - 2):
             if len(evaluator.seen) >= max_simulated:
-                return
+                return cuts, best
             moved = tuple(a + step for a, step in zip(cuts, (0, *move, 0), strict=True))
             if any(a >= b for a, b in itertools.pairwise(moved)):
                 continue
-            makespan = evaluator.makespan(moved)
+            makespan = evaluator.makespan(moved, below=best * _EQUAL)
             if makespan < best * _EQUAL:
                 best, cuts, is_better = makespan, moved, True
         # wider moves cost more to try: back to single cuts after each success
         kind = 0 if is_better else kind + 1
+    return cuts, best
 
 
 def _single_moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
@@ -353,9 +378,3 @@ def _joint_moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
         if j - i > 1:
             for step in _STEPS:
                 yield (0,) * i + (step,) * (j - i) + (0,) * (num_cuts - j)
-
-
-def _pair_moves(num_cuts: int) -> Iterator[tuple[int, ...]]:
-    for i, j in itertools.combinations(range(num_cuts), 2):
-        for first, second in itertools.product(_STEPS, repeat=2):
-            yield (0,) * i + (first,) + (0,) * (j - i - 1) + (second,) + (0,) * (num_cuts - j - 1)

@@ -202,7 +202,8 @@ def _settle(
     if group == "own":
         if within is not None:
             raise PlanError("towers=own is planned without --for: leave it out, then export to megatron-bridge")
-        return _settle_own(model, epoch, cluster, options, budget, chosen)
+        grid = _settle(model, epoch, cluster, options, budget, _on_one_grid(chosen), None).vision.best
+        return _settle_own(model, epoch, cluster, options, budget, chosen, grid)
     if group == "auto" or group == "shared":
         return _settle_open(model, epoch, cluster, options, budget, chosen, within)
     left, most = list(chosen.by_preference), 1
@@ -271,12 +272,13 @@ def _settle_open(
         settled = [grid if hosted is None else hosted]
     limit_s = grid.vision.best.epoch_s / MUST_GAIN
     # 2. other settings, the least expected first; those of a decoder alone come with their own packs
-    whole = whole_tower(model, cluster, options)
+    whole, dims = whole_tower(model, cluster, options), case.setting.dims
+    decoder = replace(options, ep=options.ep or dims.ep, etp=options.etp or dims.etp)  # experts are divided as there
     expected = [(_expected_s(model, epoch, x, whole, replica=within is None), x) for x in chosen.considered]
     if replica:
         num, below_s = len(epoch.rows), limit_s / len(epoch.rows)
         slow = {x.setting.dims for seconds, x in expected if seconds > limit_s}
-        apart = settings_apart(model, epoch.drawn, cluster, options, budget, below_s=below_s, without=slow)
+        apart = settings_apart(model, epoch.drawn, cluster, decoder, budget, below_s=below_s, without=slow)
         expected += [(num * seconds, priced) for seconds, priced in apart]
     known = {(case.setting.dims, case.options.sharding)}
     for seconds, priced in sorted(expected, key=lambda pair: pair[0]):
@@ -291,6 +293,14 @@ def _settle_open(
         except (PartitionError, PlanError):  # its packs do not fit, on one grid or with features
             continue
         settled += [] if one is None else [one]
+    # 3. devices of the tower's own
+    if replica:
+        try:
+            below_s = limit_s / len(epoch.rows)
+            own = _settle_own(model, epoch, cluster, decoder, budget, chosen, grid.vision.best, below_s=below_s)
+            settled.append(own)
+        except (PartitionError, PlanError):  # nothing gains so much by its bound, or runs so
+            pass
     gaining = [x for x in settled[1:] if x.vision.best.case.vision is not None and x.vision.best.epoch_s <= limit_s]
     best = min([settled[0], *gaining], key=lambda x: x.vision.best.epoch_s)
     every = tuple(split for x in (grid, *settled) for split in x.vision.tried)
@@ -310,12 +320,19 @@ def _settle_own(
     options: PlanOptions,
     budget: MemoryBudget,
     chosen: ChosenSetting,
+    grid: SharedSplit,
+    *,
+    below_s: float | None = None,
 ) -> _Settled:
-    """The fastest with the tower on devices of its own; the best single grid is what it is compared with."""
-    grid = _settle(model, epoch, cluster, options, budget, _on_one_grid(chosen), None).vision.best
+    """The fastest with the tower on devices of its own; the best single grid is what it is compared with.
+
+    `below_s`: seconds a sample that it has to take less. Raises `PartitionError` where nothing does by its bound.
+    """
     # each setting of the decoder, its tower's activations kept or not
     tried, misfits = list[tuple[Priced, SharedSplit]](), list[str]()
-    for priced, num in settings_own(model, epoch.drawn, cluster, options, budget):
+    for seconds, priced, num in settings_own(model, epoch.drawn, cluster, options, budget, below_s=below_s):
+        if below_s is not None and seconds > below_s:
+            continue
         try:
             case = pack_case(model, epoch, cluster, budget, priced.setting, priced.options)
             tried += [(priced, found) for found in split_own(case, num)]
@@ -324,8 +341,9 @@ def _settle_own(
     if not tried:
         raise PartitionError(join_problems(misfits or ["no part of the devices holds the decoder alone: use more"]))
     priced, best = min(tried, key=lambda x: x[1].epoch_s)
-    # the search on the epoch's own steps
-    found = choose_split(best.case)
+    # the search on the epoch's own steps, where it may still be taken
+    most_s = math.inf if below_s is None else below_s * len(epoch.rows) * _SEARCH_GAINS
+    found = choose_split(best.case, search=best.epoch_s <= most_s)
     best = replace(best, found=found, epoch_s=epoch_s(best.case, found.split.stages))
     rate, steps = len(best.case.packing.indices) / best.epoch_s, best.case.schedule.num_steps
     priced = replace(priced, step_s=best.epoch_s / steps, samples_per_s=rate, peak_bytes=found.split.peak_bytes)

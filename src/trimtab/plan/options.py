@@ -241,6 +241,9 @@ class RunOptions:
     host_block_s: Annotated[
         float | None, Option("Seconds of the host for a block's forward; default: the host's own.", least=0.0)
     ] = None
+    blocking_launches: Annotated[
+        bool, Option("The device waits for each launch, as with CUDA_LAUNCH_BLOCKING=1: host and device take turns.")
+    ] = False
     fused_kernels: Annotated[
         bool | None, Option("Norms, rotary and gates as single kernels (TE, Liger); default: as the host.")
     ] = None

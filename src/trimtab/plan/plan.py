@@ -315,6 +315,7 @@ class TrainingInput:
     top: int = 10
     host: HostName = "none"  # whose settings hold where they are null, and no such key
     host_block_s: float | None = None
+    blocking_launches: bool = False
     sequence_parallel: bool | None = None
     vision_sequence_parallel: bool | None = None
     grad_dtype: DType | None = None

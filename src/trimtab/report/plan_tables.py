@@ -234,7 +234,7 @@ def packing_note(details: PlanDetails) -> str:
 
 _DIVIDED = " Not shared, tensor parallelism divides the tower; shared, every rank holds it whole."
 ABOUT_GROUPS = {
-    "replica": " Every device encodes before and after the pipeline, which the timeline leaves out.",
+    "replica": " Every device encodes before and after the pipeline: one more micro-batch of the timeline.",
     "own": " The tower's devices are stage 0, the first row of the timeline.",
     "tp": _DIVIDED,
     "tp_cp": _DIVIDED,

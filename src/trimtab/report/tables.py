@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trimtab.costs.measured.timed_fit import KindFit
     from trimtab.costs.measured.traced_fit import KindCounts
     from trimtab.placement.bytes import DeviceUse
+    from trimtab.placement.engines import Offer, Served
     from trimtab.placement.placed import Assessed, Placement
     from trimtab.plan.decide.omnibal import IsfIteration
     from trimtab.samples.table import SizingResult
@@ -230,6 +231,21 @@ def print_placement(placement: Placement, compared: Sequence[Assessed], console:
         print_lines(console, f"computed in host memory: {', '.join(placement.run_on_cpu)}")
     if compared:
         print_table(_rules_table(placement, compared), console)
+
+
+def print_layouts(offers: Sequence[Offer], bound: Served, console: Console, *, title: str) -> None:
+    """Print what a trace gets of the layouts that were simulated, the best first."""
+    rows = [(str(x.layout), *_served(x.served), *_served(x.bound)) for x in offers[:_MOST_LAYOUTS]]
+    rows.append(("any layout, at best", "", "", *_served(bound)))
+    columns = (Column("Layout"), *numeric("Requests\na second", "First token\nof 99 %", "At most", "At least"))
+    print_table(Table(title=title, columns=columns, rows=rows, marked=0), console)
+
+
+_MOST_LAYOUTS = 8
+
+
+def _served(found: Served) -> tuple[str, str]:
+    return f"{found.requests_per_s:.2f}", format_seconds(found.first_token_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -346,7 +346,8 @@ def _said_once(watch: Watch, store: Any, again: str) -> Iterator[None]:
         watch.ending.acquire()
         if _is_lost(problem):
             lost = TrimtabError(_explain(watch, watch.find_missing(), again))
-            lost.is_said = _others_left(watch) or not _is_first(store)
+            others_left = any(watch.has_left(rank) for rank in range(watch.num_ranks))  # they have said why
+            lost.is_said = others_left or not _is_first(store)
             raise lost from problem
         if isinstance(problem, (TrimtabError, OSError)) and getattr(problem, "is_said", None) is None:
             problem.is_said = not _is_first(store)  # type: ignore[union-attr]
@@ -379,11 +380,6 @@ def _is_lost(error: BaseException) -> bool:
             further += [failure[0] for failure in cause.failures.values()]
         causes += [x for x in further if x is not None and not any(x is other for other in seen)]
     return False
-
-
-def _others_left(watch: Watch) -> bool:
-    """Return whether another rank has ended by itself: then it has said why."""
-    return any(watch.has_left(rank) for rank in range(watch.num_ranks))
 
 
 def _explain(watch: Watch, lost: Sequence[Late], again: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trimtab.errors import PlanError, TrimtabError, join_problems
 from trimtab.options import RecomputedTier
@@ -119,8 +119,7 @@ class _Recomputed:
         self.was_own = "forward" in layer.__dict__
         self.options: dict[str, Any] = {"use_reentrant": False}
         if _KEPT.get(granularity):
-            policy = partial(_policy, _KEPT[granularity])
-            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, list(_KEPT[granularity]))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self._needs_gradient((args, kwargs)):
@@ -142,10 +141,6 @@ class _Recomputed:
 
     def _needs_gradient(self, given: object) -> bool:
         return any(p.requires_grad for p in self.layer.parameters()) or any(t.requires_grad for t in tensors_in(given))
-
-
-def _policy(kept: frozenset[Any], _: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # -- reading and checking ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from trimtab.errors import SampleError, join_problems, shorten
 from trimtab.typed_json import parse_json
@@ -110,8 +110,7 @@ class Chunk:
     columns: tuple[tuple[str, str], ...] = ()  # of its records, as a list of data sets has them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """One parsed record, or what is wrong with it."""
 
     line: int  # from 1, within the chunk where Chunk.first_line is None

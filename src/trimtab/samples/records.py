@@ -161,7 +161,7 @@ def read_records(path: Path, *, more_columns: tuple[str, ...] = ()) -> Iterator[
         last = 0
         for record in read_chunk(chunk, more_columns=more_columns):
             last = record.line
-            yield replace(record, line=num_lines + last) if num_lines else record
+            yield record._replace(line=num_lines + last) if num_lines else record
         if chunk.first_line is None:  # its lines are numbered within the chunk
             num_lines += last
 

@@ -189,7 +189,7 @@ class Sizer:
                 return
             if record.line in broken.records:
                 reason = f"{broken.records[record.line]}: {_MADE_TO_FAIL}"
-                record = replace(record, problem=BadRecordError("reader", reason))
+                record = record._replace(problem=BadRecordError("reader", reason))
             yield record
             line = record.line + 1
 

@@ -257,6 +257,7 @@ class TokenCounter:
         self._add_special, self._bos = False, ""
         self._markup = _PLAIN
         self._typed = self._plain = True
+        self._cuts_words, self._known = False, dict[str, int]()
         if files is None:
             self.assumptions.append(
                 f"tokens are estimated: UTF-8 bytes / {BYTES_PER_TOKEN}, {TOKENS_PER_TURN} a turn, 2 markers an image"
@@ -290,6 +291,8 @@ class TokenCounter:
                 f"the tokenizer has no {' '.join(missing)}: one token each, as if added before training"
             )
 
+        self._cuts_words = _cuts_words(tokenizer)
+
     def _derive_markup(self) -> ImageMarkup:
         """The family whose placeholder the template writes for an image, else whose soft token the tokenizer knows."""
         shown = self._try([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "probe"}]}]) or ""
@@ -307,7 +310,8 @@ class TokenCounter:
         """Find out by rendering whether the template takes content as parts, as a string, or both."""
         parts = [{"type": "image"}, {"type": "text", "text": "probe"}]
         shown = self._try([{"role": "user", "content": parts}])
-        self._typed = shown is not None and _shows(shown, self._markup.placeholder)
+        is_shown = shown is not None and shown.count(self._markup.placeholder) == 1
+        self._typed = shown is not None and is_shown and "probe" in shown and "'type'" not in shown
         text = self._try([{"role": "user", "content": "probe"}])
         self._plain = text is not None and "probe" in text
         if not self._typed and not self._plain:
@@ -363,6 +367,7 @@ class TokenCounter:
         for token in {x.soft for x in videos}:
             if self._tokenizer.token_to_id(token) is None:
                 self._tokenizer.add_special_tokens([token])  # as if added before training
+                self._known.clear()
         text, num_in_videos = _with_videos(text, videos)
         num_tokens = sum(x.tokens for x in images) - num_written + num_in_videos
         return Rendered(text, num_tokens, len(conversation.messages))
@@ -454,6 +459,8 @@ class TokenCounter:
     def _lengths(self, texts: list[str], add_special: bool) -> list[int | BadRecordError]:
         assert self._tokenizer is not None, "there is a tokenizer"
         try:
+            if not add_special and (counts := self.count_by_words(texts)) is not None:
+                return list(counts)
             return list(map(len, self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special)))
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -462,8 +469,67 @@ class TokenCounter:
                 return [BadRecordError("template", f"the tokenizer refuses it: {shorten(str(error), 200)}")]
             return [length for text in texts for length in self._lengths([text], add_special)]
 
+    def count_by_words(self, texts: list[str]) -> list[int] | None:
+        """Return the tokens of each text by words met before, in a quarter of the time of encoding it.
+
+        None where most words are new, which takes longer one by one, or the tokenizer is not known to go word by word.
+        """
+        if self._tokenizer is None or not self._cuts_words:
+            return None
+        if len(self._known) > _MOST_WORDS:
+            self._known.clear()
+        words = [_words(text) for text in texts]
+        new = list({word for own in words for word in own if word not in self._known})
+        if 2 * len(new) > sum(map(len, words)):
+            return None
+        encoded = self._tokenizer.encode_batch_fast(new, add_special_tokens=False)
+        self._known.update(zip(new, map(len, encoded), strict=True))
+        counts = [sum(map(self._known.__getitem__, own)) for own in words]
+        for word in new:
+            if len(word) > _LONG_WORD:  # lines of a script without spaces are hardly met again
+                del self._known[word]
+        return counts
+
     def _adds_special(self, rendered: Rendered) -> bool:
         return self._add_special and not (bool(self._bos) and rendered.text.startswith(self._bos))
+
+
+# Words: byte-level tokenizers of GPT-2, Qwen and Llama 3 begin anew at a single space between two characters that are
+# none, so the tokens of a text are those of its words, each with the space in front of it.
+
+
+_MOST_WORDS, _LONG_WORD = 1 << 18, 32
+_BETWEEN = re.compile(r"(?<=\S) (?=\S)")
+CUTTING = tuple(  # Qwen 2 to 3, and Llama 3
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+    + numbers
+    + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for numbers in (r"\p{N}", r"\p{N}{1,3}")
+)
+
+
+def _words(text: str) -> list[str]:
+    """Cut a text into the pieces from one single space to the next, each with its space but the first."""
+    pieces = text.split(" ")
+    inner = [pieces[0].lstrip(), *pieces[1:-1], pieces[-1].rstrip()]
+    if "" in inner or list(map(str.strip, inner)) != inner:  # spaces next to others
+        pieces = _BETWEEN.split(text)
+    return [pieces[0], *[" " + piece for piece in pieces[1:]]]
+
+
+def _cuts_words(tokenizer: Tokenizer) -> bool:
+    """Return whether the tokens of a text are known to be those of its words."""
+    if type(tokenizer.model).__name__ != "BPE" or type(tokenizer.normalizer).__name__ not in ("NoneType", "NFC"):
+        return False
+    added = tokenizer.get_added_tokens_decoder().values()
+    if tokenizer.pre_tokenizer is None or any(t.lstrip or t.rstrip or t.single_word or " " in t.content for t in added):
+        return False
+    rule = json.loads(tokenizer.pre_tokenizer.__getstate__())
+    first, *more = rule.get("pretokenizers", [rule])
+    if first["type"] == "Split" and len(more) == 1:
+        known = first["pattern"].get("Regex") in CUTTING and first["behavior"] == "Isolated" and not first["invert"]
+        return known and more[0]["type"] == "ByteLevel" and not (more[0]["add_prefix_space"] or more[0]["use_regex"])
+    return bool(not more and first["type"] == "ByteLevel" and first["use_regex"] and not first["add_prefix_space"])
 
 
 def _part(content: str | Slot | None) -> dict[str, object]:
@@ -518,7 +584,3 @@ def _build_tokenizer(files: TokenizerFiles) -> Tokenizer:
 def _marker_tokens(markup: ImageMarkup) -> list[str]:
     text = markup.before + markup.soft + markup.after + (markup.written or "")
     return list(dict.fromkeys([markup.soft, *re.findall(r"<[^<>\s]+>", text)]))
-
-
-def _shows(text: str, placeholder: str) -> bool:
-    return text.count(placeholder) == 1 and "probe" in text and "'type'" not in text

@@ -167,11 +167,10 @@ def _on_device(layer: LayerSpec, rank: int, tp: int) -> list[Adapted]:
 
 
 def _matching(linear: Linear, products: Sequence[Matmul]) -> Sequence[Matmul]:
-    """The first product, or neighbours with one input, of the linear layer's widths: of q, k, v or gate, up joined."""
-    for start in range(len(products)):
-        for length in (1, 2, 3):
-            run = products[start : start + length]
-            widths = {round(p.in_width) for p in run}, round(sum(p.out_width for p in run))
-            if widths == ({linear.in_width}, linear.out_width) and not (length > 1 and any(p.reduced for p in run)):
-                return run
+    """The product of its name and widths, or else the first of these widths, or neighbours with one input, joined."""
+    runs = [products[start : start + length] for start in range(len(products)) for length in (1, 2, 3)]
+    for run in sorted(runs, key=lambda run: [_NAMES.get(p.name) for p in run] != [linear.name]):
+        widths = {round(p.in_width) for p in run}, round(sum(p.out_width for p in run))
+        if widths == ({linear.in_width}, linear.out_width) and not (len(run) > 1 and any(p.reduced for p in run)):
+            return run
     return ()

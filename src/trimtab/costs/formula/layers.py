@@ -109,7 +109,7 @@ def cost_layer(
     A layer that nothing reads has no backward and keeps nothing, yet takes the state of a trainable one (DeepSpeed
     and Megatron-Core allocate it for every parameter that may train; a plain AdamW makes none: an upper bound).
     Gradient exchange and optimizer come once a step: `step_seconds`. A pass lasts as long as the host's, if that is
-    longer (`LayerCost`).
+    longer (`LayerCost`); where launches block, as long as both together.
     """
     assert layer.attention is None or not layer.attention.cross, "it has no price: profile_model refuses it"
     runs_backward = gradients.any and not layer.unread and layer.tower != "audio"
@@ -180,6 +180,12 @@ def host_seconds(layer: LayerSpec, settings: CostSettings) -> float:
     if host.takes_turns or not (launches := expert_launches(layer, settings)):
         return own
     return (1.0 + host.routing) * own + launches * host.expert_s
+
+
+def _launch_seconds(layer: LayerSpec, settings: CostSettings) -> float:
+    """Return the seconds of a forward in which the device waits for launches: of experts' kernels, or of all."""
+    experts_s = expert_launches(layer, settings) * settings.of_host.expert_s if settings.of_host.takes_turns else 0.0
+    return experts_s + (host_seconds(layer, settings) if settings.blocking_launches else 0.0)
 
 
 def find_columns(layer: LayerSpec, settings: CostSettings) -> WorkColumns:
@@ -267,7 +273,7 @@ class _LayerSeconds:
     regather: float  # sequence parallel gathers the inputs of column-parallel products once more in backward
     attention: float
     pair_traffic: float
-    kernels: float  # starts of those that are no product, and launches of experts' kernels
+    kernels: float  # starts of those that are no product, launches of experts' kernels, all launches where they block
     waits: float  # latency of collectives
     unpack: float  # of 4-bit weights, into the model's dtype
     gather: float  # ZeRO-3: weights from the other dp ranks, not overlapped
@@ -319,7 +325,6 @@ class _LayerSeconds:
         unpacked = quantised_params(layer, settings.lora, tp)
         own = [p.forward_line(products, peak) for p in matmuls]
         forward = own + [p.forward_line(*narrow) for p in factors]
-        launched = expert_launches(layer, settings) * settings.of_host.expert_s if settings.of_host.takes_turns else 0.0
         of_experts = all_to_all + gathered / link
         # what hides behind products is not waited for
         if settings.ep_overlap:  # both directions hide behind products and traffic, three forwards of them in all
@@ -338,7 +343,7 @@ class _LayerSeconds:
             regather=num_collectives * ring / 2 if settings.row_share(layer.tower) > 1 else 0.0,
             attention=pair_flops(layer, tp) / (plain_peak * e.attention),
             pair_traffic=sum(t.pair_bytes for t in traffic) / bandwidth,
-            kernels=count_kernels(traffic, layer) * KERNEL_S + launched,
+            kernels=count_kernels(traffic, layer) * KERNEL_S + _launch_seconds(layer, settings),
             waits=num_messages * COLLECTIVE_S,
             unpack=unpacked * (NF4_BYTES + w) / bandwidth,
             gather=gather,

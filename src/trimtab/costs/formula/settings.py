@@ -61,6 +61,7 @@ class CostSettings:
     adapter_weights: AdapterWeights = "fp32"  # where `lora` does not say
     host: HostName = "none"
     host_block_s: float | None = None  # of a block's forward on the host; None: the host's own figure
+    blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: host and device take turns
     efficiency: Efficiency | None = None  # None: what is known of the device (`efficiency_of`)
 
     def __post_init__(self) -> None:

@@ -112,8 +112,9 @@ def _kind(unit: Unit, head: Any, *, before: bool) -> LayerKind:
         return "head"
     if find_norm(module) and not any(p.dim() > 1 for p in unit.parameters.values()):
         return "norm"
+    attends = any("Attention" in type(x).__name__ for x in module.modules())
     if unit.list_path is not None and any(is_matmul(x) for x in module.modules()):
-        return "projector" if unit.tower == "projector" and not _attends(module) else "block"
+        return "projector" if unit.tower == "projector" and not attends else "block"
     if not any(is_matmul(x) for x in module.modules()) and not _bare_matrices(module):
         return "embed"
     if unit.tower == "language":
@@ -121,10 +122,6 @@ def _kind(unit: Unit, head: Any, *, before: bool) -> LayerKind:
     if unit.tower != "projector" and before:
         return "embed"
     return "projector"
-
-
-def _attends(module: Any) -> bool:
-    return any("Attention" in type(x).__name__ for x in module.modules())
 
 
 def _bare_matrices(module: Any) -> int:

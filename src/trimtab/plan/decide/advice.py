@@ -376,19 +376,18 @@ def _form_estimate(name: str, one: SharedSplit) -> FormEstimate:
     once_s = float(tower_seconds(whole).of_images(plain.work[:, IMAGE_TERMS]).sum())
     once_s += float((plain.work @ pass_terms(language)).sum()) * dims.tp * dims.cp
     lanes = one.case.apart if isinstance(one.case.apart, Lanes) else None
-    devices = dims.dp * dims.pp * dims.tp * dims.cp + (0 if lanes is None else lanes.num_devices)
-    bound_s = None
-    if lanes is None:
-        group = None if one.case.vision is None else one.case.vision.decision.group
-        terms = pass_terms([x for x in whole.layers if x.tower != "language"])
-        bound_s = least_epoch_s(one.case.setting, one.case.options, group, work_of(plain), terms)
+    own = 0 if lanes is None else lanes.num_devices
+    devices = dims.dp * dims.pp * dims.tp * dims.cp + own
+    group = None if one.case.vision is None else one.case.vision.decision.group
+    terms = pass_terms([x for x in whole.layers if x.tower != "language"])
+    bound_s = least_epoch_s(one.case.setting, one.case.options, group, work_of(plain), terms, own)
     tower = None if lanes is None else lanes.memory(one.case.problem).total_bytes
     return FormEstimate(
         form=name,
         setting=f"{format_degrees(dims)}, {label_of(one.case)}",
         devices=devices,
         epoch_s=round_digits(one.epoch_s),
-        bound_s=None if bound_s is None else round_digits(bound_s),
+        bound_s=round_digits(bound_s),
         busy_share=round(once_s / (devices * one.epoch_s), 4),
         peak_gib=round_digits(one.found.split.peak_bytes / GIB),
         tower_gib=None if tower is None else round_digits(tower / GIB),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.costs.formula.settings import ITEM_BYTES, Efficiency
-from trimtab.partition.simulate import simulate_steps
+from trimtab.partition.simulate import Timeline, simulate_steps
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.exchange import (
     Exchange,
@@ -28,7 +28,7 @@ from trimtab.plan.decide.exchange import (
     share_calls,
 )
 from trimtab.plan.decide.setting import profile_setting
-from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, Lanes, Phases, rank_step_s, times_of
+from trimtab.plan.decide.work import IMAGE_TERMS, MICROBATCHES, PATCHES, Apart, Lanes, Phases, rank_step_s, times_of
 from trimtab.plan.plan import VisionDecision
 from trimtab.specs import (
     NUM_WORK_TERMS,
@@ -99,10 +99,31 @@ def encode_phases(case: Case, alone: Profile, decision: VisionDecision, found: S
     most = _largest_call(found)
     return Phases(
         seconds=(forward + backward).reshape(shape) + (exchange.forward_s + exchange.backward_s) / shape[0],
+        forward_s=forward.reshape(shape) + exchange.forward_s / shape[0],
         update_s=tower.update_s,
         state_bytes=tower.state_bytes,
         saved_bytes=tower.saved(most),
         moment_bytes=tower.moment(most),
+    )
+
+
+def between_phases(pipeline: Timeline, phases: Apart | None, step: int, rank: int) -> Timeline:
+    """The pipeline's blocks; with phases, a forward block of every device before them and a backward block after."""
+    if not isinstance(phases, Phases):
+        return pipeline
+    forward_s, both_s = float(phases.forward_s[step, rank]), float(phases.seconds[step, rank])
+    num, end_s = pipeline.num_devices, pipeline.makespan_s + both_s
+    first = [next(s for s in range(num) if pipeline.device_of(s) == device) for device in range(num)]
+    number = int(pipeline.microbatch.max(initial=-1)) + 1
+    starts = np.repeat([0.0, forward_s + pipeline.makespan_s], num)
+    return replace(
+        pipeline,
+        stage=np.concatenate([pipeline.stage, first, first]).astype(np.int32),
+        microbatch=np.concatenate([pipeline.microbatch, np.full(2 * num, number)]).astype(np.int32),
+        kind=np.concatenate([pipeline.kind, np.repeat([0, 1], num)]).astype(np.int8),
+        start_s=np.concatenate([pipeline.start_s + forward_s, starts]),
+        end_s=np.concatenate([pipeline.end_s + forward_s, np.repeat([forward_s, end_s], num)]),
+        makespan_s=end_s,
     )
 
 

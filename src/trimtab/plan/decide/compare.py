@@ -21,6 +21,7 @@ from trimtab.partition.published import even_stages, full_recompute
 from trimtab.partition.schedules import microbatch_unit
 from trimtab.partition.simulate import StageTimes, Timeline, simulate, simulate_steps
 from trimtab.partition.stages import SplitProblem, split_stages
+from trimtab.plan.decide.apart import between_phases
 from trimtab.plan.decide.case import Case
 from trimtab.plan.decide.setting import profile_setting
 from trimtab.plan.decide.stages import PricedSplit, SplitChoice, choose_split, price_splits, uniform_splits
@@ -445,18 +446,21 @@ def simulate_run(run: Compared, cluster: ClusterSpec) -> Variant:
         step_s=step_s,
         idle_share=idle_share,
         fits=run.fits,
-        timeline=_typical_timeline(times, table, step_s, problem.schedule, problem.num_stages + (lanes is not None)),
+        timeline=_typical_timeline(
+            times, table, step_s, problem.schedule, problem.num_stages + (lanes is not None), run
+        ),
     )
 
 
 def _typical_timeline(
-    times: StageTimes, table: IntArray, step_s: FloatArray, schedule: ScheduleName, num_devices: int
+    times: StageTimes, table: IntArray, step_s: FloatArray, schedule: ScheduleName, num_devices: int, run: Compared
 ) -> Timeline:
-    """The slowest rank of the step of median length."""
+    """The slowest rank of the step of median length; phases around its pipeline are one more micro-batch."""
     step = int(np.argsort(step_s, kind="stable")[len(step_s) // 2])
     makespan_s = simulate_steps(times, table[step][:, None], schedule=schedule, num_devices=num_devices)
-    slowest = _columns(times, table[step, int(makespan_s.argmax())])
-    return simulate(slowest, schedule=schedule, num_devices=num_devices)
+    rank = int(makespan_s.argmax())
+    found = simulate(_columns(times, table[step, rank]), schedule=schedule, num_devices=num_devices)
+    return between_phases(found, run.apart, step, rank)
 
 
 def _columns(times: StageTimes, packs: IntArray) -> StageTimes:

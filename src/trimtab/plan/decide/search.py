@@ -39,12 +39,13 @@ def choose_setting(
     *,
     tiers: Tiers | None = None,
     progress: Callable[[int, int], None] | None = None,
-    pipelines_below_s: float | None = None,
+    below_s: float | None = None,
+    least_pp: int = 1,
     without: Collection[ParallelDims] = (),
 ) -> ChosenSetting:
     """The settings that fit, and which is taken.
 
-    `pipelines_below_s`: only the fastest of more than one stage, if it may take fewer seconds a sample, and none of the
+    `below_s`: only the fastest, if it may take fewer seconds a sample, of `least_pp` stages or more, and none of the
     degrees in `without`.
 
     `tiers`: the recompute that the framework has of a layer, so that packs are no larger than it can hold. Raises
@@ -56,14 +57,14 @@ def choose_setting(
     else:
         divided = options
     dims = list(parallel_dims(model, cluster, divided, longest=longest))
-    if pipelines_below_s is not None:
-        dims, crowded = [x for x in dims if x.pp > 1 and x not in without], True
+    if below_s is not None:
+        dims, crowded = [x for x in dims if x.pp >= least_pp and x not in without], True
     while True:
         # 1. the members of the space, with their bounds
         members, impossible = list_members(model, samples, cluster, options, budget, dims)
         # 2. their prices, the least bound first
         priced, misfits = price_members(
-            members, model, cluster, budget, tiers=tiers, progress=progress, below_s=pipelines_below_s
+            members, model, cluster, budget, tiers=tiers, progress=progress, below_s=below_s
         )
         refusals += impossible + misfits
         if priced or crowded or options.cp is not None:

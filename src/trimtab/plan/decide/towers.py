@@ -152,11 +152,12 @@ def _take(tried: list[SharedSplit], limit_s: float, *, is_open: bool) -> tuple[l
 
 
 def least_epoch_s(
-    setting: Setting, options: PlanOptions, group: VisionGroup | None, work: RankWork, whole: FloatArray
+    setting: Setting, options: PlanOptions, group: VisionGroup | None, work: RankWork, whole: FloatArray, own: int = 0
 ) -> float:
     """Return seconds that no epoch of this setting takes less, its images shared over `group`; None: one grid.
 
-    `whole`: of an undivided tower, as `whole_tower` gives it.
+    `whole`: of an undivided tower, as `whole_tower` gives it; `own`: devices of the tower's own, which are no faster
+    than their share of all images, nor is the pipeline without it.
 
     Costs are linear in the work, so with equal packs and even shares that wait for nothing no step is longer. A call's
     constant is counted once for the largest pool.
@@ -172,10 +173,14 @@ def least_epoch_s(
     divided = pass_terms([x for x in profile.layers if x.tower != "language"])
     language_s = float(pack @ pass_terms([x for x in profile.layers if x.tower == "language"]))
     tower_s = float(share @ (divided if group in (None, "dp", "cp") else whole))
-    inside_s = language_s if group == "replica" else language_s + tower_s
+    inside_s = language_s if group in ("replica", "own") else language_s + tower_s
     step_s = least_step_s(inside_s, M, dims.pp, options) + (M * tower_s if group == "replica" else 0.0)
     update_s = sum(layer.step_s for layer in profile.layers if layer.tower == "language") / dims.pp
-    return work.num_steps * (step_s + update_s)
+    epoch_s = work.num_steps * (step_s + update_s)
+    if group == "own":
+        images = np.where(np.arange(len(whole)) == MICROBATCHES, 0.0, work.of_epoch)
+        return max(epoch_s, float(images @ whole) * dims.dp / own)
+    return epoch_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -335,7 +340,8 @@ def settings_apart(
             cluster,
             alone,
             budget,
-            pipelines_below_s=below_s - tower_s,
+            below_s=below_s - tower_s,
+            least_pp=2,
             without=without,
         )
     except PartitionError:
@@ -384,9 +390,18 @@ _MOST_PARTS, _MOST_OWN = 4, 3  # divisions of the devices among tower and decode
 
 
 def settings_own(
-    model: ModelSpec, samples: SampleTable, cluster: ClusterSpec, options: PlanOptions, budget: MemoryBudget
-) -> Iterator[tuple[Priced, int]]:
+    model: ModelSpec,
+    samples: SampleTable,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    budget: MemoryBudget,
+    *,
+    below_s: float | None = None,
+) -> Iterator[tuple[float, Priced, int]]:
     """The fastest settings of the decoder alone on a part of the devices, and how many others the tower takes.
+
+    Each comes with seconds a sample that it is expected to take at least; with `below_s` it is the fastest of the
+    first part, if that may take fewer.
 
     Parts are whole nodes, or as many devices of every node: those nearest to the tower's share of all seconds. Degrees
     that were asked for are the decoder's. Raises `PlanError` for what no tower on devices of its own runs with.
@@ -398,20 +413,30 @@ def settings_own(
         )
     # 1. how many devices the tower is worth, and the decoder's own run
     tower_s, all_s = _seconds_a_sample(model, samples, cluster, options)
+    if tower_s == 0.0 or (below_s is not None and all_s > below_s):
+        return
     decoder, text, W = decoder_only(model), _without_images(samples), cluster.num_devices
     alone = replace(options, max_patches=None, schedule="1F1B", num_chunks=1, zero_stages=(1,), vision=VisionChoice())
     # 2. of each part the decoder's fastest; the tower takes as many of the rest as its lanes divide
-    for part in _parts(cluster, options, own=W * tower_s / all_s)[:_MOST_PARTS]:
+    for part in _parts(cluster, options, own=W * tower_s / all_s)[: 1 if below_s else _MOST_PARTS]:
+        own = W - part.num_devices
+        least_s = max(tower_s / own, (all_s - tower_s) / part.num_devices) * W
+        if below_s is not None and least_s > below_s:
+            continue
         try:
-            chosen = choose_setting(decoder, text, part, alone, budget)
+            chosen = choose_setting(decoder, text, part, alone, budget, below_s=below_s)
         except (PartitionError, PlanError):  # nothing fits, or the degrees asked for do not divide these devices
             continue
         fitting = [x for x in chosen.considered if cluster.devices_per_node % x.setting.dims.tp == 0]
-        for priced in fitting[:_MOST_OWN]:
-            dp, left = priced.setting.dims.dp, W - part.num_devices
-            most = min(left, options.vision.devices or left)
+        for priced in fitting[: 1 if below_s else _MOST_OWN]:
+            dp, most = priced.setting.dims.dp, min(own, options.vision.devices or own)
             num = next(x for x in range(most, 0, -1) if x % dp == 0 or dp % x == 0)
-            yield _of_whole_model(priced, model, samples, cluster, options), num
+            if below_s is not None and options.tp == 1:  # one for each rank, which is all that `trimtab train` runs
+                num = dp
+            if num > most:
+                continue
+            seconds = max(1 / priced.samples_per_s / _SEARCH_GAINS, tower_s * W / num)
+            yield seconds, _of_whole_model(priced, model, samples, cluster, options), num
 
 
 def _parts(cluster: ClusterSpec, options: PlanOptions, *, own: float) -> list[ClusterSpec]:

@@ -184,6 +184,7 @@ class Phases:
     """What encoding before and after the pipeline takes, where a tower is on every device of a replica."""
 
     seconds: FloatArray  # (num_steps, dp) of both phases, with the exchange of features
+    forward_s: FloatArray  # of the first one
     update_s: float  # of the tower's gradients and parameters, on every device
     state_bytes: float  # of the tower, on every device
     saved_bytes: float  # that it holds from the first phase to the last
@@ -196,7 +197,7 @@ class Phases:
 
     def of_steps(self, steps: IntArray) -> Phases:
         """The same of some steps."""
-        return replace(self, seconds=self.seconds[steps])
+        return replace(self, seconds=self.seconds[steps], forward_s=self.forward_s[steps])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
@@ -10,6 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trimtab.errors import TrimtabError, UnsupportedPlanError, join_problems
 from trimtab.models.asking.inputs import image_token
@@ -174,6 +178,77 @@ def text_masks(text_config: Any, lengths: Sequence[int], *, images: Tensor | Non
         return pack_mask(lengths)
     windows = {"full_attention": None, "sliding_attention": window}
     return {kind: pack_mask(lengths, window=windows[kind], images=images) for kind in sorted(types)}
+
+
+# SDPA without that mask: a call for each sample, where samples see themselves causally and nothing else.
+
+
+BY_SAMPLE = "sdpa_by_sample"
+"""The name under which Transformers finds `_attend_by_sample` and the borders that it takes in place of a mask."""
+
+
+def attend_by_sample(model: Any) -> None:
+    """Let the language model of a model loaded with SDPA attend sample by sample; with other attention, do nothing.
+
+    Use it where a model runs packs (`balanced` and `trimtab train` do): one call over a whole pack computes and masks
+    tokens^2 pairs, the samples' own calls only theirs. Whatever else the model is asked for runs as before: padded
+    batches, masks of its own (images that see themselves whole), windows shorter than a sample, generation.
+
+    >>> import transformers
+    >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(hidden_size=32, intermediate_size=48,
+    ...     num_hidden_layers=2, vocab_size=64, num_attention_heads=2, num_key_value_heads=2))
+    >>> attend_by_sample(model)
+    >>> pack = PackedCollator(model.config)([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 2)
+    >>> model(**pack).logits.shape
+    torch.Size([1, 6, 64])
+    """
+    text = model.config.get_text_config()
+    if getattr(text, "_attn_implementation", None) == "sdpa":
+        AttentionInterface.register(BY_SAMPLE, _attend_by_sample)
+        AttentionMaskInterface.register(BY_SAMPLE, _borders_or_mask)
+        text._attn_implementation = BY_SAMPLE
+
+
+def loaded_attention(config: Any) -> Any:
+    """Return the attention of the language model as `PackedCollator` names it, however it is computed."""
+    loaded = getattr(config.get_text_config(), "_attn_implementation", None)
+    return "sdpa" if loaded == BY_SAMPLE else "flash_attention_2" if "flash" in str(loaded) else loaded
+
+
+def _borders_or_mask(**given: Any) -> Tensor | None:
+    """Return (samples + 1,) offsets on the CPU where the mask is nothing but causal samples, else SDPA's own mask.
+
+    `given` is what Transformers gives the function that makes SDPA's masks. A sample starts where a token does not see
+    the one before it. Masks that were added to the causal one (`use_vmap`) and rows where a token sees the next one are
+    SDPA's.
+    """
+    cached = given.get("cache_position")  # of Transformers 4; 5 gives q_length and q_offset
+    length = given["q_length"] if cached is None else len(cached)
+    is_whole = given["batch_size"] == 1 and given.get("attention_mask") is None and length == given["kv_length"]
+    if is_whole and not given.get("use_vmap"):
+        device = given.get("device") if cached is None else cached.device
+        sees, index = given["mask_function"], torch.arange(length, device=device)
+        here, before, first = index[1:], index[:-1], index[:1]
+        starts = here[~sees(first, first, here, before)].tolist()
+        offsets, window = torch.tensor([0, *starts, length]), given.get("local_size")
+        is_causal = not bool(sees(first, first, before, here).any())
+        if starts and is_causal and (window is None or window >= int(offsets.diff().max())):
+            return offsets
+    mask: Tensor | None = sdpa_mask(**given)
+    return mask
+
+
+def _attend_by_sample(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend as Transformers' SDPA does; (samples + 1,) offsets in place of a mask: each sample by itself."""
+    if attention_mask is None or attention_mask.dim() > 1:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    parts = [
+        sdpa_attention_forward(module, *(x[:, :, first:last] for x in (query, key, value)), None, **options)[0]
+        for first, last in itertools.pairwise(attention_mask.tolist())
+    ]
+    return torch.cat(parts, dim=1), None
 
 
 # Position ids that restart with every sample of a pack.
@@ -396,9 +471,8 @@ def _problems_of(collator: PackedCollator) -> list[str]:
             asked, allowed = getattr(collator, name), ", ".join(get_args(choices))
             raise TrimtabError(f"{name} {asked!r} is unknown: choose one of {allowed}")
     problems = []
-    loaded = getattr(text, "_attn_implementation", None)
-    both_flash = "flash" in str(loaded) and collator.attention == "flash_attention_2"  # 3, or a kernel from the Hub
-    if loaded is not None and loaded != collator.attention and not both_flash:
+    loaded = loaded_attention(collator.config)
+    if loaded is not None and loaded != collator.attention:
         problems.append(f"attn_implementation is {loaded}, attention {collator.attention!r}: give one to both")
     if collator.attention == "flash_attention_2" and family.sees is not None:
         problems.append(f"images of {collator.config.model_type} see themselves whole: load it with sdpa")

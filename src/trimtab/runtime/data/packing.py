@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trimtab.errors import TrimtabError, UnsupportedPlanError
 from trimtab.models.asking.inputs import image_token, plain_ids
 from trimtab.models.families import PackFormat
-from trimtab.runtime.data.collate import Attention, PackedCollator
+from trimtab.runtime.data.collate import Attention, PackedCollator, loaded_attention
 from trimtab.runtime.data.conversations import ProcessedSample, read_processed
 from trimtab.runtime.data.formats import TOKEN_TYPE_KEYS, smallest_image
 
@@ -325,8 +325,7 @@ def collator_of(model: Any) -> PackedCollator:
         raise UnsupportedPlanError(
             f"the encoder of {model.config.model_type!r} reads a whole row: train without packing"
         )
-    loaded = getattr(model.config.get_text_config(), "_attn_implementation", None) or "sdpa"
-    attention: Any = "flash_attention_2" if "flash" in loaded else loaded
+    attention: Any = loaded_attention(model.config) or "sdpa"
     if attention not in get_args(Attention):
         raise UnsupportedPlanError(f"no packs for {attention} attention: load it with {', '.join(get_args(Attention))}")
     return PackedCollator(model.config, attention=attention, vision_in_every_pack=False)

@@ -23,7 +23,7 @@ from trimtab.plan.plan import Plan
 from trimtab.runtime.data.collate import label_weights, packed_loss
 from trimtab.runtime.data.packing import bound_of
 from trimtab.runtime.pipeline.cuts import Cuts, StageModule
-from trimtab.runtime.pipeline.image_dispatch import ImageDispatch, dispatch_images
+from trimtab.runtime.pipeline.image_dispatch import ImageDispatch, dispatch_images, share_tower
 from trimtab.runtime.pipeline.pipeline import PackedStage, Pipeline, TiedWeight, pack_loss
 from trimtab.runtime.pipeline.replica import ReplicaTower, spread_tower
 from trimtab.runtime.pipeline.trace import (
@@ -101,10 +101,11 @@ def build_pipeline(
     shared: ImageDispatch | ReplicaTower | None = None
     ways: dict[str, Any] = {"model": model, "cost": image_cost, "device": device, "timeout_s": timeout_s}
     if images is not None and tower is not None:
-        shared = spread_tower(tower.to(device), images, group=pp_group, **ways)
+        tower = tower.to(device)
+        shared = spread_tower(tower, images, share_tower(tower, images, group=pp_group, **ways))
     elif images is not None and 0 in modules:
         assert dp_group is not None
-        shared = dispatch_images(modules[0], layout, images, group=dp_group, **ways)
+        shared = dispatch_images(layout, images, share_tower(modules[0], images, group=dp_group, **ways))
     if 0 in modules:
         stages[0].images = shared
     # the first collective of a group: batched sends need it

@@ -14,7 +14,7 @@ tower (dropout, stochastic depth) are those of the rank that encodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,29 +26,28 @@ from torch import Tensor
 from trimtab.balance.cost import LinearCost
 from trimtab.balance.images import share_images
 from trimtab.errors import TrimtabError
-from trimtab.options import Rule
 from trimtab.plan.layout import PipelineLayout
 from trimtab.plan.plan import VisionDecision
 from trimtab.runtime.data.collate import filler_sample
 from trimtab.runtime.pipeline.cuts import StageModule
 from trimtab.runtime.pipeline.trace import Batch, Encoded, feature_name, has_images
 from trimtab.runtime.ranks import listed
-from trimtab.runtime.vision.agreement import Control, differing_ranks, fingerprint, open_control
-from trimtab.runtime.vision.encode import Pool, move_images, pool_images
+from trimtab.runtime.vision.agreement import differing_ranks, fingerprint, open_control
+from trimtab.runtime.vision.encode import Pool, Settings, Sharing, move_images, pool_images, run_tower
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows
 from trimtab.runtime.vision.hooks import KINDS, PatchedFunction, find_functions
 from trimtab.runtime.vision.inputs import (
     GRIDS,
     PIXELS,
     Family,
+    Features,
     GridFamily,
-    Kind,
     VisionInputs,
     find_family,
     join_inputs,
     tower_flops,
+    write_features,
 )
-from trimtab.runtime.vision.outputs import Features, read_features, write_features
 from trimtab.specs import IntArray
 
 
@@ -60,6 +59,78 @@ class ImageLoad:
     encoded: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedTower:
+    """One rank's copy of a tower whose images several ranks encode; made by `share_tower`."""
+
+    function: PatchedFunction  # where image features come out
+    sharing: Sharing
+    device: torch.device
+    template: VisionInputs  # the family's smallest image
+
+    def read(self, microbatches: Sequence[Batch]) -> list[dict[str, VisionInputs]]:
+        """Return the images and videos of each micro-batch."""
+        return [read_images(batch, self.sharing.family, self.sharing.config) for batch in microbatches]
+
+
+def share_tower(
+    module: StageModule,
+    decision: VisionDecision,
+    *,
+    model: Any,
+    cost: LinearCost | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout_s: float,
+) -> SharedTower:
+    """Share the images of a module that holds the whole tower; every rank of the group calls this.
+
+    `cost` None: multiply-adds, by the configuration.
+    """
+    share_images([1.0], 2, rule=decision.rule)  # compiles before the clock of a step runs
+    config = model.config
+    family = find_family(config)
+    smallest = read_images(filler_sample(config, with_image=True), family, config)["image"]
+    sharing = Sharing(
+        group=group,
+        control=open_control(group, timeout_s),
+        settings=Settings(exchange="dispatch", rule=decision.rule, cost=cost or tower_flops(config)),
+        family=family,
+        config=config,
+    )
+    function = next(x for x in find_functions(module.model, "features") if x.kind == "image")
+    return SharedTower(function=function, sharing=sharing, device=device, template=smallest.to(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldRows:
+    """A rank's own rows as they came back, and the same by micro-batch, as leaves of the stages' graphs."""
+
+    rows: Tensor
+    leaves: list[Tensor] = field(default_factory=list)
+
+    def hand_out(
+        self, features: Features, num_rows: IntArray, atoms: Sequence[Mapping[str, int]], first: int = 0
+    ) -> Iterator[tuple[int, Encoded]]:
+        """Yield the number and the rows of each micro-batch that has some; `atoms` of each from `first` on, by kind."""
+        start = end = 0
+        for number, kinds in enumerate(atoms, first):
+            mine = num_rows[start : start + sum(kinds.values())]
+            start += len(mine)
+            leaf = self.rows.detach()[end : end + int(mine.sum())].requires_grad_(self.rows.requires_grad)
+            end += len(leaf)
+            self.leaves.append(leaf)
+            if len(mine):
+                yield number, name_rows(features, leaf, mine, kinds)
+
+    def backward(self) -> None:
+        """Run the backward of exchange and tower, where they have one; collective."""
+        if not self.rows.requires_grad:
+            return
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
+        torch.autograd.backward([self.rows], [torch.cat([torch.zeros_like(self.rows[:0]), *gradients])])
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
     """One call of the tower, for the images of consecutive micro-batches."""
@@ -69,24 +140,15 @@ class _Call:
     atoms: list[dict[str, int]]  # own, of each micro-batch: of images, of videos behind them
     waiting: set[int]  # micro-batches whose backward is to come
     has_run: bool = False
-    rows: Tensor | None = None  # own rows as they came back, until their backward
-    leaves: list[Tensor] = field(default_factory=list)  # the same by micro-batch, in the stage's graph
+    held: HeldRows | None = None  # until their backward
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ImageDispatch:
     """The first stage's side of it; made by `dispatch_images`."""
 
-    function: PatchedFunction  # of the first stage: where image features come out
-    group: Any  # data-parallel ranks of the first stage
-    control: Control
-    family: Family
-    config: Any
-    cost: LinearCost
-    rule: Rule
+    tower: SharedTower  # of the first stage, with its data-parallel ranks
     num_pooled: int
-    device: torch.device
-    template: VisionInputs  # the family's smallest image
     settings_mark: int  # of what makes ranks run their calls in one order, with one assignment
     load: ImageLoad | None = None  # of the latest step
     _calls: list[_Call] = field(default_factory=list)
@@ -99,17 +161,17 @@ class ImageDispatch:
         if not microbatches:  # let go of what a step left
             return
         # pools of k micro-batches: what all ranks hold of them, and who encodes what
-        inputs = self._read_all(microbatches)
+        inputs, sharing = self._read_all(microbatches), self.tower.sharing
         k = self.num_pooled
         parts = [inputs[i : i + k] for i in range(0, len(inputs), k)]
         joined = [join_inputs([x for kinds in part for x in kinds.values()]) for part in parts]
-        pools = pool_images(joined, self.template, control=self.control, cost=self.cost, rule=self.rule)
+        pools = pool_images(joined, self.tower.template, sharing)
         for number, (part, own, pool) in enumerate(zip(parts, joined, pools, strict=True)):
             atoms = [{kind: len(x) for kind, x in kinds.items()} for kinds in part]
             waiting = set(range(number * k, number * k + len(part)))
             self._calls.append(_Call(inputs=own, pool=pool, atoms=atoms, waiting=waiting))
         # patches that each rank holds, and those that it encodes
-        N = self.control.num_ranks
+        N = sharing.control.num_ranks
         held = sum(np.bincount(pool.home, pool.sizes.patches, N) for pool in pools)
         encoded = sum(np.array([pool.sizes.patches[pool.shares.atoms_of(r)].sum() for r in range(N)]) for pool in pools)
         self.load = ImageLoad(held=_whole(held), encoded=_whole(encoded))
@@ -129,40 +191,26 @@ class ImageDispatch:
         """Finish each backward: the last one of a call runs the tower's own, on every rank of the group."""
         call = self._calls[microbatch // self.num_pooled]
         call.waiting.discard(microbatch)
-        if call.waiting or call.rows is None:
-            return
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in call.leaves]
-        torch.autograd.backward([call.rows], [torch.cat(gradients)])
-        call.rows, call.leaves = None, []
+        if not call.waiting and call.held is not None:
+            call.held.backward()
+            call.held = None
 
     def _run(self, call: _Call, first: int) -> None:
         """Send pixels, run this rank's share through the tower, and get rows back."""
-        rank, pool = self.control.rank, call.pool
-        own = None if call.inputs is None else call.inputs.to(self.device)
-        received = move_images(own, self.template, pool, rank=rank, group=self.group)
+        tower, pool = self.tower, call.pool
+        sharing, rank = tower.sharing, tower.sharing.control.rank
+        own = None if call.inputs is None else call.inputs.to(tower.device)
+        received = move_images(own, tower.template, pool, rank=rank, group=sharing.group)
         call.inputs = None
-        share = pool.shares.atoms_of(rank)
         # an empty share runs the tower on the smallest image and gives no row of it: types are right by construction
-        encoded = received if len(share) else self.template
-        features = read_features(call_tower(self.function, encoded), encoded)
+        features = run_tower(tower.function, received if len(received) else tower.template)
         known = pool.sizes.rows
         num_rows = np.full(len(pool.home), features.num_rows[0]) if known is None else known
-        made = features.rows if len(share) else features.rows[:0]
+        made = features.rows if len(received) else features.rows[:0]
         layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
-        rows = route_rows(made, layout, pool.rows_by_home(num_rows), self.group)
-        # a leaf for each micro-batch: its gradients wait there until the last backward of the pool
-        own_rows, start, end = num_rows[pool.home == rank], 0, 0
-        for number, atoms in enumerate(call.atoms, first):
-            mine = own_rows[start : start + sum(atoms.values())]
-            start += len(mine)
-            leaf = rows.detach()[end : end + int(mine.sum())].requires_grad_(rows.requires_grad)
-            end += len(leaf)
-            if rows.requires_grad:
-                call.leaves.append(leaf)
-            if len(mine):
-                self._features[number] = name_rows(features, leaf, mine, atoms)
-        if rows.requires_grad:
-            call.rows = rows
+        # gradients wait in the leaves of the micro-batches until the last backward of the pool
+        call.held = HeldRows(rows=route_rows(made, layout, pool.rows_by_home(num_rows), sharing.group))
+        self._features |= dict(call.held.hand_out(features, num_rows[pool.home == rank], call.atoms, first))
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -170,11 +218,11 @@ class ImageDispatch:
         """Return own images and videos by micro-batch, once all ranks have said that they can go on."""
         problem, inputs = None, []
         try:
-            inputs = [read_images(batch, self.family, self.config) for batch in microbatches]
+            inputs = self.tower.read(microbatches)
             self._check_form([x for kinds in inputs for x in kinds.values()])
         except TrimtabError as error:
             problem = error
-        answers = self.control.gather_unless(
+        answers = self.tower.sharing.control.gather_unless(
             problem,
             "the start of a step",
             (len(microbatches), self.settings_mark),
@@ -196,7 +244,7 @@ class ImageDispatch:
     def _check_form(self, inputs: Sequence[VisionInputs]) -> None:
         """Check that rows are alike on every rank: they travel into buffers made like the family's smallest image."""
         for image in inputs:
-            for part, like in zip(image.parts, self.template.parts, strict=True):
+            for part, like in zip(image.parts, self.tower.template.parts, strict=True):
                 if part.rows.dtype != like.rows.dtype or part.rows.shape[1:] != like.rows.shape[1:]:
                     shape = ", ".join(map(str, like.rows.shape[1:]))
                     raise TrimtabError(
@@ -205,18 +253,15 @@ class ImageDispatch:
                     )
 
 
-_BATCH_KEYS = {"grid_thw": "image_grid_thw"}
-
-
 def read_images(batch: Batch, family: Family, config: Any) -> dict[str, VisionInputs]:
-    """Return the atoms of a micro-batch's images and videos, as the first stage's layers read them."""
+    """Return the atoms of a micro-batch's images and videos, for one call of the function that encodes images."""
     if not has_images(batch):
         return {}
     if not isinstance(family, GridFamily):
         return {"image": family.read("image", {"pixel_values": batch["pixel_values"]}, config)}
-    tower: Kind = "tower"
+    pixels, grids = PIXELS["image"], GRIDS["image"]
     return {
-        kind: family.read(tower, {"pixel_values": batch[PIXELS[kind]], "grid_thw": batch[GRIDS[kind]]}, config)
+        kind: family.read("image", {pixels: batch[PIXELS[kind]], grids: batch[GRIDS[kind]]}, config)
         for kind in KINDS
         if batch.get(PIXELS[kind]) is not None and len(batch[PIXELS[kind]])
     }
@@ -237,46 +282,12 @@ def name_rows(features: Features, rows: Tensor, num_rows: IntArray, atoms: Mappi
     return Encoded(outputs=outputs, rows=columns)
 
 
-def call_tower(function: PatchedFunction, inputs: VisionInputs) -> Any:
-    """Return what the function that encodes images returns of these atoms, as `read_images` gives them."""
-    return function.call({_BATCH_KEYS.get(part.name, part.name): part.rows for part in inputs.parts} | inputs.fixed)
-
-
-def dispatch_images(
-    module: StageModule,
-    layout: PipelineLayout,
-    decision: VisionDecision,
-    *,
-    model: Any,
-    cost: LinearCost | None,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    timeout_s: float,
-) -> ImageDispatch:
-    """Share images of a first stage that holds the whole tower; every rank of its data-parallel group calls this.
-
-    `cost` None: multiply-adds, by the configuration.
-    """
-    share_images([1.0], 2, rule=decision.rule)  # compiles before the clock of a step runs
-    config = model.config
-    family, cost = find_family(config), cost or tower_flops(config)
-    smallest = read_images(filler_sample(config, with_image=True), family, config)["image"]
+def dispatch_images(layout: PipelineLayout, decision: VisionDecision, tower: SharedTower) -> ImageDispatch:
+    """Share images of a first stage that holds the whole tower."""
     # all ranks must run one plan: its fingerprint travels with every step
     order = [layout.stages, layout.schedule, layout.num_chunks]
-    function = next(x for x in find_functions(module.model, "features") if x.kind == "image")
-    return ImageDispatch(
-        function=function,
-        group=group,
-        control=open_control(group, timeout_s),
-        family=family,
-        config=config,
-        cost=cost,
-        rule=decision.rule,
-        num_pooled=decision.pooling,
-        device=device,
-        template=smallest.to(device),
-        settings_mark=fingerprint([*order, decision.pooling, decision.rule, cost], []),
-    )
+    mark = fingerprint([*order, decision.pooling, tower.sharing.settings], [])
+    return ImageDispatch(tower=tower, num_pooled=decision.pooling, settings_mark=mark)
 
 
 def _whole(values: Any) -> tuple[int, ...]:

@@ -15,63 +15,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from trimtab.balance.cost import LinearCost
-from trimtab.balance.images import share_images
-from trimtab.options import Rule
 from trimtab.plan.plan import VisionDecision
-from trimtab.runtime.data.collate import filler_sample
 from trimtab.runtime.pipeline.cuts import StageModule
-from trimtab.runtime.pipeline.image_dispatch import ImageLoad, call_tower, name_rows, read_images
+from trimtab.runtime.pipeline.image_dispatch import HeldRows, ImageLoad, SharedTower
 from trimtab.runtime.pipeline.trace import Batch, Encoded, find_layer, parameters_of
 from trimtab.runtime.recompute import apply
-from trimtab.runtime.vision.agreement import Control, agree_on_inputs, agree_on_rows, open_control
+from trimtab.runtime.vision.agreement import agree_on_inputs
+from trimtab.runtime.vision.encode import encode_share, share_atoms
 from trimtab.runtime.vision.exchange import lay_out_rows, route_rows, send_in_place, sum_in_place, used_gradients
-from trimtab.runtime.vision.hooks import PatchedFunction, find_functions
-from trimtab.runtime.vision.inputs import Family, VisionInputs, find_family, join_inputs, tower_flops
-from trimtab.runtime.vision.outputs import Features, read_features
-from trimtab.specs import IntArray
+from trimtab.runtime.vision.inputs import VisionInputs, join_inputs
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ReplicaTower:
     """One rank's copy of the tower, and what of a step it holds; made by `spread_tower`."""
 
-    function: PatchedFunction  # where this rank's copy hands out image features
+    tower: SharedTower  # this rank's copy, with the ranks of the pipeline; the first one has stage 0
     parameters: tuple[nn.Parameter, ...]  # of the copy, in one order on all ranks
-    group: Any  # ranks of the pipeline, the first one has stage 0
-    control: Control
-    family: Family
-    config: Any
-    cost: LinearCost
-    rule: Rule
-    device: torch.device
-    template: VisionInputs  # the family's smallest image
     load: ImageLoad | None = None  # of the latest step
-    _rows: Tensor | None = None  # of a step as the first stage gets them, in the graph of the exchange
-    _leaves: list[Tensor] = field(default_factory=list)  # the same by micro-batch, on the first rank
+    _held: HeldRows | None = None  # all rows of a step on the first rank, no row on the others
     _features: dict[int, Encoded] = field(default_factory=dict)
     _sent: list[int] | None = None  # versions of the first rank's parameters when they were sent; None: never
 
     def expect(self, microbatches: Sequence[Batch]) -> None:
         """Encode the images of a step before it, in whose graph the step's gradients are kept. Collective."""
-        self._rows, self._leaves = None, []
+        self._held = None
         self._features.clear()
         self._send_weights()
         # every rank reads all images of the step; without any, none runs the tower
         inputs, problem = list[dict[str, VisionInputs]](), None
         try:
-            inputs = [read_images(batch, self.family, self.config) for batch in microbatches]
+            inputs = self.tower.read(microbatches)
         except Exception as error:  # the other ranks learn of it
             problem = error
         joined = join_inputs([x for kinds in inputs for x in kinds.values()])
-        agree_on_inputs(self.control, self.function.name, [self.rule, self.cost], joined, problem)
+        sharing = self.tower.sharing
+        agree_on_inputs(sharing.control, self.tower.function.name, [sharing.settings], joined, problem)
         self.load = None
         if joined is not None:
             self._encode(joined, [{kind: len(x) for kind, x in kinds.items()} for kinds in inputs])
@@ -85,58 +70,33 @@ class ReplicaTower:
 
     def finish_step(self) -> None:
         """Run the tower's backwards after the pipeline's, and sum them on the first rank. Collective."""
-        rows, self._rows = self._rows, None
-        if rows is None or not rows.requires_grad:
+        held, self._held = self._held, None
+        if held is None or not held.rows.requires_grad:
             return
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
-        self._leaves = []
-        torch.autograd.backward([rows], [torch.cat([rows.new_zeros(0, rows.shape[1]), *gradients])])
-        sum_in_place(used_gradients(self.parameters, self.group), self.group, to=0)
-        if self.control.rank:
+        held.backward()
+        sum_in_place(used_gradients(self.parameters, self.tower.sharing.group), self.tower.sharing.group, to=0)
+        if self.tower.sharing.control.rank:
             for parameter in self.parameters:
                 parameter.grad = None
 
     def _encode(self, inputs: VisionInputs, atoms: Sequence[Mapping[str, int]]) -> None:
         """Encode this rank's share, and send all rows to the first rank; `atoms` of each micro-batch by kind."""
-        rank, num_ranks = self.control.rank, self.control.num_ranks
-        shares = share_images(self.cost.of(inputs.patches, patches_windowed=inputs.windowed), num_ranks, rule=self.rule)
+        tower, sharing = self.tower, self.tower.sharing
+        rank, num_ranks = sharing.control.rank, sharing.control.num_ranks
         # 1. an empty share runs the tower on the smallest image and gives no row of it
-        share = shares.atoms_of(rank)
-        features: Features | None = None
-        problem: Exception | None = None
-        try:
-            own = inputs.take(share).to(self.device) if len(share) else self.template
-            features = read_features(call_tower(self.function, own), own)
-            features = features if len(share) else features.without_rows()
-        except Exception as error:  # the other ranks learn of it
-            problem = error
-        num_rows = agree_on_rows(self.control, self.function.name, features, shares, problem)
-        assert features is not None
+        shares = share_atoms(sharing, inputs)
+        own = inputs.take(shares.atoms_of(rank)).to(tower.device)
+        features, num_rows = encode_share(sharing, tower.function, own, tower.template, shares)
         # 2. all rows to the first rank, whose leaves they are by micro-batch
         layout = lay_out_rows(shares.order, shares.offsets, num_rows)
         everything, nothing = np.arange(len(layout)), np.empty(0, np.int64)
-        rows = route_rows(
-            features.rows, layout, [everything if r == 0 else nothing for r in range(num_ranks)], self.group
-        )
-        self._rows = rows
+        wanted = [everything if r == 0 else nothing for r in range(num_ranks)]
+        self._held = HeldRows(rows=route_rows(features.rows, layout, wanted, sharing.group))
         if rank == 0:
-            self._hand_out(features, rows, num_rows, atoms)
+            self._features |= dict(self._held.hand_out(features, num_rows, atoms))
         # 3. patches that each rank encoded; the first stage would have encoded all of them
         encoded = [int(inputs.patches[shares.atoms_of(r)].sum()) for r in range(num_ranks)]
         self.load = ImageLoad(held=(sum(encoded), *[0] * (num_ranks - 1)), encoded=tuple(encoded))
-
-    def _hand_out(
-        self, features: Features, rows: Tensor, num_rows: IntArray, atoms: Sequence[Mapping[str, int]]
-    ) -> None:
-        start, end = 0, 0
-        for number, kinds in enumerate(atoms):
-            mine = num_rows[start : start + sum(kinds.values())]
-            start += len(mine)
-            leaf = rows.detach()[end : end + int(mine.sum())].requires_grad_(rows.requires_grad)
-            end += len(leaf)
-            self._leaves.append(leaf)
-            if len(mine):
-                self._features[number] = name_rows(features, leaf, mine, kinds)
 
     def _send_weights(self) -> None:
         """Send the first rank's parameters that changed since the last time to the copies.
@@ -151,48 +111,24 @@ class ReplicaTower:
             for parameter, was, now in zip(self.parameters, before, versions, strict=True)
         ]
         # which ones, then the values: nothing is sent for a frozen tower after the first step
-        flags = torch.tensor(changed, dtype=torch.int32, device=self.device)
-        dist.broadcast(flags, dist.get_global_rank(self.group, 0), group=self.group)
+        flags = torch.tensor(changed, dtype=torch.int32, device=self.tower.device)
+        group = self.tower.sharing.group
+        dist.broadcast(flags, dist.get_global_rank(group, 0), group=group)
         chosen = [x.detach() for x, flag in zip(self.parameters, flags.tolist(), strict=True) if flag]
-        send_in_place(chosen, self.group)
+        send_in_place(chosen, group)
         self._sent = [parameter._version for parameter in self.parameters]
 
 
-def spread_tower(
-    tower: StageModule,
-    decision: VisionDecision,
-    *,
-    model: Any,
-    cost: LinearCost | None,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    timeout_s: float,
-) -> ReplicaTower:
+def spread_tower(module: StageModule, decision: VisionDecision, tower: SharedTower) -> ReplicaTower:
     """Return this rank's copy of the tower; every rank of the pipeline calls this.
 
-    `tower` holds the layers of vision tower and projector: stage 0, or a module of them alone. `cost` None:
-    multiply-adds, by the configuration.
+    `module` holds the layers of vision tower and projector: stage 0, or a module of them alone.
     """
-    share_images([1.0], 2, rule=decision.rule)  # compiles before the clock of a step runs
-    config, names = model.config, tower.cuts.images
     # the tower's layers, with the recompute that was decided for all of them
-    family = find_family(config)
-    layers = [find_layer(tower.model, name) for name in names]
+    names = module.cuts.images
+    layers = [find_layer(module.model, name) for name in names]
     if decision.recompute is not None:
         modules = [name for name, layer in zip(names, layers, strict=True) if isinstance(layer, nn.Module)]
-        apply(tower.model, modules, granularity=decision.recompute)
-    # the smallest image, for ranks that have none
-    smallest = read_images(filler_sample(config, with_image=True), family, config)["image"]
-    function = next(x for x in find_functions(tower.model, "features") if x.kind == "image")
-    return ReplicaTower(
-        function=function,
-        parameters=tuple({id(x): x for layer in layers for x in parameters_of(layer)}.values()),
-        group=group,
-        control=open_control(group, timeout_s),
-        family=family,
-        config=config,
-        cost=cost or tower_flops(config),
-        rule=decision.rule,
-        device=device,
-        template=smallest.to(device),
-    )
+        apply(module.model, modules, granularity=decision.recompute)
+    parameters = {id(x): x for layer in layers for x in parameters_of(layer)}
+    return ReplicaTower(tower=tower, parameters=tuple(parameters.values()))

@@ -30,7 +30,7 @@ from trimtab.models.asking.forward import choose_kernels, kind_of
 from trimtab.models.asking.units import Unit, forward_order, split_units
 from trimtab.runtime.recompute import tensors_in
 from trimtab.runtime.vision.hooks import PatchedFunction, find_functions
-from trimtab.runtime.vision.outputs import columns_of, fill_features, rows_of
+from trimtab.runtime.vision.inputs import columns_of, fill_features, rows_of
 
 # What a micro-batch is to a pipeline: the tensors that cross a cut, and the arguments of a stage's forward.
 

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 from trimtab.errors import PlanError, UnsupportedPlanError, join_problems
 from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.plan import Plan
-from trimtab.runtime.data.collate import PackedCollator, step_denominator
+from trimtab.runtime.data.collate import PackedCollator, attend_by_sample, loaded_attention, step_denominator
 from trimtab.runtime.data.conversations import UnreadableSampleError, open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.runtime.data.packing import collator_of, sharded, untouched, unwrap, verify_packing
@@ -212,9 +212,12 @@ def _shared_loader(loader: DataLoader[Any], model: Any, feed: Feed) -> DataLoade
 
 
 def _pack_of(given: Any, model: Any, num_ranks: int) -> PackedCollator:
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if hasattr(base, "config"):
+        attend_by_sample(base)
     if isinstance(given, PackedCollator):
         return given
-    alone = collator_of(model.get_base_model() if hasattr(model, "peft_config") else model)
+    alone = collator_of(base)
     assert alone.family is not None, "filled in when made"
     must = bool(alone.family.joined) and num_ranks > 1  # else the others would wait in the tower
     return replace(alone, vision_in_every_pack=alone.family.smallest is not None or must)
@@ -341,5 +344,5 @@ def planned_samples(plan: Path | str, model: str) -> PlanDataset:
 def run_as_planned(trainer: Any, plan: Path | str) -> None:
     """Have a Trainer that was made with `planned_samples` train as the plan says, its collator set aside."""
     config = trainer.model.config
-    trainer.data_collator = PackedCollator(config, attention=config._attn_implementation)
+    trainer.data_collator = PackedCollator(config, attention=loaded_attention(config))
     balanced(trainer, plan)

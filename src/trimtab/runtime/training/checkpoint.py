@@ -39,6 +39,7 @@ from trimtab.files import blake2b, lock, write_atomically
 from trimtab.options import ReadingOptions
 from trimtab.plan.plan import Plan
 from trimtab.plan.runs import RunHeader, StepRecord, digest_of, line_of
+from trimtab.runtime.data.collate import loaded_attention
 from trimtab.runtime.pipeline.pipeline import Pipeline, StepResult
 from trimtab.runtime.ranks import on_first_rank
 from trimtab.runtime.training.settings import TrainSettings
@@ -414,7 +415,7 @@ def _header(settings: TrainSettings, plan: Plan, pipeline: Pipeline, mesh: Devic
         schedule=layout.schedule,
         num_microbatches=layout.num_microbatches,
         dtype=settings.dtype_on(device.type),
-        attention=config._attn_implementation,
+        attention=loaded_attention(config),
         optimizer=settings.optimizer,
         vision_dp="off" if images is None else images.group if layout.has_tower_everywhere else images.exchange,
         planned_step_s=plan.estimates.step_ms / 1e3,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trimtab.plan.plan import Plan
+from trimtab.runtime.data.collate import loaded_attention
 from trimtab.runtime.recompute import applied_to
 from trimtab.units import unfold_modules
 
@@ -38,7 +39,7 @@ def recomputed_layers(model: nn.Module) -> dict[str, str]:
 
 def attention_in(model: Any) -> str:
     """Return the implementation that the language model runs, as Transformers spells it."""
-    return str(getattr(model.config.get_text_config(), "_attn_implementation", None))
+    return str(loaded_attention(model.config))
 
 
 def _is_switched_on(layer: Any) -> bool:

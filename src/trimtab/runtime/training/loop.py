@@ -31,7 +31,7 @@ from trimtab.plan.file.yaml import load_plan
 from trimtab.plan.layout import PipelineLayout, read_layout, refuse_quantised
 from trimtab.plan.plan import Plan
 from trimtab.plan.runs import StepRecord
-from trimtab.runtime.data.collate import PackedCollator
+from trimtab.runtime.data.collate import PackedCollator, attend_by_sample, loaded_attention
 from trimtab.runtime.data.conversations import UnreadableSampleError, open_conversations
 from trimtab.runtime.data.dataset import PlanBatchSampler, PlanDataLoader, PlanDataset
 from trimtab.runtime.data.packing import verify_packing
@@ -280,6 +280,7 @@ def load_model(settings: TrainSettings, plan: Plan, device: torch.device) -> Any
                 model.get_submodule(layer.name).requires_grad_(False)
     if plan.inputs.training.lora is not None:
         add_adapters(model, settings.model, plan.inputs.training.lora)
+    attend_by_sample(model)
     return model.train()
 
 
@@ -360,7 +361,7 @@ def make_loader(
     config: Any = pipeline.stages[0].model.config
     collator = PackedCollator(
         config,
-        attention=config._attn_implementation,
+        attention=loaded_attention(config),
         loss_weighting=settings.loss_weighting,
         vision_in_every_pack=False,  # the pipeline sums gradients itself, so a tower may stay idle on a rank
     )

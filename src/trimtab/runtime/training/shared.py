@@ -228,11 +228,6 @@ class RankShares:
         return float(self.load.max() / self.load.mean())
 
 
-def size_row(size: SampleSize) -> tuple[float, float, float, float]:
-    """Return the sizes that a cost is learned of."""
-    return size.patches, size.tokens, size.flops - size.tower_flops, size.tower_flops
-
-
 def share_ranks(sizes: Sequence[FloatArray], *, step: int = 0) -> RankShares:
     """Return the samples that each rank holds, shared so that all ranks cost alike, and so that much stays where it is.
 
@@ -396,7 +391,9 @@ class OnlineBalancer:
             self._clock = ForwardClock(self._model)
         control = self._control
         # 1. every rank learns what all samples cost, and decides alike
-        own = np.array([size_row(self._size(sample)) for sample in samples], np.float64).reshape(-1, 4)
+        found = [self._size(sample) for sample in samples]
+        rows = [(x.patches, x.tokens, x.flops - x.tower_flops, x.tower_flops) for x in found]
+        own = np.array(rows, np.float64).reshape(-1, 4)
         seconds = self._clock.read_s()
         ran = np.append(self._given_out.popleft() if seconds and self._given_out else np.zeros(4), seconds)
         heard = control.gather("sizes of samples", (own, ran, self._learned.weights))

@@ -22,8 +22,7 @@ from torch import Tensor
 from trimtab.balance.images import ImageShares
 from trimtab.errors import TrimtabError
 from trimtab.runtime.ranks import Watch, join_words, listed, open_watch
-from trimtab.runtime.vision.inputs import Kind, VisionInputs
-from trimtab.runtime.vision.outputs import Features
+from trimtab.runtime.vision.inputs import Features, Kind, VisionInputs
 from trimtab.specs import IntArray
 
 _FIRST_BYTES = 256  # of the first exchange: a value that is no longer needs no second one

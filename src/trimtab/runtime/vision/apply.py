@@ -39,8 +39,17 @@ from trimtab.runtime.vision.hooks import (
     find_functions,
     is_shared,
 )
-from trimtab.runtime.vision.inputs import GRIDS, PIXELS, Family, GridFamily, VisionInputs, find_family, tower_flops
-from trimtab.runtime.vision.outputs import each_tensor, touch
+from trimtab.runtime.vision.inputs import (
+    GRIDS,
+    PIXELS,
+    Family,
+    GridFamily,
+    VisionInputs,
+    each_tensor,
+    find_family,
+    touch,
+    tower_flops,
+)
 
 _TEXT = ("language_model", "lm_head", "text_model", "embed_tokens")
 
@@ -450,23 +459,12 @@ class VisionCheck:
     gradient_error: float  # of the vision parameters' reduced gradients
     dtype: torch.dtype
 
-    @property
-    def problems(self) -> list[str]:
-        found = []
-        if not max(self.loss_error, self.gradient_error) <= CLOSE[self.dtype]:
-            found.append(
-                f"with images shared the loss differs by {self.loss_error:.2g}, vision gradients by "
-                f"{self.gradient_error:.2g}: give a family= that fits the tower"
-            )
-        return found
-
 
 def verify_vision_dp(
     handle: VisionDataParallel,
     loss: Callable[[], Tensor],
     *,
     reduce_gradients: Callable[[], None] | None = None,
-    raise_problems: bool = True,
 ) -> VisionCheck:
     """Call this once before a run in a host of your own: are loss and vision gradients those without the handle?
 
@@ -503,8 +501,11 @@ def verify_vision_dp(
         gradient_error=(_square(differences) / max(_square(alone), 1e-30)) ** 0.5,
         dtype=parameters[0].dtype,
     )
-    if raise_problems and check.problems:
-        raise TrimtabError("\n".join(check.problems))
+    if not max(check.loss_error, check.gradient_error) <= CLOSE[check.dtype]:
+        raise TrimtabError(
+            f"with images shared the loss differs by {check.loss_error:.2g}, vision gradients by "
+            f"{check.gradient_error:.2g}: give a family= that fits the tower"
+        )
     return check
 
 

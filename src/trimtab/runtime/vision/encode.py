@@ -22,8 +22,15 @@ from trimtab.options import Rule
 from trimtab.runtime.vision.agreement import Control, agree_on_inputs, agree_on_rows
 from trimtab.runtime.vision.exchange import gather_rows, lay_out_rows, move_rows, route_rows
 from trimtab.runtime.vision.hooks import PatchedFunction
-from trimtab.runtime.vision.inputs import Family, VisionInputs, VisionPart, join_inputs
-from trimtab.runtime.vision.outputs import Features, read_features, write_features
+from trimtab.runtime.vision.inputs import (
+    Family,
+    Features,
+    VisionInputs,
+    VisionPart,
+    join_inputs,
+    read_features,
+    write_features,
+)
 from trimtab.specs import IntArray
 
 # Images of data-parallel ranks to other ranks, and their features back.
@@ -47,12 +54,10 @@ class Pool:
         return [np.flatnonzero(owner == rank) for rank in range(self.shares.num_ranks)]
 
 
-def pool_images(
-    inputs: Sequence[VisionInputs | None], template: VisionInputs, *, control: Control, cost: LinearCost, rule: Rule
-) -> list[Pool]:
+def pool_images(inputs: Sequence[VisionInputs | None], template: VisionInputs, sharing: Sharing) -> list[Pool]:
     """Decide who encodes what in each of several calls of the tower, in one exchange of sizes; None: no image here."""
     none = _without_pixels(template.take(np.empty(0, np.int64)))
-    answers = control.gather("sizes of images", [none if x is None else _without_pixels(x) for x in inputs])
+    answers = sharing.control.gather("sizes of images", [none if x is None else _without_pixels(x) for x in inputs])
     if len({(len(calls), *(part.name for call in calls for part in call.parts)) for calls in answers}) > 1:
         raise TrimtabError(
             "ranks call the tower with other tensors, or not equally often: use one processor, equal micro-batches"
@@ -62,8 +67,8 @@ def pool_images(
         home = np.repeat(np.arange(len(ranks)), [len(x) for x in ranks])
         sizes = join_inputs(ranks)
         assert sizes is not None
-        shares = share_images(cost.of(sizes.patches, patches_windowed=sizes.windowed), len(ranks), rule=rule)
-        pools.append(Pool(home=home, sizes=sizes, shares=keep_at_home(shares, home, sizes.patches)))
+        shares = keep_at_home(share_atoms(sharing, sizes), home, sizes.patches)
+        pools.append(Pool(home=home, sizes=sizes, shares=shares))
     return pools
 
 
@@ -183,7 +188,7 @@ def encode_same(sharing: Sharing, function: PatchedFunction, inputs: VisionInput
     rank = sharing.control.rank
     shares = share_atoms(sharing, inputs)
     own = inputs.take(shares.atoms_of(rank))
-    features, num_rows = _encode_share(sharing, function, own, inputs, shares)
+    features, num_rows = encode_share(sharing, function, own, inputs, shares)
     sharing.load.add(inputs.patches, shares, rank)
     layout, by_entry = lay_out_rows(shares.order, shares.offsets, num_rows), sum_entries(num_rows, inputs.entries)
     if sharing.rows is None:
@@ -207,16 +212,16 @@ def encode_own(
     sharing: Sharing, function: PatchedFunction, inputs: VisionInputs | None, template: VisionInputs | None
 ) -> Any:
     """Encode a share of all ranks' images; this rank gets the rows of its own, without any (None) a zero."""
-    settings, control, family = sharing.settings, sharing.control, sharing.family
+    control = sharing.control
     if template is None:  # every rank has images: its own show what one looks like
         assert inputs is not None
-        template = family.smallest(inputs, sharing.config)
+        template = sharing.family.smallest(inputs, sharing.config)
     own = inputs if inputs is not None and len(inputs) else None
     # 1. Sizes of all images, so that every rank computes the same shares; then pixels go to who encodes them.
-    (pool,) = pool_images([own], template, control=control, cost=settings.cost, rule=settings.rule)
+    (pool,) = pool_images([own], template, sharing)
     received = move_images(own, template, pool, rank=control.rank, group=sharing.group)
     # 2. This rank's share.
-    features, num_rows = _encode_share(sharing, function, received, template, pool.shares)
+    features, num_rows = encode_share(sharing, function, received, template, pool.shares)
     sharing.load.add(pool.sizes.patches, pool.shares, control.rank)
     # 3. Rows go back to who holds the image.
     layout = lay_out_rows(pool.shares.order, pool.shares.offsets, num_rows)
@@ -245,7 +250,7 @@ def run_on_nothing(family: Family, config: Any, function: PatchedFunction, like:
     return run_tower(function, family.smallest(like, config)).without_rows()
 
 
-def _encode_share(
+def encode_share(
     sharing: Sharing, function: PatchedFunction, own: VisionInputs, like: VisionInputs, shares: ImageShares
 ) -> tuple[Features, IntArray]:
     """Return the features of this rank's share, and the rows of every atom of `shares`.

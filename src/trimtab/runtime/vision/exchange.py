@@ -48,10 +48,6 @@ class RowLayout:
     def __len__(self) -> int:
         return len(self.owner)
 
-    @property
-    def is_padded_cheaply(self) -> bool:
-        return bool(len(self.counts) * self.counts.max() <= MAX_PADDING * max(1, len(self)))
-
 
 def lay_out_rows(order: IntArray, offsets: IntArray, rows: IntArray) -> RowLayout:
     """Lay out from atoms: rank r makes those of `order[offsets[r]:offsets[r + 1]]`, atom i has `rows[i]` rows."""
@@ -102,7 +98,7 @@ def gather_rows(rows: Tensor, layout: RowLayout, group: Any) -> Tensor:
     """
     num_ranks = dist.get_world_size(group)
     # padding would move more bytes than an all-to-all of the rows alone, which takes longer to start
-    if not layout.is_padded_cheaply:
+    if num_ranks * layout.counts.max() > MAX_PADDING * max(1, len(layout)):
         everything = np.arange(len(layout))
         return route_rows(rows, layout, [everything] * num_ranks, group)
     # row i of rank r arrives at place r x padded + i
