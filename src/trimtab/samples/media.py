@@ -115,6 +115,8 @@ def _by_first_bytes(fd: int, num_bytes: int) -> tuple[int, int] | None:
 
 def _holds_rows(head: bytes, num_bytes: int) -> bool:
     """Return whether a BMP without compression is as long as its rows, each a multiple of four bytes."""
+    if len(head) < 34:  # the shorter header of OS/2
+        return False
     offset, header_bytes, width, height, _, bits, compression = struct.unpack_from("<IIiiHHI", head, 10)
     rows_bytes = (width * bits + 31) // 32 * 4 * abs(height)
     return header_bytes >= 40 and compression in (0, 3) and offset + rows_bytes <= num_bytes
