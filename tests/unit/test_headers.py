@@ -216,6 +216,14 @@ def test_every_truncation_is_found(tmp_path, name):
             assert size_or_refusal(file.fileno(), "ignore") is None, cut
 
 
+def test_the_short_header_of_os2_is_read(tmp_path):
+    data = b"BM" + struct.pack("<IHHI", 30, 0, 0, 26) + struct.pack("<IHHHH", 12, 1, 1, 1, 24) + bytes(4)
+    for length in range(len(data) + 1):
+        with written(tmp_path, data[:length]) as file:
+            assert size_or_refusal(file.fileno(), "ignore") == size_or_refusal(data[:length], "ignore")
+    assert image_size(data) == (1, 1)
+
+
 @pytest.mark.parametrize("name", ["folder", "pipe"])
 def test_what_is_no_regular_file_is_a_bad_record_to_every_reader(tmp_path, name):
     (tmp_path / "folder").mkdir()

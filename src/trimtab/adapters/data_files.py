@@ -33,7 +33,7 @@ from trimtab.plan.file.yaml import open_plan
 from trimtab.plan.plan import Plan
 from trimtab.samples.media import MediaFolders
 from trimtab.samples.problems import BadRecordError
-from trimtab.samples.records import detect_format, places_of, rows_of
+from trimtab.samples.records import detect_format, file_numbers, rows_of
 from trimtab.samples.rows import read_conversation, record_id
 from trimtab.samples.shapes import columns_next_to, read_columns
 from trimtab.samples.sources import SourceFile, find_sources
@@ -254,7 +254,7 @@ def write_energon_packs(
     if data is None:
         refuse_roots(sources, root, planned.folder, reading.allowed)
     media = MediaFolders(root, allowed=reading.allowed, exif=reading.exif)
-    columns, file_of = read_columns(reading.columns), places_of(planned.samples).file
+    columns, file_of = read_columns(reading.columns), file_numbers(planned.samples)
     order = [place for rank in range(dp) for place in range(rank, num_packs, dp)]
     written = []
     _remove_index(out)

@@ -56,7 +56,7 @@ def holds_lengths(path: Path) -> bool:
     if kind == "tar":
         return False
     if kind in GROUPED:
-        return _gives_lengths(layout_of(path, kind).names)
+        return _gives_lengths(layout_of(path, kind)[0])
     with path.open("rb") as file:
         head = (
             file.read(_PEEK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().removeprefix(b"[" if kind == "json" else b"")

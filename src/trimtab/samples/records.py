@@ -7,7 +7,7 @@ lead to, are in `sources.py`.
 import json
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -84,31 +84,23 @@ def detect_format(path: Path) -> Format:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The columns of a file of records in groups, and how many records each group holds."""
-
-    names: tuple[str, ...]
-    counts: tuple[int, ...]
-
-
-def layout_of(path: Path, kind: Format) -> Layout:
-    """Return what a file of columns says of itself, read in a limited child."""
+def layout_of(path: Path, kind: Format) -> tuple[list[str], list[int]]:
+    """Return the columns of a file of columns, and how many records each group holds, as a limited child reads them."""
     if is_limited():
         groups = GROUPED[kind](path)
-        return Layout(names=tuple(groups.names), counts=tuple(groups.counts))
+        return list(groups.names), list(groups.counts)
     with limited_child(network=isinstance(path, Address)) as child:
         try:
-            answer = json.loads(child.ask(f"{__name__}:layout", path, kind))
+            names, counts = json.loads(child.ask(f"{__name__}:layout", path, kind))
         except ChildEndedError as error:
             raise unreadable(path, kind, error) from None
-    return Layout(names=tuple(answer["names"]), counts=tuple(answer["counts"]))
+    return names, counts
 
 
 def layout(path: Path, kind: Format) -> bytes:
     """The answer to `layout_of`."""
     at("the file's layout")
-    return json.dumps(asdict(layout_of(path, kind))).encode()
+    return json.dumps(layout_of(path, kind)).encode()
 
 
 def list_chunks(path: Path) -> Iterator[Chunk]:
@@ -126,7 +118,7 @@ def list_chunks(path: Path) -> Iterator[Chunk]:
     if kind in LISTS:
         yield from _list_chunks(path, kind)
         return
-    counts = layout_of(path, kind).counts
+    _, counts = layout_of(path, kind)
     firsts = [0, *accumulate(counts)]
     start = 0
     for stop in range(1, len(counts) + 1):
@@ -168,7 +160,7 @@ def read_records(path: Path, *, more_columns: tuple[str, ...] = ()) -> Iterator[
 
 def names_of(chunk: Chunk) -> tuple[str, ...]:
     """The columns of a chunk's file; none of a file without columns."""
-    return layout_of(chunk.file, chunk.format).names if chunk.format in GROUPED else ()
+    return tuple(layout_of(chunk.file, chunk.format)[0]) if chunk.format in GROUPED else ()
 
 
 def read_chunk(chunk: Chunk, *, more_columns: tuple[str, ...] = ()) -> Iterator[Record]:
@@ -296,14 +288,6 @@ _SCAN_BYTES = 1 << 24
 _BLOCK_BYTES = 1 << 16  # fetched for one record behind an address
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowPlaces:
-    """Of each row of a table its file, from 0, and its line or record number in it, from 1."""
-
-    file: IntArray
-    line: IntArray
-
-
 def refuse_other_files(samples: SampleTable, files: Sequence[Path]) -> None:
     """Raise `SampleError` unless as many files are named as the table was sized from."""
     if len(files) != samples.num_files:
@@ -311,13 +295,9 @@ def refuse_other_files(samples: SampleTable, files: Sequence[Path]) -> None:
         raise SampleError(f"{samples.num_files} files were sized, not {len(files)} ({named}): name the same in order")
 
 
-def places_of(samples: SampleTable) -> RowPlaces:
-    """The table's own word on where its records are."""
-    n = len(samples)
-    return RowPlaces(
-        file=np.zeros(n, np.int64) if samples.file_index is None else samples.file_index.astype(np.int64),
-        line=np.arange(1, n + 1) if samples.line is None else samples.line,
-    )
+def file_numbers(samples: SampleTable) -> IntArray:
+    """Return the file of each row of a table, from 0."""
+    return np.zeros(len(samples), np.int64) if samples.file_index is None else samples.file_index.astype(np.int64)
 
 
 def line_starts(file: Path) -> IntArray:
@@ -333,12 +313,13 @@ def line_starts(file: Path) -> IntArray:
 
 def row_starts(samples: SampleTable, files: Sequence[Path | None]) -> IntArray:
     """Return (num_rows,) byte offset of each row's line; the files are JSON Lines, None stands for another."""
-    starts, places = np.zeros(len(samples), np.int64), places_of(samples)
+    starts, in_file = np.zeros(len(samples), np.int64), file_numbers(samples)
+    line = np.arange(1, len(samples) + 1) if samples.line is None else samples.line
     for number, file in enumerate(files):
-        rows = np.flatnonzero(places.file == number)
+        rows = np.flatnonzero(in_file == number)
         if file is None or not len(rows):
             continue
-        lines, of_file = places.line[rows], line_starts(file)
+        lines, of_file = line[rows], line_starts(file)
         if lines.max() > len(of_file):
             raise SampleError(f"{file} has {len(of_file)} lines, not {lines.max()}: name the files that were sized")
         starts[rows] = of_file[lines - 1]

@@ -35,7 +35,7 @@ class KeptProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProbe:
-    """One device of the pipeline on one pack, every layer that can recomputing in full."""
+    """What one device of the pipeline held in one run of one pack."""
 
     device: int
     pack: int

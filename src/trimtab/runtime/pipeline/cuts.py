@@ -230,7 +230,7 @@ class Cuts:
         """Return the sizes of outputs, by the rules that earlier micro-batches have left or by following this one."""
         way = self.way(batch)
         quantities = self._measure(batch)
-        # following the forward again costs milliseconds: only where no rule is sure
+        # following the forward again takes up to a second: only where no rule is sure
         found = {name: way.sizes.foretell(name, quantities) for name in names}
         if any(shape is None for shape in found.values()):
             trace = try_trace(self.tracer, batch)

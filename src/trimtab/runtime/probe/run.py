@@ -9,7 +9,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
@@ -33,7 +33,7 @@ from trimtab.plan.decide.probed import (
 )
 from trimtab.plan.file.figures import PlanDetails
 from trimtab.plan.file.reload import ReloadedPlan, reload_plan, replan
-from trimtab.runtime.probe.trial import CURES, Bench, ProbeRun, Reading, frozen_heap, open_bench
+from trimtab.runtime.probe.trial import CURES, Bench, ProbeRun, frozen_heap, open_bench
 from trimtab.runtime.ranks import process_group
 from trimtab.runtime.training.settings import ProbeSettings
 from trimtab.specs import Profile, RecomputeChoice, Stage
@@ -48,10 +48,9 @@ FULL = "everything recomputed"
 def measure_full(bench: Bench) -> tuple[DeviceProbe, ...]:
     """Measure with everything recomputed what is left or missing."""
     stages = full_recompute(bench.case.setting.profile, bench.stages)
-    found = []
+    found = list[DeviceProbe]()
     for pack in bench.batches:
-        readings = bench.run(FULL, stages, pack)
-        found += [DeviceProbe(device=device, pack=pack, **asdict(x)) for device, x in enumerate(readings)]
+        found += bench.run(FULL, stages, pack)
     fullest = max(found, key=lambda x: x.peak_bytes)
     missing = fullest.peak_bytes - bench.limit_bytes
     if missing > 0 and not splits_backward(bench.case.problem.schedule):  # there none may need less than full
@@ -69,7 +68,7 @@ def measure_kinds(bench: Bench, full: Sequence[DeviceProbe]) -> Iterator[KeptPro
     device whose memory would not last, by the formulas, or whose pack asks nothing of the layer tells nothing.
     """
     profile = bench.case.setting.profile
-    layout = bench.rank.pipeline.layout
+    layout = bench.pipeline.layout
     before = {(x.device, x.pack): x for x in full}
     of_device = [_kinds_of(bench, layout.stages_of(device)) for device in range(layout.num_devices)]
     tiers = ("none", "selective") if bench.case.problem.recompute == "auto" else ("none",)
@@ -244,7 +243,7 @@ class Settled:
 
     case: Case  # with the profile that it is the best choice for
     stages: tuple[Stage, ...]
-    readings: Mapping[int, tuple[Reading, ...]]  # of each pack, device by device
+    readings: Mapping[int, tuple[DeviceProbe, ...]]  # of each pack, device by device
 
 
 def settle(bench: Bench, case: Case) -> Settled:
@@ -279,7 +278,7 @@ def settle(bench: Bench, case: Case) -> Settled:
 
 
 def _raise_transients(case: Case, bench: Bench, raised: Sequence[float]) -> Case:
-    layout, profile = bench.rank.pipeline.layout, case.setting.profile
+    layout, profile = bench.pipeline.layout, case.setting.profile
     for device, num_bytes in enumerate(raised):
         if num_bytes:
             profile = add_transient(profile, [bench.stages[s] for s in layout.stages_of(device)], num_bytes)
@@ -295,7 +294,7 @@ def _result(
     full: Sequence[DeviceProbe],
     where: str,
 ) -> ProbeResult:
-    layout, problem = bench.rank.pipeline.layout, settled.case.problem
+    layout, problem = bench.pipeline.layout, settled.case.problem
     devices = []
     for device in range(layout.num_devices):
         stages = [settled.stages[s] for s in layout.stages_of(device)]

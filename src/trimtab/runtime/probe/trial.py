@@ -17,7 +17,7 @@ from trimtab.costs.measured.traced_step import StepMode, young_garbage
 from trimtab.costs.profile import with_tiers
 from trimtab.errors import PlanError, UnsupportedPlanError
 from trimtab.plan.decide.case import Case
-from trimtab.plan.decide.probed import heaviest_packs
+from trimtab.plan.decide.probed import DeviceProbe, heaviest_packs
 from trimtab.plan.file.reload import ReloadedPlan
 from trimtab.plan.layout import SPLIT_BACKWARD, PipelineLayout, read_layout
 from trimtab.plan.plan import Plan
@@ -116,51 +116,27 @@ def meter_of(device: torch.device) -> Meter:
 CURES = "give more memory (--budget) or a larger --risk, or plan with more stages or smaller packs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What one rank's device held in one run."""
-
-    state_bytes: int  # parameters, buffers, gradients, optimizer state, once the run was over
-    kept_bytes: int  # when the first backward of the last step began, state aside
-    peak_bytes: int
-    in_flight: tuple[int, ...]  # micro-batches that each stage of the rank had run forward at that moment
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ProbedRank:
-    """What a rank runs: its part of the pipeline, built without recompute, and how it is counted."""
-
-    pipeline: Pipeline
-    optimizer: torch.optim.Optimizer
-    meter: Meter
-    autocast: Callable[[], AbstractContextManager[Any]]
-
-    def static(self) -> list[Tensor]:
-        """Return the tensors that outlive a step, gradients aside."""
-        tensors = [
-            x
-            for stage in self.pipeline.stages
-            for named in (stage.model.named_parameters(), stage.model.named_buffers())
-            for _, x in stage.module.named_own(named)
-        ]
-        tensors += [
-            x
-            for state in self.optimizer.state.values()
-            for x in state.values()
-            if isinstance(x, Tensor) and x.device == self.pipeline.device
-        ]
-        return tensors
+def static_tensors(bench: Bench) -> list[Tensor]:
+    """Return the tensors of this rank that outlive a step, gradients aside."""
+    tensors = [
+        x
+        for stage in bench.pipeline.stages
+        for named in (stage.model.named_parameters(), stage.model.named_buffers())
+        for _, x in stage.module.named_own(named)
+    ]
+    states = [x for state in bench.optimizer.state.values() for x in state.values()]
+    return tensors + [x for x in states if isinstance(x, Tensor) and x.device == bench.pipeline.device]
 
 
 def run_trial(
-    rank: ProbedRank, choice: Mapping[str, Granularity], batch: Batch, *, num_steps: int, update: bool = True
-) -> Reading:
-    """Run whole training steps of this micro-batch, over and over, with exactly `choice` recomputed; collective.
+    bench: Bench, choice: Mapping[str, Granularity], pack: int, *, num_steps: int, update: bool
+) -> DeviceProbe:
+    """Run whole training steps of this pack's micro-batch, over and over, with exactly `choice` recomputed; collective.
 
     `choice` may name layers of other ranks. `update`: with the optimizer's step, whose learning rate the caller has set
     to 0. Raises `PlanError` on the rank whose device has not even the memory to run; torchrun then ends the others.
     """
-    pipeline, meter = rank.pipeline, rank.meter
+    pipeline, meter, batch = bench.pipeline, bench.meter, bench.batches[pack]
     batches = [batch] * pipeline.layout.num_microbatches
     parameters = list(pipeline.parameters())
     with ExitStack() as stack:
@@ -172,23 +148,25 @@ def run_trial(
         for parameter in parameters:
             parameter.grad = None
         stack.enter_context(young_garbage(generation=2))
-        stack.enter_context(meter.watch(rank.static(), _tensors_of(batch)))
+        stack.enter_context(meter.watch(static_tensors(bench), _tensors_of(batch)))
         try:
             for _ in range(num_steps):
                 watch.begin()
-                with rank.autocast():
+                with bench.autocast():
                     pipeline.step(batches, denominator=1.0)
                 pipeline.gradient_norm()
                 if update:
                     gc.collect(0)
-                    rank.optimizer.step()
+                    bench.optimizer.step()
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise PlanError(f"rank {dist.get_rank()} of a probe ran out of memory: {CURES}") from error
             raise
         peak = meter.peak_bytes
-    static = storage_bytes(rank.static())
-    reading = Reading(
+    static = storage_bytes(static_tensors(bench))
+    probe = DeviceProbe(
+        device=dist.get_rank(pipeline.pp_group),
+        pack=pack,
         state_bytes=static + storage_bytes(p.grad for p in parameters if p.grad is not None),
         kept_bytes=watch.held_bytes - static,
         peak_bytes=peak,
@@ -196,19 +174,18 @@ def run_trial(
     )
     for parameter in parameters:
         parameter.grad = None
-    return reading
+    return probe
 
 
-def gather_readings(reading: Reading, rank: ProbedRank) -> tuple[Reading, ...]:
+def gather_probes(own: DeviceProbe, num_devices: int) -> tuple[DeviceProbe, ...]:
     """Gather the most of each pipeline device over the data-parallel ranks; collective, the same on every rank."""
-    own = (dist.get_rank(rank.pipeline.pp_group), reading)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     found = []
-    for device in range(rank.pipeline.layout.num_devices):
-        here = [x for place, x in every if place == device]
+    for device in range(num_devices):
+        here = [x for x in every if x.device == device]
         most = {name: max(getattr(x, name) for x in here) for name in ("state_bytes", "kept_bytes", "peak_bytes")}
-        found.append(Reading(**most, in_flight=here[0].in_flight))
+        found.append(replace(here[0], **most))
     return tuple(found)
 
 
@@ -313,7 +290,10 @@ class Bench:
 
     case: Case
     stages: tuple[Stage, ...]
-    rank: ProbedRank
+    pipeline: Pipeline  # this rank's part, built without recompute
+    optimizer: torch.optim.Optimizer
+    meter: Meter
+    autocast: Callable[[], AbstractContextManager[Any]]
     batches: Mapping[int, Batch]  # of the heaviest packs
     num_steps: int
     tell: Callable[[str], None]
@@ -323,16 +303,14 @@ class Bench:
     def limit_bytes(self) -> int:
         return int(self.case.budget.fill_bytes)
 
-    def run(self, what: str, stages: Sequence[Stage], pack: int, *, whole: bool = True) -> tuple[Reading, ...]:
+    def run(self, what: str, stages: Sequence[Stage], pack: int, *, whole: bool = True) -> tuple[DeviceProbe, ...]:
         """Return what each device held; not `whole`: one step, and the optimizer is left out."""
         names = [layer.name for layer in self.case.model.layers]
         choice: dict[str, Granularity] = {
             names[i]: entry.tier for stage in stages for entry in stage.recompute for i in entry.layers
         }
-        reading = run_trial(
-            self.rank, choice, self.batches[pack], num_steps=self.num_steps if whole else 1, update=whole
-        )
-        readings = gather_readings(reading, self.rank)
+        own = run_trial(self, choice, pack, num_steps=self.num_steps if whole else 1, update=whole)
+        readings = gather_probes(own, self.pipeline.layout.num_devices)
         peaks = tuple(x.peak_bytes for x in readings)
         failed = self.above_limit(readings)
         self.runs.append(ProbeRun(what=what, pack=pack, failed_devices=failed, peak_bytes=peaks))
@@ -340,7 +318,7 @@ class Bench:
         self.tell(f"{what}, pack {pack}: at most {format_bytes(max(peaks))}{above}")
         return readings
 
-    def above_limit(self, readings: Sequence[Reading]) -> tuple[int, ...]:
+    def above_limit(self, readings: Sequence[DeviceProbe]) -> tuple[int, ...]:
         return tuple(device for device, x in enumerate(readings) if x.peak_bytes > self.limit_bytes)
 
 
@@ -359,12 +337,10 @@ def open_bench(
     return Bench(
         case=_in_reach(case),
         stages=found.stages,
-        rank=ProbedRank(
-            pipeline=run.pipeline,
-            optimizer=run.optimizer,
-            meter=meter_of(ranks.device),
-            autocast=partial(autocast, training, ranks.device),
-        ),
+        pipeline=run.pipeline,
+        optimizer=run.optimizer,
+        meter=meter_of(ranks.device),
+        autocast=partial(autocast, training, ranks.device),
         batches=batches,
         num_steps=settings.num_steps,
         tell=tell if dist.get_rank() == 0 else lambda _: None,

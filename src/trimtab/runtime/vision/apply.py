@@ -64,7 +64,6 @@ class VisionDataParallel:
     family: Family
     config: Any
     functions: tuple[PatchedFunction, ...]
-    over: Any = None  # group of the heartbeat
     sharing: Sharing | None = None  # None: a group of one, or none
     heartbeat: Heartbeat | None = None
     _inside: bool = False  # a call of our own: replaced functions are the module's own
@@ -261,7 +260,6 @@ def _put_on(
 
     Ranks of a dispatch, each with images of its own, keep in step over the same group.
     """
-    over = group if settings.exchange == "dispatch" else heartbeat
     if is_shared(model):
         raise TrimtabError("this model's images are shared already: call remove() of the first handle")
     found = VisionDataParallel(
@@ -271,7 +269,6 @@ def _put_on(
         family=family or find_family(functions[0].module.config, functions[0].original),
         config=functions[0].module.config,
         functions=functions,
-        over=over if over is not None and dist.get_world_size(over) > 1 else None,
     )
     # a group of one has nobody to share with
     control = None
@@ -281,9 +278,10 @@ def _put_on(
             group=group, control=control, settings=settings, family=found.family, config=found.config, rows=rows
         )
     # a dispatch keeps in step over the connection that it has already
-    if found.over is not None:
-        shared = control if settings.exchange == "dispatch" else None
-        found.heartbeat = _make_heartbeat(found, shared or open_control(found.over, timeout_s))
+    if settings.exchange == "dispatch":
+        found.heartbeat = None if control is None else _make_heartbeat(found, control)
+    elif heartbeat is not None and dist.get_world_size(heartbeat) > 1:
+        found.heartbeat = _make_heartbeat(found, open_control(heartbeat, timeout_s))
     found.install()
     return found
 
