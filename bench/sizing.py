@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trimtab.models.describe import describe
 from trimtab.samples.media import image_size
 from trimtab.samples.size import size_samples
-from trimtab.samples.tokens import compile_template
+from trimtab.samples.templates import compile_template
 
 NUM_IMAGES = 500
 MODEL = "Qwen2.5-VL-7B"  # whose rule counts the tokens of images, ours and the peer's

@@ -170,7 +170,7 @@ def rank_main(rank: int, folder: str, port: int) -> None:
 
     engine = make_engine(Path(folder))
     loss, expected = gradients(engine)
-    import_external_libs("trimtab.runtime.vision.verl")  # as verl does with `model.external_lib`
+    import_external_libs("trimtab.runtime.vision.patched")  # as verl does with `model.external_lib`
     shared_loss, found = gradients(engine)
     handle = holder_of(engine.module.model.visual)
     assert handle is not None, "the tower was not shared"

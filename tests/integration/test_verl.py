@@ -53,9 +53,9 @@ def test_verl_imports_the_plug_in_where_a_model_is_configured() -> None:
 
     imports: dict[str, Any] = {}
     exec(Path(files["verl/utils/import_utils.py"]).read_text(encoding="utf-8"), imports)
-    sys.modules.pop("trimtab.runtime.vision.verl", None)
+    sys.modules.pop("trimtab.runtime.vision.patched", None)
     try:
-        imports["import_external_libs"]("trimtab.runtime.vision.verl")
+        imports["import_external_libs"]("trimtab.runtime.vision.patched")
         assert len(recipe._originals) == len(recipe._tower_classes()) > 0
     finally:
         recipe.unapply_vision_dp_patch()

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from trimtab.samples.problems import BadRecordError
 from trimtab.samples.rows import VIDEO_MARK, Conversation, Slot
-from trimtab.samples.tokens import MARKS, TokenCounter, TokenizerFiles
+from trimtab.samples.templates import MARKS
+from trimtab.samples.tokens import TokenCounter, TokenizerFiles
 from trimtab.specs import ClipCounts, ImageCounts, IntArray
 
 

@@ -381,14 +381,11 @@ class MediaFolder:
             return read_frames(file, _named(video), indices)
 
     def _video(self, video: str | bytes) -> BinaryIO:
-        if isinstance(video, bytes):
-            return io.BytesIO(video)
-        if not video.startswith("data:"):
-            return os.fdopen(self._descriptor(video, "video"), "rb")
         try:
-            return io.BytesIO(_data_url_bytes(video))
+            content = _carried(video)
         except ImageError as error:
             raise BadRecordError("video", str(error)) from None
+        return os.fdopen(self._descriptor(video, "video"), "rb") if content is None else io.BytesIO(content)
 
     def read(self, image: str | bytes) -> bytes:
         """The encoded image, once its header is known to be one of a size that trainers open."""

@@ -1,8 +1,9 @@
-"""Vision data parallel in ROLL by one setting: `worker_cls: trimtab.runtime.vision.roll.RLVRActorWorker`.
+"""Vision data parallel in verl and ROLL by one setting each, for both import this module in their workers.
 
-The names here are ROLL's own workers (`WORKERS`), unchanged; what matters is that ROLL imports this module in every
-process of that worker. From then on towers of Qwen2-VL, 2.5 and 3 share their images over ROLL's Ulysses group; without
-one nothing changes.
+verl (0.9): `actor_rollout_ref.model.external_lib=trimtab.runtime.vision.patched`; `VERL_USE_EXTERNAL_MODULES` does the
+same for all of verl's processes. ROLL: `worker_cls: trimtab.runtime.vision.patched.RLVRActorWorker`; the names are
+ROLL's own workers (`WORKERS`), unchanged. From then on towers of Qwen2-VL, 2.5 and 3 share their images over the
+Ulysses group; without one nothing changes.
 """
 
 from __future__ import annotations
