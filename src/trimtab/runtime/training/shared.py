@@ -367,9 +367,8 @@ class OnlineBalancer:
         self._model, self._steps = model, 0
         self._learned = LearnedCost()
         self._clock: ForwardClock | None = None  # of several ranks
-        self._given_out: deque[FloatArray] = deque(
-            maxlen=2
-        )  # sizes of shares that have not run; loaders draw one ahead
+        # sizes of shares that have not run: a loader may draw one ahead
+        self._given_out: deque[FloatArray] = deque(maxlen=2)
         self._control: Control | None = None
         self.last: RankShares | None = None  # what was decided for the batch at hand
 
