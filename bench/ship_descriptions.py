@@ -1,6 +1,8 @@
 """Writes the descriptions that come with trimtab: `src/trimtab/models/zoo/models.jsonl`. Needs torch and Transformers.
 
-    python bench/ship_descriptions.py
+    python bench/ship_descriptions.py [NAME ...]
+
+With names only those are made anew, and the other lines stay.
 
 `data/model_zoo.json` holds, by name, a model's published `config`, the `files` of its processor, and the `sources`
 that both were read in; `names`: others that the Hub has for it; `open`: why it is not shipped. A line of the result is
@@ -11,6 +13,7 @@ InternVL has two forms. A name with `-HF` is the same checkpoint under Transform
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +35,16 @@ DEMO = Path(__file__).parents[1] / "src" / "trimtab" / "demo" / "tiny_model"
 ZOO = Path(__file__).parents[1] / "src" / "trimtab" / "models" / "zoo"
 
 
-def main() -> None:
-    lines, names = {}, {}
+def main(only: Sequence[str]) -> None:
+    lines: dict[str, Any] = {}
+    names: dict[str, Any] = {}
+    if only:
+        kept = (ZOO / "models.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = {name: json.loads(text) for name, _, text in (line.partition("\t") for line in kept)}
+        names = json.loads((ZOO / "names.json").read_text(encoding="utf-8"))
     for name, entry in sorted({**json.loads(SOURCE.read_text(encoding="utf-8")), **_demo()}.items()):
+        if only and name not in only:
+            continue
         if "open" in entry:
             print(f"left out {name}: {entry['open']}")
             continue
@@ -142,4 +152,4 @@ def _demo() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

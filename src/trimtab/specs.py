@@ -190,6 +190,7 @@ class Clip:
     num_frames: int
     fps: float | None  # of the file; None: unknown, of frames that were given as images
     listed: bool = False  # the frames were given as images: all are taken, none is sampled
+    own: tuple[tuple[str, float], ...] = ()  # what a content part asks for its own video (Qwen): fps, max_pixels, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,9 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
+from refusals import refused
+from trimtab.errors import ImageError
+from trimtab.models.asking.images import own_frames
 from trimtab.models.asking.processors import AnyTokenizer
 from trimtab.models.describe import describe, image_rule_by_processor, read_config
 from trimtab.models.images.asked import AskedImages, ask_clips
@@ -78,6 +81,30 @@ def test_a_formula_and_a_clip_are_the_processors(tmp_path):
     clips = [rule.count_clip(Clip(width=280, height=140, num_frames=x, fps=24.0)).image for x in (48, 24)]
     assert [x.tiles for x in clips] == [24, 12]  # pairs of frames: this processor samples only where its file says so
     assert clips[0].patches == 2 * clips[1].patches == 8 * clips[1].tokens
+
+
+@pytest.mark.parametrize(
+    ("facts", "patch", "asked", "expected"),
+    [  # (width, height, frames, fps); sum of the frames taken, how many, of how many, width, height there
+        ((1280, 720, 300, 30), 14, {"fps": 1}, (1495, 10, 300, 1008, 560)),
+        ((640, 480, 250, 23.976), 14, {"nframes": 7, "video_start": 1.3, "video_end": 9}, (988, 8, 184, 644, 476)),
+        ((640, 480, 250, 25), 16, {"min_frames": 20, "total_pixels": 4e6}, (2490, 20, 250, 640, 480)),
+        ((640, 480, 50, 25), 14, {"fps": 24, "resized_height": 100, "resized_width": 333}, (1176, 48, 50, 336, 112)),
+        ((1280, 720, 300, 30), 16, {"max_pixels": 100_352}, None),  # fewer than 128 tokens, with no min_pixels
+        ((640, 480, 50, 25), 14, {"nframes": 64}, None),
+        ((640, 480, 50, 25), 14, {"fps": 1, "nframes": 4}, None),
+        ((640, 480, 50, 25), 14, {"video_start": 1.9, "video_end": 1.0}, None),
+    ],
+)
+def test_frames_that_a_content_part_asks_for_are_those_of_qwen_vl_utils(facts, patch, asked, expected):
+    width, height, num_frames, fps = facts
+    clip = Clip(width=width, height=height, num_frames=num_frames, fps=fps, own=tuple(asked.items()))
+    if expected is None:
+        with refused(ImageError):
+            own_frames(clip, patch, 2)
+        return
+    own = own_frames(clip, patch, 2)
+    assert (sum(own.indices), len(own.indices), own.num_frames, own.width, own.height) == expected
 
 
 def test_a_processor_that_cuts_to_one_size_is_a_constant(tmp_path):

@@ -61,3 +61,22 @@ def records(folder: Path, *, files: bool) -> list[dict[str, Any]]:
         {"id": "two", "videos": ["a.mp4", "b.webm"], "conversations": chat("<video> and <video>")},
         *without,
     ]
+
+
+def own_records() -> list[dict[str, Any]]:
+    """Content parts that ask for their own sampling of the files of `records`, as Qwen's cookbooks write them."""
+    asked: tuple[dict[str, Any], ...] = (
+        {"video": "a.mp4", "fps": 4, "max_frames": 8, "min_pixels": 3136, "max_pixels": 4 * 3136},
+        {"video": "b.webm", "nframes": 5, "resized_height": 120, "resized_width": 60},
+        {"video": "a.mp4", "fps": 8.0, "video_start": 0.55, "video_end": 2.2, "total_pixels": 40 * 3136},
+    )
+    return [
+        {
+            "id": f"own-{number}",
+            "messages": [
+                {"role": "user", "content": [{"type": "video", **part}, {"type": "text", "text": "what moves"}]},
+                {"role": "assistant", "content": "a cat"},
+            ],
+        }
+        for number, part in enumerate(asked)
+    ]

@@ -33,7 +33,7 @@ import torch
 import transformers
 from model_folders import write_model, write_plan_of
 from PIL import Image
-from video_cases import records
+from video_cases import own_records, records
 
 from trimtab.models.asking import images
 from trimtab.models.images import asked as asked_clips
@@ -41,6 +41,7 @@ from trimtab.options import ReadingOptions, VideoOptions
 from trimtab.runtime.data.collate import PackedCollator
 from trimtab.runtime.data.conversations import open_conversations
 from trimtab.samples.rows import Slot, read_conversation
+from trimtab.specs import Clip
 
 HAS_AV = importlib.util.find_spec("av") is not None
 KEYS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
@@ -82,6 +83,8 @@ class RealProcessor:
             given |= {"videos": [x for x, _ in read], "video_metadata": [x for _, x in read], "return_metadata": True}
             is_listed = isinstance(conversation.videos[0].source, tuple)
             given |= {"do_sample_frames": False} if is_listed else self.sampling
+            if conversation.videos[0].own:
+                given |= {"do_sample_frames": False, "do_resize": False}
             if self.sampling and not is_listed:
                 given["do_sample_frames"] = True
         return self.processor(text=[text], return_tensors="pt", **given)
@@ -98,7 +101,22 @@ class RealProcessor:
                 fps = float(container.streams.video[0].average_rate)
             duration = len(frames) / fps
         known = {"total_num_frames": len(frames), "frames_indices": list(range(len(frames)))}
+        if video.own:
+            return self.own_video(video, frames, fps)
         return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2), {**known, "fps": fps, "duration": duration}
+
+    def own_video(self, video: Any, frames: list[Any], fps: float) -> tuple[Any, dict[str, Any]]:
+        """The frames that a content part asks for, resized as qwen_vl_utils does."""
+        from torchvision.transforms import InterpolationMode, functional
+
+        height, width = frames[0].shape[:2]
+        processor = self.processor.video_processor
+        clip = Clip(width=width, height=height, num_frames=len(frames), fps=fps, own=video.own)
+        own = images.own_frames(clip, processor.patch_size, processor.merge_size)
+        taken = torch.from_numpy(np.stack([frames[index] for index in own.indices])).permute(0, 3, 1, 2)
+        taken = functional.resize(taken, [own.height, own.width], InterpolationMode.BICUBIC, antialias=True).float()
+        known = {"total_num_frames": own.num_frames, "frames_indices": list(own.indices)}
+        return taken, {**known, "fps": fps, "duration": own.num_frames / fps}
 
 
 def run(folder: Path, family: str) -> dict[str, Any]:
@@ -108,6 +126,8 @@ def run(folder: Path, family: str) -> dict[str, Any]:
     # videos of unlike lengths share no pack of LLaVA-OneVision, and no call of the processors without grids
     sampling = VideoOptions(num_frames=None if family.startswith("qwen") else 6)
     written = records(folder / "data", files=HAS_AV)
+    if HAS_AV and REAL_PIXELS and family.startswith("qwen"):
+        written += own_records()
     data.write_text("".join(json.dumps(record) + "\n" for record in written))
     options = {"dp": 1, "pp": 1, "num_microbatches": 2}
     sized = write_plan_of(folder, data, options, video=sampling)

@@ -9,7 +9,7 @@ import pytest
 from plan_cases import read_back, write_checked
 from vision_cases import CLUSTER, OPTIONS, QWEN, image_samples, table_of
 
-from trimtab import PlanDetails, check_plan, describe, make_plan, parse_cluster, simulate, write_plan
+from trimtab import PlanDetails, SampleTable, check_plan, describe, make_plan, parse_cluster, simulate, write_plan
 from trimtab.adapters.frameworks import find_target
 from trimtab.adapters.running import export_plan
 from trimtab.errors import PartitionError, PlanError, UnsupportedPlanError
@@ -310,6 +310,19 @@ def test_every_form_that_was_simulated_has_its_row(apart, tmp_path):
         assert all(x.hosts in page for x in forms)
         read_back(made, tmp_path)
     assert plan_of("one-grid").plan.estimates.forms == ()
+
+
+def test_auto_takes_devices_of_the_towers_own_where_they_gain():
+    tiles = 40 + np.arange(128) % 8
+    squares = 1025**2 * tiles
+    samples = SampleTable.of(
+        1025 * tiles, 256 * tiles + 20_000, num_images=tiles, patches_sq=squares, patches_windowed=squares
+    )
+    options = PlanOptions(vision=VisionChoice(group="auto"))
+    made = make_plan(describe("InternVL-Chat-V1-5"), samples, parse_cluster("16xH100-80GB"), options)
+    epochs = {x.form: x.epoch_s for x in made.plan.estimates.forms}
+    assert made.plan.decisions.vision_data_parallel.group == "own"
+    assert epochs["own"] == min(epochs.values()) < epochs["one-grid"] / MUST_GAIN
 
 
 def test_the_timeline_shows_every_device_encode_before_and_after_its_pipeline(apart):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from plan_cases import tile_samples
 
-from trimtab import GivenRun, PlanOptions, describe, make_plan, parse_cluster
+from trimtab import GivenRun, PlanOptions, SampleTable, describe, make_plan, parse_cluster
 from trimtab.plan.predict import parse_stages, predict_run
 
 MODEL = describe("InternVL-Chat-V1-5")
@@ -34,6 +34,19 @@ def test_a_baseline_that_is_predicted_alone_takes_what_it_takes_beside_a_plan(ba
     alone = predict_run(MODEL, SAMPLES, CLUSTER, run).variant
     np.testing.assert_array_equal(alone.step_s, baseline.step_s)
     assert (alone.stages, alone.fits, alone.memory) == (baseline.stages, baseline.fits, baseline.memory)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen2.5-7B", "Qwen3-4B", "Qwen3-30B-A3B"])
+def test_a_model_of_text_alone_is_planned_and_predicted(name):
+    model, tokens = describe(name), SAMPLES.num_tokens
+    assert not model.indices("vision")
+    texts, cluster = SampleTable.of(0 * tokens, tokens), parse_cluster("8xA100-80GB")
+    options = PlanOptions(dp=1, pp=4, tp=2, num_microbatches=8, max_patches=None, schedule="1F1B", zero_stage=1)
+    made = make_plan(model, texts, cluster, options)
+    assert len(made.packing.indices) == len(texts)
+    found = predict_run(model, texts, cluster, run_of(batch=None, max_tokens=int(made.packing.limits[1]))).variant
+    assert found.pack_tokens.sum() == tokens.sum()
+    assert 0 < found.epoch_s < np.inf
 
 
 def test_stages_hold_the_blocks_that_are_named():

@@ -128,8 +128,7 @@ def pack_samples(
         batch_size=batch_size,
     )
     # parts of the data set, one unless it is large; packs take the places of the samples that they hold
-    part_samples = SHARD_SAMPLES * -(-dp // SHARD_RANKS)
-    num_parts = max(1, -(-len(samples) // part_samples)) if method == "balanced" else 1
+    num_parts = max(1, -(-len(samples) // (SHARD_SAMPLES * -(-dp // SHARD_RANKS)))) if method == "balanced" else 1
     rows, starts = scatter(len(samples), num_parts, seed, epoch)
     counts, num_packed, num_packs = [np.empty(0, np.int32)], 0, 0
     for part in range(num_parts):

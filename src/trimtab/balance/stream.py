@@ -105,18 +105,8 @@ def pack_stream(
         position += fresh
 
         # 3. its packs
-        window = counted.take(chosen, axis=0)
-        packed = pack_window(
-            columns.take(chosen, axis=0),
-            min(P, taken),
-            bounds,
-            pull,
-            age,
-            dp=dp,
-            hold_all=last,
-            effort=effort,
-            state=state,
-        )
+        window, own = counted.take(chosen, axis=0), columns.take(chosen, axis=0)
+        packed = pack_window(own, min(P, taken), bounds, pull, age, dp=dp, hold_all=last, effort=effort, state=state)
         out = packed.left
         members.append(chosen[packed.members])
         counts.append(packed.counts)

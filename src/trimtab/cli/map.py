@@ -65,25 +65,15 @@ def map_model(
 ) -> None:
     """Place CONFIG on GPUs for inference: device map, and the bytes of each device by kind."""
     from trimtab.placement.machine import parse_machine, stored_workload
-    from trimtab.placement.place import place, place_unasked
 
     model = counting.describe(config)
     workload = stored_workload(model, workload)
     machine = parse_machine(gpus, cpu=cpu, disk=disk is not None, kept_share=reserve / 100)
     if trace is not None or serve_with is not None:
-        if trace is None or serve_with is None:
-            raise PartitionError("a trace is laid out for an engine: give --trace and --serve-with, or neither")
-        only = replace(Workload(), dtype=workload.dtype, quant=workload.quant, attention=workload.attention)
-        if cpu or disk or out or compare or objective != "auto" or workload != only:
-            raise PartitionError(
-                "--trace says what is served: give it with --gpus, --reserve, --dtype and --quant alone"
-            )
-        _lay_out(config, model, machine, workload, trace, serve_with, as_json=as_json)
+        places = bool(cpu or disk or out or compare or objective != "auto")
+        _lay_out(config, model, machine, workload, trace, serve_with, places=places, as_json=as_json)
         return
-    if objective == "auto":
-        placement = place_unasked(model, machine, workload)
-    else:
-        placement = place(model, machine, workload, objective=objective)
+    placement = _placement(model, machine, workload, objective)
     compared = compare_maps(config, model, machine, workload) if compare else []
     if out is not None:
         from trimtab.plan.file.placement import placement_file, write_placement
@@ -100,21 +90,38 @@ def map_model(
         log(f"wrote {out / 'placement.yaml'} and {out / 'map.json'}")
 
 
+def _placement(
+    model: ModelSpec, machine: Machine, workload: Workload, objective: Literal["auto", "memory", "latency", "pipeline"]
+) -> Placement:
+    from trimtab.placement.place import place, place_unasked
+
+    if objective == "auto":
+        return place_unasked(model, machine, workload)
+    return place(model, machine, workload, objective=objective)
+
+
 def _lay_out(
     config: str,
     model: ModelSpec,
     machine: Machine,
     workload: Workload,
-    trace: Path,
-    engine: Engine,
+    trace: Path | None,
+    engine: Engine | None,
     *,
+    places: bool,
     as_json: bool,
 ) -> None:
-    """Print what equal GPUs do to serve a trace, and the commands that start it."""
+    """Print what equal GPUs do to serve a trace, and the commands that start it; `places`: a map was asked for too."""
     from trimtab.adapters.servers import serving_commands
     from trimtab.costs.devices import find_device
     from trimtab.placement.engines import offer_layouts, read_trace
 
+    if trace is None or engine is None:
+        raise PartitionError("a trace is laid out for an engine: give --trace and --serve-with, or neither")
+    if places or workload != replace(
+        Workload(), dtype=workload.dtype, quant=workload.quant, attention=workload.attention
+    ):
+        raise PartitionError("--trace says what is served: give it with --gpus, --reserve, --dtype and --quant alone")
     first = machine.gpus[0]
     if first.name is None or len({(gpu.name, gpu.free_bytes) for gpu in machine.gpus}) > 1:
         raise PartitionError("a trace is served by equal GPUs of a known kind: give --gpus as in 8xH100-80GB")

@@ -249,6 +249,7 @@ class Evaluator:
         """
         num, reached_s = self.problem.num_stages, 0.0
         busy_s = [0.0] * num
+        # all blocks of each device; its first stage starts when the stages before were reached
         for i, span in enumerate(itertools.pairwise(cuts)):
             work_s, ends_s = self._least_of(i, *span)
             busy_s[self._devices[i]] += work_s
@@ -262,6 +263,7 @@ class Evaluator:
         if (i, first, last) not in self._least:
             stage = self._stages[i, first, last]
             assert stage is not None, "its bound is asked of cuts that fit"
+            # of a step its shortest micro-batch, whichever comes first or last
             seconds = self._price_once(stage)[0][:, self.slots]
             ends = seconds[FORWARD].min(axis=1)
             if not splits_backward(self.problem.schedule):
@@ -333,6 +335,7 @@ def search_makespan(evaluator: Evaluator, *, max_simulated: int = MAX_SIMULATED)
     problem = evaluator.problem
     start = split_stages(problem)
     start_makespan = evaluator.makespan_of(start.stages)
+    # down from the exact split
     cuts, makespan = _descend(evaluator, evaluator.cuts_of(start.stages), max_simulated=max_simulated)
     split = start
     if makespan < start_makespan * _EQUAL:  # chunks of the start may share their device's room otherwise

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
@@ -364,11 +365,9 @@ class MediaFolder:
     def clip(self, video: Video) -> Clip:
         """Read what decides how a video is sampled: its record or its header; for frames, the size that all have."""
         if not isinstance(video.source, tuple):
-            if video.clip is None:
-                with self._video(video.source) as file:
-                    return read_clip(file, _named(video.source))
-            self._video(video.source).close()  # it is there
-            return video.clip
+            with self._video(video.source) as file:  # it is there
+                clip = video.clip or read_clip(file, _named(video.source))
+            return replace(clip, own=video.own)
         sizes = {self.image_size(frame) for frame in video.source}
         if len(sizes) > 1:
             shown = " and ".join(f"{width} x {height}" for width, height in sorted(sizes)[:2])

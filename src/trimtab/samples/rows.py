@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import TypeVar
@@ -29,7 +29,7 @@ _OWN_SAMPLING = (
     *("fps", "nframes", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
     *("resized_height", "resized_width", "video_start", "video_end"),
 )
-"""What a Qwen content part asks of its own video; `fps` and `nframes` only where no facts of a file are given."""
+"""What a Qwen content part asks of its own video file; `fps` and `nframes` only where no facts of it are given."""
 _FRAME_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp"))
 
 
@@ -40,6 +40,7 @@ class Video:
     source: str | bytes | tuple[str | bytes, ...]  # a file, its bytes, or its frames as images
     fps: float | None = None  # of frames given as images
     clip: Clip | None = None  # what the record says of a file, so that its header need not be read
+    own: tuple[tuple[str, float], ...] = ()  # what a content part asks for it: `Clip.own`
 
 
 def column_videos(record: Mapping[str, object]) -> list[Video]:
@@ -71,13 +72,9 @@ def part_video(part: Mapping[str, object]) -> Video | None:
         own = [name for name in _OWN_SAMPLING if part.get(name) is not None]
         if video.clip is not None or isinstance(video.source, tuple):
             own = [name for name in own if name not in ("fps", "nframes")]
-        if own:
-            raise BadRecordError(
-                "type",
-                f"a content part asks for its own sampling ({', '.join(own)}): leave it out, give --set fps "
-                "or --set num_frames",
-            )
-        return video
+        if own and isinstance(video.source, tuple):
+            raise BadRecordError("type", f"a content part asks {', '.join(own)} of its frames: leave it out")
+        return replace(video, own=tuple((name, _asked(part, name)) for name in own))
     return None
 
 
@@ -88,6 +85,13 @@ def _video(value: object, where: str, facts: Mapping[str, object]) -> Video:
             raise wrong(where, value, "a path, or a list of at least one frame")
         return Video(source=frames, fps=_number(facts, _FPS))
     return Video(source=_held(value, where, _VIDEO_FORMS), clip=_clip(facts))
+
+
+def _asked(part: Mapping[str, object], name: str) -> float:
+    number = 0.0 if name == "video_start" and part[name] in (0, "0") else _number(part, (name,))
+    if number is None:
+        raise wrong(f"'{name}' of a content part", part[name], "a number above 0")
+    return number
 
 
 def _clip(facts: Mapping[str, object]) -> Clip | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import transformers
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, ImageError
 from trimtab.models.asking.blank import blank
 from trimtab.models.asking.forward import ForwardWatch, make_weightless
 from trimtab.models.asking.inputs import find_encoder, first_int, vision_config
@@ -26,6 +27,7 @@ from trimtab.models.asking.layers import first_block
 from trimtab.models.asking.model import build, complete, one_line
 from trimtab.models.asking.processors import NUM_BYTES, load_processor
 from trimtab.models.asking.units import split_units
+from trimtab.models.images.rules import OwnSize, SmartResize
 from trimtab.options import VideoOptions
 from trimtab.specs import Clip
 
@@ -326,27 +328,95 @@ def _pixels_of(value: Any) -> Any:
 # -- videos: frames sampled, cut and written into the text by the processor's rules -----------------------------------
 
 
-def run_clip(looker: Looker, clip: Clip, make: Callable[[str, int, int], Any], **more: Any) -> tuple[Any, list[str]]:
+def run_clip(looker: Looker, clip: Clip, given: Any = None, **more: Any) -> tuple[Any, list[str]]:
     """The processor's output for one video, of which it samples what it will, and the text that it put in.
 
-    `make` gives its frames (frames, 3, height, width), or the name of a file that `fetch_videos` of its video
-    processor reads.
+    `given`: its frames (frames, 3, height, width), or the name of a file that `fetch_videos` of its video processor
+    reads; None: blank ones, which take no memory. Frames that a content part asked for are taken and resized already.
     """
     token = looker.processor_token("video")
     if token is None or not hasattr(looker.processor, "video_processor"):
         raise ConfigError("it takes no videos: leave such samples out")
+    indices, total = tuple(range(clip.num_frames)), clip.num_frames
+    width, height = clip.width, clip.height
+    if clip.own:
+        own = frames_of(looker, clip)
+        indices, total, width, height = own.indices, own.num_frames, own.width, own.height
+        more["do_resize"] = False
     metadata = {
-        "total_num_frames": clip.num_frames,
-        "frames_indices": list(range(clip.num_frames)),
+        "total_num_frames": total,
+        "frames_indices": list(indices),
         "fps": clip.fps,
-        "duration": None if clip.fps is None else clip.num_frames / clip.fps,
-        "width": clip.width,
-        "height": clip.height,
+        "duration": None if clip.fps is None else total / clip.fps,
+        "width": width,
+        "height": height,
     }
     more |= {"video_metadata": [metadata], "return_metadata": True}
-    if clip.listed:
+    if clip.listed or clip.own:
         more["do_sample_frames"] = False
-    return looker.call("videos", 1, [(clip.width, clip.height)], make, token=token, more=more)
+    make = partial(_blank_frames, len(indices)) if given is None else lambda *_: given
+    return looker.call("videos", 1, [(width, height)], make, token=token, more=more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFrames:
+    """The frames of a file that a content part asks for, as `fetch_video` of qwen_vl_utils 0.0.14 takes and resizes."""
+
+    indices: tuple[int, ...]
+    num_frames: int  # between `video_start` and `video_end`
+    width: int
+    height: int
+
+
+def own_frames(clip: Clip, patch_size: int, merge_size: int) -> OwnFrames:
+    """Return what is taken of a clip with sampling of its own; `ImageError` where that cannot be had.
+
+    n = fps x seconds, 2 frames a second by default, within min_frames (4) and max_frames (768), or `nframes`; an even
+    number, evenly spread. A frame has 128 to 768 tokens by default, and all of them 115,200 at most, two frames a time.
+    """
+    own = dict(clip.own)
+    if clip.fps is None or {"fps", "nframes"} <= own.keys():
+        raise ImageError("a content part asks for fps and nframes: give one of them")
+    # 1. the range
+    last, end_s = clip.num_frames - 1, clip.num_frames / clip.fps
+    first = math.ceil(min(own.get("video_start", 0.0), end_s) * clip.fps)
+    if "video_end" in own:
+        last = min(math.floor(min(own["video_end"], end_s) * clip.fps), last)
+    if (first, last) != (0, clip.num_frames - 1) and first >= last:
+        raise ImageError(f"a content part asks for frames {first} to {last} of {clip.num_frames}: correct video_start")
+    total = last - first + 1
+    # 2. how many of them
+    if "nframes" in own:
+        num = round(own["nframes"] / 2) * 2
+    else:
+        fewest = math.ceil(own.get("min_frames", 4) / 2) * 2
+        most = math.floor(own.get("max_frames", min(768, total)) / 2) * 2
+        num = math.floor(min(max(total / clip.fps * own.get("fps", 2.0), fewest), most, total) / 2) * 2
+    if not 2 <= num <= total:
+        raise ImageError(f"a content part asks for {num} of {total} frames: give nframes of 2 to {total}")
+    indices = torch.linspace(first, last, num).round().long().tolist()
+    # 3. their size
+    f = patch_size * merge_size
+    lowest = own.get("min_pixels", 128.0 * f * f)
+    highest = max(min(768.0 * f * f, own.get("total_pixels", 115_200.0 * f * f) / num * 2), int(lowest * 1.05))
+    size = OwnSize(
+        min_pixels=lowest,
+        max_pixels=min(own.get("max_pixels", highest), highest),
+        resized_height=own.get("resized_height"),
+        resized_width=own.get("resized_width"),
+    )
+    rule = SmartResize(patch_size=patch_size, merge_size=merge_size, min_pixels=1, max_pixels=1)  # limits: `size`
+    width, height = size.of(clip.width, clip.height, rule)
+    return OwnFrames(indices=tuple(indices), num_frames=total, width=width, height=height)
+
+
+def frames_of(looker: Looker, clip: Clip) -> OwnFrames:
+    """Return what a content part asks of its own video; `ConfigError` where the processor is not Qwen's."""
+    processor: Any = getattr(looker.processor, "video_processor", None)
+    if type(processor).__name__ not in ("Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"):
+        asked = ", ".join(name for name, _ in clip.own)
+        raise ConfigError(f"a content part asks for its own sampling ({asked}), which only Qwen's videos have: drop it")
+    return own_frames(clip, processor.patch_size, processor.merge_size)
 
 
 def see_clip(looker: Looker, output: Mapping[str, Any], texts: list[str]) -> Seen:
@@ -368,12 +438,11 @@ def answer_clips(request: Mapping[str, Any]) -> dict[str, Any]:
     texts: dict[str, int] = {}
     rows: list[list[int] | str] = []
     for asked in request["clips"]:
-        clip = Clip(**asked)
+        clip = Clip(**{**asked, "own": tuple((name, value) for name, value in asked["own"])})
         try:
-            output, written = run_clip(looker, clip, partial(_blank_frames, clip.num_frames))
-            seen = see_clip(looker, output, written)
+            seen = see_clip(looker, *(run := run_clip(looker, clip)))
             number = texts.setdefault(str(seen.text), len(texts) + 1)
-            rows.append([*seen.counts(request["extra_rows"]), number, *_sides(output)])
+            rows.append([*seen.counts(request["extra_rows"]), number, *_sides(run[0])])
         except Exception as error:  # a processor refuses what it likes
             rows.append(" ".join(str(error).split())[:300])
     return {"rows": rows, "texts": list(texts), "clip_token": looker.processor_token("video"), "soft": looker.soft}
@@ -403,8 +472,7 @@ def set_sampling(looker: Looker, sampling: VideoOptions) -> None:
     for name, other in (("fps", "num_frames"), ("num_frames", "fps")):
         if name in asked and other not in asked and getattr(processor, other, None) is not None:
             try:  # most take one of the two, and the files may have set the other
-                clip = Clip(width=256, height=256, num_frames=96, fps=24.0)
-                see_clip(looker, *run_clip(looker, clip, partial(_blank_frames, clip.num_frames)))
+                see_clip(looker, *run_clip(looker, Clip(width=256, height=256, num_frames=96, fps=24.0)))
             except ValueError as error:
                 if "mutually exclusive" in str(error):
                     setattr(processor, other, None)

@@ -354,6 +354,7 @@ _HOSTS = {
     "one-grid": "all",
     "replica": "trimtab train",
     "own": "megatron-bridge, trimtab train",
+    "cp": "megatron-bridge, trimtab.vision",
     "dp": "trimtab train, trimtab.vision",
 }
 

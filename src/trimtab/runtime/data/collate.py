@@ -203,7 +203,9 @@ def attend_by_sample(model: Any) -> None:
     torch.Size([1, 6, 64])
     """
     text = model.config.get_text_config()
-    if getattr(text, "_attn_implementation", None) == "sdpa":
+    parts = [part for part in model.modules() if getattr(part, "config", None) is text]
+    takes_it = any(getattr(part, "_supports_attention_backend", False) for part in parts)  # code of its own may not
+    if takes_it and getattr(text, "_attn_implementation", None) == "sdpa":
         AttentionInterface.register(BY_SAMPLE, _attend_by_sample)
         AttentionMaskInterface.register(BY_SAMPLE, _borders_or_mask)
         text._attn_implementation = BY_SAMPLE

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers.utils import is_torchvision_available
 from transformers.video_utils import VideoMetadata
 
-from trimtab.errors import ConfigError, UnknownModelError, UnsupportedPlanError
-from trimtab.models.asking.images import Looker, run_clip, see_clip, set_sampling
+from trimtab.errors import ConfigError, ImageError, UnknownModelError, UnsupportedPlanError
+from trimtab.models.asking.images import Looker, frames_of, run_clip, see_clip, set_sampling
 from trimtab.models.asking.inputs import vision_config
 from trimtab.models.describe import image_rule
 from trimtab.models.families import PackFormat, Smallest, family_of
@@ -218,13 +218,15 @@ class VideoReader:
         if isinstance(source, tuple):
             frames = torch.from_numpy(np.stack([np.asarray(decode(media.read(frame))) for frame in source]))
             given: Any = frames.permute(0, 3, 1, 2)
+        elif clip.own:
+            given = self._own_frames(clip, source, media)
         else:
             given = "video"  # the name that the processor hands to `fetch_videos`
             self._looker.processor.video_processor.fetch_videos = _Fetch(
                 clip, lambda indices: media.frames(source, indices)
             )
         try:
-            output, texts = run_clip(self._looker, clip, lambda *_: given, return_tensors="pt")
+            output, texts = run_clip(self._looker, clip, given, return_tensors="pt")
             seen = see_clip(self._looker, output, texts)
         except (BadRecordError, ConfigError):
             raise
@@ -236,6 +238,19 @@ class VideoReader:
         placeholder = str(self._looker.processor_token("video"))
         counts = ClipCounts(image=tokens, placeholder=placeholder, soft=self._looker.soft)
         return counts, {key: value for key, value in output.items() if isinstance(value, Tensor)}
+
+    def _own_frames(self, clip: Clip, source: str | bytes, media: MediaFolder) -> Tensor:
+        """Return the frames that a content part asks for, resized as qwen_vl_utils does."""
+        from torchvision.transforms import InterpolationMode, functional  # type: ignore[import-not-found]
+
+        try:
+            own = frames_of(self._looker, clip)
+        except (ConfigError, ImageError) as error:
+            raise BadRecordError("video", str(error)) from None
+        frames = torch.from_numpy(media.frames(source, own.indices)).permute(0, 3, 1, 2)
+        size = [own.height, own.width]
+        resized: Tensor = functional.resize(frames, size, interpolation=InterpolationMode.BICUBIC, antialias=True)
+        return resized.float()
 
 
 def alike_videos(key: str, parts: list[Tensor]) -> list[Tensor]:

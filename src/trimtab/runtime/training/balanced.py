@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from trimtab.runtime.data.packing import collator_of, sharded, untouched, unwrap
 from trimtab.runtime.data.tables import PlanTables, open_tables
 from trimtab.runtime.recompute import applied_to
 from trimtab.runtime.recompute import apply as apply_recompute
+from trimtab.runtime.training.shared import OnlineBalancer, size_of_sample
 from trimtab.runtime.training.trainer import Feed, PlannedTrainer
 from trimtab.runtime.vision.apply import VisionDataParallelCallback, vision_dp_from_plan
 from trimtab.units import unfold_modules
@@ -119,7 +121,8 @@ def balanced(
 
     In a loop of your own, around `model(**batch).loss` as in Accelerate's examples, give the training DataLoader and
     the model before `accelerator.prepare`: `loader = trimtab.balanced(loader, "plan-folder", model=model)`. What comes
-    back is a `PlanDataLoader`; divide the loss by the number of micro-batches, as `accelerator.backward` does.
+    back is a `PlanDataLoader`; divide the loss by the number of micro-batches, as `accelerator.backward` does. Without
+    a plan it is your loader, whose batches an `OnlineBalancer` shares among the ranks.
 
     `reshuffle`: epochs after the first run the plan's steps in another order. `verify`: before the first step the model
     is asked whether it keeps the samples of a pack apart (seconds). Raises `PlanError` or `UnsupportedPlanError` with a
@@ -165,36 +168,47 @@ def _plan_of(path: Path) -> Plan | None:
 
 def _balanced_loader(
     loader: DataLoader[Any], plan: PlanTables | Path | str | None, model: Any, *, reshuffle: bool, verify: bool
-) -> StepLoader:
-    if plan is None:
-        raise UnsupportedPlanError("a DataLoader does not say which batches are a step: give the Trainer, or a plan")
+) -> DataLoader[Any]:
     if model is None:
         raise UnsupportedPlanError("packs are made for a model: give model= too")
-    tables = plan if isinstance(plan, PlanTables) else open_tables(plan)
-    decided = None if isinstance(plan, PlanTables) else _plan_of(Path(plan))
-    problems = list(_problems_of_data(loader.dataset, tables, decided))
+    tables = plan if plan is None or isinstance(plan, PlanTables) else open_tables(plan)
+    decided = None if plan is None or isinstance(plan, PlanTables) else _plan_of(Path(plan))
+    problems = [] if tables is None else list(_problems_of_data(loader.dataset, tables, decided))
     if decided is not None:
         problems += _problems_of_plan(model, decided)
     if getattr(loader.collate_fn, "loss_weighting", "token") != "token":
         problems.append("the collator weighs samples, and model(**batch).loss does not: use packed_loss in your loop")
     started = dist.is_available() and dist.is_initialized()
     dp, rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
-    packs = tables.dp * tables.num_microbatches
-    if packs % dp:
+    if tables is not None and (packs := tables.dp * tables.num_microbatches) % dp:
         problems.append(f"{dp} ranks do not divide the {packs} packs of a step: plan for {dp}")
     if problems:
         raise PlanError(join_problems(problems))
-    sampler = PlanBatchSampler(tables, dp=dp, rank=rank, reshuffle=reshuffle)
     pack = _pack_of(loader.collate_fn, model, dp)
-    feed = _feed_of(tables, decided, pack, reshuffle=reshuffle, verify=verify)
     if verify and not sharded(model):
         refuse_loss_of_its_own(model)
         verify_packing(model, collator=pack)
+    feed = _feed_of(tables, decided, pack, reshuffle=reshuffle, verify=verify)
+    if tables is None:
+        return _shared_loader(loader, model, feed)
+    sampler = PlanBatchSampler(tables, dp=dp, rank=rank, reshuffle=reshuffle)
     _recompute(model, decided)
     if decided is not None and dp > 1:
         vision_dp_from_plan(model, None, decided)
     device = torch.device(next(model.parameters()).device.type)  # Accelerate may move the model later: same kind
     return step_loader(loader, sampler, feed.collate(loader.collate_fn), device)
+
+
+def _shared_loader(loader: DataLoader[Any], model: Any, feed: Feed) -> DataLoader[Any]:
+    """The user's loader, whose ranks share what they draw; its samples travel, so that no worker may make batches."""
+    if loader.num_workers:
+        LOG.warning("num_workers=%d is not used: ranks share samples where they train", loader.num_workers)
+    ask = size_of_sample(model, feed.collate_alone(loader.collate_fn))
+    share = OnlineBalancer(model, feed.collate(loader.collate_fn), size=lambda sample: ask([sample])[0])
+    shared = copy.copy(loader)  # with its sampler, or none
+    shared.__dict__ |= {"collate_fn": share, "num_workers": 0, "prefetch_factor": None}
+    shared.__dict__ |= {"persistent_workers": False, "pin_memory": False}  # batches are on the device already
+    return shared
 
 
 def _pack_of(given: Any, model: Any, num_ranks: int) -> PackedCollator:

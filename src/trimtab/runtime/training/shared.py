@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -366,7 +367,8 @@ class OnlineBalancer:
         self._model, self._steps = model, 0
         self._learned = LearnedCost()
         self._clock: ForwardClock | None = None  # of several ranks
-        self._ran = np.zeros(4)  # sizes of this rank's last share
+        # sizes of shares that have not run: a loader may draw one ahead
+        self._given_out: deque[FloatArray] = deque(maxlen=2)
         self._control: Control | None = None
         self.last: RankShares | None = None  # what was decided for the batch at hand
 
@@ -391,13 +393,14 @@ class OnlineBalancer:
         found = [self._size(sample) for sample in samples]
         rows = [(x.patches, x.tokens, x.flops - x.tower_flops, x.tower_flops) for x in found]
         own = np.array(rows, np.float64).reshape(-1, 4)
-        ran = np.append(self._ran, self._clock.read_s())
+        seconds = self._clock.read_s()
+        ran = np.append(self._given_out.popleft() if seconds and self._given_out else np.zeros(4), seconds)
         heard = control.gather("sizes of samples", (own, ran, self._learned.weights))
         sizes, weights = [x for x, _, _ in heard], heard[0][2]  # rank 0's: the last bits of a fit may differ elsewhere
         priced = [np.column_stack([x[:, :2], x @ weights]) for x in sizes]
         self.last = shares = share_ranks(priced, step=self._steps)
         self._learned.add(np.array([x for _, x, _ in heard]))
-        self._ran = np.concatenate(sizes)[shares.members[control.rank]].sum(axis=0)
+        self._given_out.append(np.concatenate(sizes)[shares.members[control.rank]].sum(axis=0))
         self._steps += 1
         # 2. samples of others go to them, in the order of their numbers
         first = int(np.cumsum([0, *map(len, sizes)])[control.rank])

@@ -92,6 +92,11 @@ class Feed:
         """Return the packs of what the user's own collator makes of samples; one of packs is taken as it is."""
         return given if isinstance(given, PackedCollator) else AloneThenPacked(given, self.pack, self.max_tokens)
 
+    def collate_alone(self, given: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """Return the same for one sample whose size is asked: without the image that keeps a tower busy."""
+        alone = replace(self.pack, vision_in_every_pack=False)
+        return alone if isinstance(given, PackedCollator) else AloneThenPacked(given, alone)
+
 
 class PlannedTrainer:
     """Goes before the class of a Trainer, which `balanced` then makes the class of the instance.
@@ -198,13 +203,10 @@ class PlannedTrainer:
         """Return a sampler of the batches that the Trainer's own loader draws."""
         trainer: Any = self
         own, arguments = super().get_train_dataloader(), trainer.args  # type: ignore[misc]
-        without_fillers = replace(self._feed.pack, vision_in_every_pack=False)
-        given = trainer.data_collator
-        alone = without_fillers if isinstance(given, PackedCollator) else AloneThenPacked(given, without_fillers)
         return SharedSampler(
             own=own,
             data=trainer.train_dataset if not hasattr(trainer.train_dataset, "column_names") else own.dataset,
-            size_of=size_of_sample(trainer.model, alone),
+            size_of=size_of_sample(trainer.model, self._feed.collate_alone(trainer.data_collator)),
             rank=arguments.process_index,
             num_ranks=max(1, arguments.world_size),
             num_microbatches=arguments.gradient_accumulation_steps,
