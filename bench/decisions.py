@@ -177,17 +177,8 @@ def page(stated: Sequence[Sweep], defaults: Sequence[Sweep]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="write the page")
-    parser.add_argument("--rows", action="store_true", help="print every row, and every edge that is said wrong")
     given = parser.parse_args()
     stated, defaults = (list(read_sweeps(stated=said)) for said in (True, False))
-    if given.rows:
-        for x in stated:
-            print(x.name)
-            for y in sorted(x.outcomes, key=lambda y: y.measured):
-                print(f"  {y.row.name:44} measured {y.measured:10.5f} ours {y.ours:10.5f}")
-            for edge in x.edges:
-                if edge.fits != edge.fitted:
-                    print(f"  {edge.row.name:44} {'fitted' if edge.fitted else 'ran out of memory'}")
     if given.write is not None:
         given.write.write_text(page(stated, defaults), encoding="utf-8")
     print(_HEAD + "\n".join(line(x) for x in stated if x.pairs))

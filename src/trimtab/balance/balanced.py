@@ -37,7 +37,7 @@ from trimtab.specs import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AimNumbers:
-    """Every tuned number of this file. `python bench/aim_sweep.py` varies one at a time and prints what it costs.
+    """Every tuned number of this file: each was varied alone, and those that moved nothing went.
 
     Weights count squared differences from the mean pack, slopes what is above it, of columns relative to their means.
     """
