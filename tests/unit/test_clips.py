@@ -9,7 +9,6 @@ import pytest
 from sample_sets import PixelRule, png, talk, write_jsonl, write_tokenizer
 
 from refusals import refused
-from tables import read_table
 from trimtab.errors import ConfigError, ImageError
 from trimtab.models.images import asked as clips
 from trimtab.samples.encode import ConversationEncoder
@@ -19,6 +18,7 @@ from trimtab.samples.rows import Slot, read_conversation
 from trimtab.samples.size import size_samples
 from trimtab.samples.tokens import read_tokenizer
 from trimtab.specs import Clip, ClipCounts, ImageCounts
+from yaml_tables import read_table
 
 FACTS = {"width": 64, "height": 48, "fps": 10, "num_frames": 20}
 CLIP = Clip(width=64, height=48, num_frames=20, fps=10.0)

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refusals import refused
-from tables import read_table
 from trimtab import Lora, PlanOptions, make_plan, profile_model
 from trimtab.costs.devices import DEVICES, parse_cluster
 from trimtab.errors import ConfigError
@@ -25,6 +24,7 @@ from trimtab.placement.bytes import inference_table
 from trimtab.placement.machine import Workload
 from trimtab.specs import SampleTable
 from trimtab.units import GIB
+from yaml_tables import read_table
 
 LIMITS = {"min_pixels": 3136, "max_pixels": 1003520, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 QWEN25 = dict(read_config("Qwen2.5-VL-7B"))

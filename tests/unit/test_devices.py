@@ -3,12 +3,12 @@
 import pytest
 from plan_cases import tile_samples
 
-from tables import read_table
 from trimtab import PlanOptions, describe, load_plan, make_plan, write_plan
 from trimtab.costs.devices import DEVICES, find_device, parse_cluster
 from trimtab.placement.machine import parse_machine
 from trimtab.plan.file.reload import find_cluster
 from trimtab.units import GIB
+from yaml_tables import read_table
 
 
 @pytest.mark.parametrize(("said", "meant"), read_table("published", "devices"))

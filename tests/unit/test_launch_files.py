@@ -2,10 +2,10 @@
 
 import pytest
 
-from tables import read_table
 from trimtab import GivenRun, describe
 from trimtab.adapters.launch_files import completed, from_megatron, megatron_flags
 from trimtab.errors import PlanError
+from yaml_tables import read_table
 
 MODEL = describe("Qwen2.5-VL-7B")  # 32 vision blocks, 28 of language
 FLAGS = (

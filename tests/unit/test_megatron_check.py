@@ -3,7 +3,6 @@
 import pytest
 
 from export_cases import first_block, make_model
-from tables import read_table
 from trimtab.adapters.megatron_check import (
     MegatronFlags,
     built_vision_layers,
@@ -12,6 +11,7 @@ from trimtab.adapters.megatron_check import (
     parse_megatron_flags,
 )
 from trimtab.specs import ModelSpec
+from yaml_tables import read_table
 
 
 def failures(model: ModelSpec, text: str, **options) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,11 +85,13 @@ def test_rows_of_a_sweep_are_one_model_on_the_same_devices():
 
 
 def test_a_sweep_counts_pairs_and_what_the_pick_costs():
-    def ran(measured, ours):
-        return decisions.Outcome(row=ROWS[0], measured=measured, ours=ours)
+    def ran(measured, ours, pp):
+        return decisions.Outcome(row=replace(ROWS[0], settings={"pp": pp}), measured=measured, ours=ours)
 
-    outcomes = (ran(1.0, 3.0), ran(1.01, 2.5), ran(1.2, 2.0), ran(2.0, 4.0))
+    outcomes = (ran(1.0, 3.0, 1), ran(1.01, 2.5, 2), ran(1.2, 2.0, 4), ran(2.0, 4.0, 8))
     found = decisions.Sweep(name="x", what="degrees", source="x", outcomes=outcomes, edges=())
+    again = replace(found, outcomes=(*outcomes, ran(1.5, 2.0, 4)))  # 1.2 measured once more
+    assert len(again.pairs) == len(found.pairs) + 3
     assert (len(found.pairs), found.in_order) == (5, 3)  # 1.0 and 1.01 are no pair; 1.2 is put before both
     assert found.tau == pytest.approx(0.2)
     assert found.regret == pytest.approx(1.2)

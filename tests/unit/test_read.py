@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from refusals import refused
-from tables import read_table
+from yaml_tables import read_table
 
 pyarrow = pytest.importorskip("pyarrow", reason="the [data] extra is not installed")
 parquet = pytest.importorskip("pyarrow.parquet", reason="the [data] extra is not installed")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from sample_sets import PixelRule, png, write_jsonl
 
-from tables import read_table
 from trimtab.samples.rows import read_conversation
 from trimtab.samples.shapes import read_columns
 from trimtab.samples.size import size_samples
+from yaml_tables import read_table
 
 
 @pytest.mark.parametrize("given", read_table("records", "shapes"))

@@ -52,7 +52,7 @@ def map_model(
         Path | None,
         typer.Option(
             help="Requests that an engine serves, one JSON object a line: arrival_s, prompt_tokens (text; images come "
-            "on top), output_tokens, images [[height, width], ...]. Needs --serve-with."
+            "on top), output_tokens, images as [[height, width]]. Needs --serve-with."
         ),
     ] = None,
     serve_with: Annotated[
