@@ -48,6 +48,7 @@ VALID = {
     "jpeg": encode((64, 48), "JPEG"),
     "jpeg progressive": encode((64, 48), "JPEG", progressive=True),
     "jpeg exif": encode((64, 48), "JPEG", exif=exif_of(6, 60000)),
+    "jpeg thumbnail": encode((64, 48), "JPEG", exif=exif_of(6, 12000)),  # a header longer than a first read
     "webp lossy": encode((64, 48), "WEBP"),
     "webp lossless": encode((64, 48), "WEBP", lossless=True),
     "webp exif": encode((64, 48), "WEBP", exif=exif_of(6)),

@@ -397,6 +397,7 @@ class _Pass:
 def start(settings: SizerSettings) -> bytes:
     """Make ready for the chunks of a pass; the answer is what tokenizer and template make it assume."""
     at("the tokenizer", cpu_s=_TOKENIZER_CPU_S)
+    warnings.filterwarnings("ignore", module="PIL")  # of strange files; what decides is named as a bad sample
     _Pass.sizer = Sizer(settings)
     return json.dumps(_Pass.sizer.assumptions).encode()
 
