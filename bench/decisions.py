@@ -1,9 +1,9 @@
 """Published choices, decided again: `python bench/decisions.py [--write docs/tables/decisions.md]`.
 
 A sweep of data/decisions.json is rows of data/runs that train one model on the same devices, and differ in what a plan
-decides. Of each: the pairs that we put in order (rows within 2 % of each other are no pair), Kendall's tau, and the
-regret, which is what the row that we would pick takes over the fastest one. All by seconds of a sample. Where a row ran
-out of memory, also whether we say which rows fit.
+decides. Of each: the pairs that we put in order (rows within 2 % of each other are no pair), and the regret, which is
+what the row that we would pick takes over the fastest one. All by seconds of a sample. Where a row ran out of memory,
+also whether we say which rows fit.
 
 *Defaults* and *stated* are those of published.py. The table has *stated*, for a choice is compared as it was run.
 """
@@ -62,11 +62,6 @@ class Sweep:
     @property
     def in_order(self) -> int:
         return sum(a.ours < b.ours for a, b in self.pairs)
-
-    @property
-    def tau(self) -> float:
-        """Kendall's tau-a over the pairs: 1 in order, -1 reversed."""
-        return 2 * self.in_order / len(self.pairs) - 1
 
     @property
     def pick(self) -> Outcome:
@@ -144,15 +139,12 @@ class Score:
         )
 
 
-_HEAD = """| choice | of | rows | pairs in order | tau | we pick | regret |
-|---|---|---|---|---|---|---|
-"""
 _PAGE = (DATA / "decisions_page.md").read_text(encoding="utf-8")
 
 
 def line(x: Sweep) -> str:
-    picked = f"{x.pick.row.name} | {x.regret:.2f}"
-    return f"| {x.name} | {x.what} | {len(x.outcomes)} | {x.in_order} of {len(x.pairs)} | {x.tau:.2f} | {picked} |"
+    counts = f"{len(x.outcomes)} | {x.in_order} of {len(x.pairs)}"
+    return f"| {x.name} | {x.what} | {counts} | {x.pick.row.name} | {x.regret:.2f} |"
 
 
 def wrong(sweeps: Sequence[Sweep]) -> Iterator[str]:
@@ -169,7 +161,7 @@ def page(stated: Sequence[Sweep], defaults: Sequence[Sweep]) -> str:
     return _PAGE.format(
         summary=Score.of(stated).sentence(),
         defaults=Score.of(defaults).sentence(),
-        table=_HEAD + "".join(line(x) + "\n" for x in known),
+        table="".join(line(x) + "\n" for x in known),
         wrong="".join(text + "\n" for text in wrong(known)),
     )
 
@@ -181,7 +173,7 @@ def main() -> None:
     stated, defaults = (list(read_sweeps(stated=said)) for said in (True, False))
     if given.write is not None:
         given.write.write_text(page(stated, defaults), encoding="utf-8")
-    print(_HEAD + "\n".join(line(x) for x in stated if x.pairs))
+    print("\n".join(line(x) for x in stated if x.pairs))
     for name, sweeps in (("stated", stated), ("defaults", defaults)):
         print(f"{name}: {Score.of(sweeps).sentence()}")
 

@@ -81,8 +81,7 @@ class Row:
 
     def is_run_again(self, other: Row) -> bool:
         """Return whether `other` is the same run, measured once more."""
-        names = ("model", "cluster", "settings", "samples", "stated", "network")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        return replace(self, name=other.name, measured=other.measured) == other
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -268,7 +267,7 @@ class Band:
         assert first.regime is not None
         assert first.band is not None
         errors = {s: [abs(x.defaults or 0.0) for x in own if x.row.source == s] for s in sources}
-        asked = {s: float(np.quantile(e, 0.85)) for s, e in errors.items() if len(e) >= _FEW}
+        asked = {s: float(np.quantile(e, 0.85)) for s, e in errors.items() if len(e) >= 4}
         widest = max(asked or sources, key=lambda s: asked.get(s, 0.0))
         others = [e for s in sources if s != widest for e in errors[s]]
         return cls(
@@ -330,7 +329,6 @@ def table(found: Sequence[Found]) -> list[str]:
     return lines
 
 
-_FEW = 4
 _BAND_HEAD = ["regime", "band", "rows", "inside", "widest source", "other rows", "inside"]
 _PAGE = (DATA / "published_page.md").read_text(encoding="utf-8")
 

@@ -24,7 +24,7 @@ from trimtab.models.asking.inputs import quietly
 from trimtab.models.asking.internvl_chat import chat_config, published_fields
 from trimtab.models.asking.model import complete, describe_fields
 from trimtab.models.describe import TEXT_ONLY, find_positions, image_rule, image_rule_by_processor
-from trimtab.models.description import description_bytes, flat_fields, nested_fields
+from trimtab.models.description import description_bytes, flat_fields, nested_fields, read_shipped
 from trimtab.models.families import REMOTE
 from trimtab.models.images.rules import UnsettledRule
 from trimtab.specs import LayerSpec
@@ -35,12 +35,24 @@ DEMO = Path(__file__).parents[1] / "src" / "trimtab" / "demo" / "tiny_model"
 ZOO = Path(__file__).parents[1] / "src" / "trimtab" / "models" / "zoo"
 
 
+def _fold(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write each layer as its differences from the earlier one that is most like it, where that is shorter."""
+    folded = []
+    for layer in layers:
+        ways = [layer]
+        for i, base in enumerate(layers[: len(folded)]):
+            changed = {key: value for key, value in layer.items() if base.get(key) != value or key not in base}
+            ways.append({"like": i, "without": [key for key in base if key not in layer], **changed})
+        folded.append(min(ways, key=lambda way: len(json.dumps(way))))
+    return folded
+
+
 def main(only: Sequence[str]) -> None:
     lines: dict[str, Any] = {}
     names: dict[str, Any] = {}
     if only:
         kept = (ZOO / "models.jsonl").read_text(encoding="utf-8").splitlines()
-        lines = {name: json.loads(text) for name, _, text in (line.partition("\t") for line in kept)}
+        lines = {name: read_shipped(name) for name in (line.partition("\t")[0] for line in kept)}
         names = json.loads((ZOO / "names.json").read_text(encoding="utf-8"))
     for name, entry in sorted({**json.loads(SOURCE.read_text(encoding="utf-8")), **_demo()}.items()):
         if only and name not in only:
@@ -56,7 +68,8 @@ def main(only: Sequence[str]) -> None:
         names[name] = entry.get("names", [])
         if entry["config"]["model_type"] == REMOTE and name.startswith(PORTED):
             lines[f"{name}-HF"] = _port(f"{name}-HF", entry)
-    text = "".join(f"{name}\t{json.dumps(x, separators=(',', ':'))}\n" for name, x in sorted(lines.items()))
+    written = {name: {**x, "layers": _fold(x["layers"])} for name, x in sorted(lines.items())}
+    text = "".join(f"{name}\t{json.dumps(x, separators=(',', ':'))}\n" for name, x in written.items())
     (ZOO / "models.jsonl").write_text(text, encoding="utf-8")
     also = {name: others for name, others in names.items() if others}
     (ZOO / "names.json").write_text(json.dumps(also, indent=1) + "\n", encoding="utf-8")

@@ -93,7 +93,6 @@ def test_a_sweep_counts_pairs_and_what_the_pick_costs():
     again = replace(found, outcomes=(*outcomes, ran(1.5, 2.0, 4)))  # 1.2 measured once more
     assert len(again.pairs) == len(found.pairs) + 3
     assert (len(found.pairs), found.in_order) == (5, 3)  # 1.0 and 1.01 are no pair; 1.2 is put before both
-    assert found.tau == pytest.approx(0.2)
     assert found.regret == pytest.approx(1.2)
     score = decisions.Score.of([found])
     assert (score.first, score.near) == (0, 0)

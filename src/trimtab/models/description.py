@@ -368,8 +368,18 @@ def suggest_shipped(name: str) -> str:
 
 def read_shipped(name: str) -> Mapping[str, Any]:
     """Return a shipped description, its published configuration under `config`."""
-    data: Mapping[str, Any] = json.loads(_lines()[name])
-    return data
+    return _unfolded(_lines()[name])
+
+
+def _unfolded(line: str) -> Mapping[str, Any]:
+    """Read a line, in which a layer may be the differences from an earlier one: `like` it, but for keys `without`."""
+    data: dict[str, Any] = json.loads(line)
+    layers: list[dict[str, Any]] = []
+    for layer in data["layers"]:
+        base = layers[layer.pop("like")] if "like" in layer else {}
+        gone = layer.pop("without", ())
+        layers.append({**{key: value for key, value in base.items() if key not in gone}, **layer})
+    return {**data, "layers": layers}
 
 
 # -- configurations that say the same ---------------------------------------------------------------------------------
@@ -385,9 +395,9 @@ def find_same(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     for line in _lines().values():
         if f'"model_type":{kind}' not in line:
             continue
-        shipped = json.loads(line)
+        shipped = _unfolded(line)
         if _says_the_same(said, flat_fields(shipped["config"]), shipped["assumed"]):
-            return shipped  # type: ignore[no-any-return]
+            return shipped
     return None
 
 
