@@ -24,6 +24,7 @@ from trimtab.plan.decide.probed import with_profile
 from trimtab.plan.file.reload import reload_plan
 from trimtab.plan.file.yaml import load_plan, plan_to_yaml
 from trimtab.plan.options import VisionChoice
+from trimtab.runtime.data.collate import attend_by_sample
 from trimtab.runtime.probe.run import CHOICE, probe, settle
 from trimtab.runtime.probe.trial import CpuMeter
 from trimtab.runtime.recompute import apply
@@ -57,9 +58,10 @@ def test_measured_bytes_are_those_that_autograd_keeps(folder, tight, tmp_path, f
     assert {kind.tower for kind in kinds} == {"vision", "language"}
     with bench_of(settings) as bench:
         profile, batches = bench.case.setting.profile, bench.batches
-        config = bench.rank.pipeline.stages[0].model.config
+        config = bench.pipeline.stages[0].model.config
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").train()
+    attend_by_sample(model)
     names = [layer.name for layer in profile.layers if len(layer.tiers) > 1]
     traces = [trace_step(model, names, batch) for batch in batches.values()]
     for kind in kinds:
