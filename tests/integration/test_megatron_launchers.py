@@ -218,7 +218,9 @@ def test_mimo_takes_both_grids():
     )
     stages = stages_between((0, model.indices("language", "block")[30], len(model.layers)))
     dims = ParallelDims(dp=4, pp=2, tp=2)
-    plan = Decided(model=model, stages=stages, dims=dims, schedule="1F1B", num_microbatches=8, global_batch=64, vision=own)
+    plan = Decided(
+        model=model, stages=stages, dims=dims, schedule="1F1B", num_microbatches=8, global_batch=64, vision=own
+    )
     fields = megatron_hosts.export_bridge(plan).fields
     path = "megatron/bridge/models/megatron_mimo/megatron_mimo_config.py"
     if not any(str(file) == path for file in importlib.metadata.files("megatron-bridge") or []):
