@@ -15,7 +15,7 @@ import numpy as np
 from trimtab.balance.metrics import BalanceReport, above_limits
 from trimtab.balance.packing import PackResult, pack_samples, read_sizes, report_packing
 from trimtab.balance.published import default_filters, pack_isf
-from trimtab.balance.schedule import fill_table
+from trimtab.balance.schedule import fill_table, offsets_of
 from trimtab.compiled import permutation
 from trimtab.errors import PackingError
 from trimtab.plan.decide.work import select_rows
@@ -139,7 +139,7 @@ def pack_apart(
     # one packing of all, whose rows are shuffled; rows with an empty slot come last
     counts = np.concatenate([np.diff(part.offsets) for part in parts])
     packing = Packing(
-        offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        offsets=offsets_of(counts),
         indices=np.concatenate([own[part.indices] for own, part in zip(owns, parts, strict=True)]),
         limits=(max(q for q, _ in limits), max(q for _, q in limits)),
         oversize=np.sort(np.concatenate([own[part.oversize] for own, part in zip(owns, parts, strict=True)])),

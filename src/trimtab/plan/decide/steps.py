@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trimtab.balance.packing import PackResult, pack_samples, refuse_empty
-from trimtab.balance.schedule import fill_table, schedule_packs
+from trimtab.balance.schedule import fill_table, offsets_of, schedule_packs
 from trimtab.balance.step import pack_steps
 from trimtab.compiled import permutation
 from trimtab.costs.formula.layers import document_multiple
@@ -300,10 +300,9 @@ def fill_slots(packed: PackResult, cost: FloatArray) -> PackResult:
     table[-1] = full.reshape(table.shape[2], table.shape[1]).T
     order = table[table >= 0]
     table[table >= 0] = np.arange(len(order))
-    sizes = np.array([len(packs[p]) for p in order.tolist()], np.int64)
     filled = replace(
         packing,
-        offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        offsets=offsets_of([len(packs[p]) for p in order.tolist()]),
         indices=np.concatenate([packs[p] for p in order.tolist()]),
     )
     return PackResult(packing=filled, schedule=replace(packed.schedule, table=table))
